@@ -1,0 +1,190 @@
+"""The public functions: exact attention over dense batches and over packed sequences."""
+
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from flash_attn_cute import dispatch, ops, validate
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+# ``out``, or ``(out, lse)`` with return_lse=True.
+Result: TypeAlias = Any
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: validate.Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    zero_padding: bool = True,
+    backend: str | None = None,
+) -> Result:
+    """Exact attention over a dense batch, differentiable in q, k, v, bias, learnable_sink and through lse.
+
+    A score is ``s = softmax_scale * q . k``; with a softcap, ``s = softcap * tanh(s / softcap)``; then bias is
+    added; then masks hide keys. Causal and windowed attention are aligned to the bottom right, as for a KV
+    cache: query i sees key j when ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``.
+    A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero.
+
+    Args:
+        q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous
+            last dimension, here and in k and v.
+        k: (batch, seqlen_k, nheads_k, d), of q's dtype. nheads_k divides nheads (GQA, MQA): query head h reads
+            key head ``h // (nheads // nheads_k)``.
+        v: (batch, seqlen_k, nheads_k, d_v), of q's dtype.
+        seqused_q: (batch,) int32. Only the first ``seqused_q[b]`` query rows of entry b are real, the rest is
+            padding: ignored whatever it holds, NaN included, and zero in out and gradients (lse: -inf).
+        seqused_k: (batch,) int32, likewise for the rows of k and v. Windows align to the real lengths.
+        softmax_scale: the factor before softmax; None means 1 / sqrt(d).
+        causal: hide the keys behind a query's own position.
+        window_size: (left, right), how many keys before and behind its own position a query sees; None or
+            negative means unbounded. With causal, right is 0.
+        softcap: bound on the scores' magnitude; 0 means none.
+        learnable_sink: (nheads,), float32 or q's dtype. One more logit in each softmax's denominator, and in lse.
+        mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Never expanded.
+            It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
+        bias: float32 or q's dtype, broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
+            Its gradient has its own shape.
+        deterministic: the same inputs give the same bits, whatever else the device runs.
+        return_lse: also return the log-sum-exp of the scores.
+        zero_padding: False leaves padding rows of the results and gradients unwritten.
+        backend: None picks the best that can serve the call; a name runs that one or raises.
+
+    Returns:
+        out (batch, seqlen_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural
+        logarithms, (batch, nheads, seqlen_q), float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, strides, device or value, or a backend that cannot serve the
+            call. Either message names the argument, what was expected and what came.
+    """
+    options = validate.check_options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        zero_padding=zero_padding,
+        backend=backend,
+    )
+    inputs = validate.check_dense(
+        q,
+        k,
+        v,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        learnable_sink=learnable_sink,
+        mask=mask,
+        bias=bias,
+    )
+    return _attend(inputs, options, backend, return_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: validate.Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    zero_padding: bool = True,
+    backend: str | None = None,
+) -> Result:
+    """Exact attention over packed sequences of different lengths; semantics as ``flash_attn_func``.
+
+    Sequence b owns rows ``cu_seqlens[b] .. cu_seqlens[b + 1]``, of which with seqused only the first
+    ``seqused[b]`` are real. Every other row, between sequences, before the first and behind the last, is padding:
+    ignored whatever it holds, NaN included, and zero in out and gradients (lse: -inf).
+
+    Args:
+        q: (total_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous last
+            dimension, here and in k and v.
+        k: (total_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
+        v: (total_k, nheads_k, d_v), of q's dtype.
+        cu_seqlens_q: (batch + 1,) int32, non-decreasing offsets of the sequences' query rows.
+        cu_seqlens_k: (batch + 1,) int32, those of their rows in k and v. May be the same tensor.
+        max_seqlen_q: upper bound on the real query rows of any sequence, an int or a 0-d integer tensor (which is
+            never read, so it cannot make the host wait).
+        max_seqlen_k: likewise for keys.
+        seqused_q: (batch,) int32, the real query rows of each sequence if fewer than it owns.
+        seqused_k: (batch,) int32, likewise for the rows of k and v. Windows align to the real lengths.
+        softmax_scale: the factor before softmax; None means 1 / sqrt(d).
+        causal: hide the keys behind a query's own position.
+        window_size: (left, right), see ``flash_attn_func``.
+        softcap: bound on the scores' magnitude; 0 means none.
+        learnable_sink: (nheads,), see ``flash_attn_func``.
+        mask: bool, broadcastable to (nheads, total_q, max_seqlen_k), keys counted from the start of their own
+            sequence; True = may attend.
+        bias: float32 or q's dtype, broadcastable to (nheads, total_q, max_seqlen_k), likewise. Entries that
+            belong to padding are ignored and have a gradient of zero.
+        deterministic: the same inputs give the same bits, whatever else the device runs.
+        return_lse: also return the log-sum-exp of the scores.
+        zero_padding: False leaves padding rows of the results and gradients unwritten.
+        backend: None picks the best that can serve the call; a name runs that one or raises.
+
+    Returns:
+        out (total_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural logarithms,
+        (nheads, total_q), float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, strides, device or value, or a backend that cannot serve the
+            call. Either message names the argument, what was expected and what came.
+    """
+    options = validate.check_options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        zero_padding=zero_padding,
+        backend=backend,
+    )
+    inputs = validate.check_packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        learnable_sink=learnable_sink,
+        mask=mask,
+        bias=bias,
+    )
+    return _attend(inputs, options, backend, return_lse)
+
+
+def _attend(inputs: AttentionInputs, options: Options, backend: str | None, return_lse: bool) -> Result:
+    selection = dispatch.select(AttentionSpec.of(inputs, options), inputs.q.device, backend)
+    out, lse = ops.attention(inputs, options, selection.name)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,1 @@
+"""The implementations of attention behind the API, each behind the protocol in ``base``."""

@@ -1,0 +1,55 @@
+"""What a backend is: the features it declares, the limits it states, and its two passes."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call, each of its input's shape and dtype; None where the call did not want it."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
+class Backend(Protocol):
+    """One implementation of attention. Its methods run below autograd and see only valid arguments."""
+
+    @property
+    def name(self) -> str:
+        """What users write as ``backend=``."""
+        ...
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Everything optional it can serve."""
+        ...
+
+    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+        """Reasons beyond features (device, dtype, head dimension) why it cannot serve spec; empty if none."""
+        ...
+
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """New tensors out (like q, last dimension d_v) and lse (``inputs.lse_shape``)."""
+        ...
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        need_dbias: bool,
+        need_dsink: bool,
+    ) -> Gradients:
+        """Gradients from what forward returned and the gradients of both of its results."""
+        ...

@@ -1,0 +1,154 @@
+"""The portable backend: sequences walked from the host, each run handed to the fused or the blockwise path."""
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.portable import blockwise, fused
+from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
+from flash_attn_cute.sequences import Rows, Run, merge_runs, padding, read_sequences
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+
+
+class PortableBackend:
+    """Exact attention on any device PyTorch knows, in float16, bfloat16, float32 and float64.
+
+    Rows of one sequence are sliced out before anything is computed, so what stands in the padding is never
+    read. Results are the same bits every time, whether or not the call asks for that. The offsets of packed
+    sequences come to the host in one transfer a pass.
+    """
+
+    name = "portable"
+    features = frozenset(Feature)
+
+    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+        """No reason to decline: it serves every valid call."""
+        return ()
+
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """See ``Backend.forward``."""
+        rows_q, rows_k = read_sequences(inputs)
+        out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v)
+        lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
+        for run in merge_runs(rows_q, rows_k, spec.packed):
+            _forward(spec, inputs, run, out, lse)
+        if spec.zero_padding:
+            _fill_padding(spec, rows_q, out, 0.0)
+            _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
+        return out, lse
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        need_dbias: bool,
+        need_dsink: bool,
+    ) -> Gradients:
+        """See ``Backend.backward``."""
+        rows_q, rows_k = read_sequences(inputs)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+        dbias = _sum_like(inputs.bias, lse) if need_dbias else None
+        dsink = _sum_like(inputs.learnable_sink, lse) if need_dsink else None
+        for run in merge_runs(rows_q, rows_k, spec.packed):
+            _backward(spec, inputs, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
+        if spec.zero_padding:
+            for grad, rows in ((dq, rows_q), (dk, rows_k), (dv, rows_k)):
+                _fill_padding(spec, rows, grad, 0.0)
+        if dbias is not None and inputs.bias is not None:
+            dbias = dbias.to(inputs.bias.dtype)
+        if dsink is not None and inputs.learnable_sink is not None:
+            dsink = dsink.to(inputs.learnable_sink.dtype)
+        return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _forward(spec: AttentionSpec, inputs: AttentionInputs, run: Run, out: Tensor, lse: Tensor) -> None:
+    blind, band = _window(spec, run)
+    out, lse = view_rows(out, run, run.q, spec.packed), view_lse(lse, run, spec.packed)
+    out[:, :, :blind], lse[:, :, :blind] = 0.0, -torch.inf
+    if blind < run.q.length:
+        tile = _tile(spec, inputs, run, blind, band)
+        if fused.serves(tile):
+            fused.forward(tile, out[:, :, blind:], lse[:, :, blind:])
+        else:
+            blockwise.forward(tile, out[:, :, blind:], lse[:, :, blind:])
+    if inputs.learnable_sink is not None:
+        sink = inputs.learnable_sink.to(lse.dtype)[:, None]
+        merged = torch.logaddexp(lse, sink)
+        out *= (lse - merged).exp_().masked_fill_(lse.isneginf(), 0)[..., None]
+        lse.copy_(merged)
+
+
+def _backward(
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    run: Run,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+) -> None:
+    blind, band = _window(spec, run)
+    out, dout, dq = (view_rows(x, run, run.q, spec.packed) for x in (out, dout, grads.dq))
+    dk, dv = (view_rows(x, run, run.k, spec.packed) for x in (grads.dk, grads.dv))
+    lse = view_lse(lse, run, spec.packed)
+    dlse = None if dlse is None else view_lse(dlse, run, spec.packed)
+    dq[:, :, :blind] = 0
+    if blind == run.q.length:
+        dk.zero_()
+        dv.zero_()
+    else:
+        tile = _tile(spec, inputs, run, blind, band)
+        seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, blind:] for x in (out, lse, dout, dq))
+        if dlse is None and fused.serves_backward(tile):
+            fused.backward(tile, seen_out, seen_lse, seen_dout, seen_dq, dk, dv)
+        else:
+            delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, blind:])
+            dbias = view_scores(grads.dbias, run, blind, spec.packed)
+            blockwise.backward(tile, seen_lse, seen_dout, delta, seen_dq, dk, dv, dbias)
+    if grads.dsink is not None and inputs.learnable_sink is not None:
+        weight = (inputs.learnable_sink.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse.isneginf(), 0)
+        grads.dsink.sub_((weight * _delta(out, dout, dlse)).sum((0, 2)))
+
+
+def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """The row sums of dout * out, less the gradient of lse: what every score of a row loses in backward."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    delta = (out.to(wide) * dout).sum(-1)
+    return delta if dlse is None else delta - dlse
+
+
+def _window(spec: AttentionSpec, run: Run) -> tuple[int, Band]:
+    """How many of a run's first queries see no key at all, and the window of the others."""
+    band = Band.of(spec, run.q.length, run.k.length)
+    if not run.k.length:
+        return run.q.length, band
+    blind = 0 if band.upper is None else min(run.q.length, max(0, -band.upper))
+    return blind, Band(*(None if edge is None else edge + blind for edge in band))
+
+
+def _tile(spec: AttentionSpec, inputs: AttentionInputs, run: Run, blind: int, band: Band) -> Tile:
+    return Tile(
+        q=view_rows(inputs.q, run, run.q, spec.packed)[:, :, blind:],
+        k=view_rows(inputs.k, run, run.k, spec.packed),
+        v=view_rows(inputs.v, run, run.k, spec.packed),
+        mask=view_scores(inputs.mask, run, blind, spec.packed),
+        bias=view_scores(inputs.bias, run, blind, spec.packed),
+        band=band,
+        spec=spec,
+    )
+
+
+def _fill_padding(spec: AttentionSpec, rows: list[Rows], x: Tensor, value: float) -> None:
+    for index in padding(rows, x, spec.packed):
+        x[index] = value
+
+
+def _sum_like(x: Tensor | None, lse: Tensor) -> Tensor | None:
+    """Zeros of x's shape to sum its gradient in."""
+    return None if x is None else torch.zeros(x.shape, dtype=lse.dtype, device=lse.device)

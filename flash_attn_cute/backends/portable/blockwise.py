@@ -1,0 +1,200 @@
+"""Exact attention over blocks of queries, every feature included, in memory linear in the keys.
+
+A block holds the scores of some queries with all the keys they may see, so softmax needs no running maximum.
+The backward pass recomputes a block's probabilities from the saved log-sum-exp, as FlashAttention does (Dao et
+al., arXiv 2205.14135). Blocks run one after the other in a fixed order and add to dK, dV and dBias in it: the
+same inputs give the same bits.
+
+Scores, softmax and every sum are in float32 (float64 for float64 inputs). On a GPU the operands of the products
+stay in half precision, for its matrix units; elsewhere they are widened too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.portable.tile import Tile
+
+# Elements of a block of scores. On a CPU it should stay in the last-level cache, a GPU wants to be filled.
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 32, 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Some sequences and key heads of a tile, whose keys and values serve several blocks of queries."""
+
+    tile: Tile
+    batch: slice
+    heads: slice
+    k: Tensor  # (sequences * heads, keys, d), in the operands' dtype
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some queries of some heads, and the range of keys they see between them."""
+
+    heads: _Heads
+    rows: slice
+    keys: slice
+
+    def take(self, x: Tensor) -> Tensor:
+        """The block's part of (n, nheads, rows, ...), as (n, heads, group, rows, ...); a view."""
+        x = x.unflatten(1, (-1, self.heads.tile.group))
+        return x[self.heads.batch, self.heads.heads, :, self.rows]
+
+    def operand(self, x: Tensor) -> Tensor:
+        """The block's part of (n, nheads, rows, d), as a factor (n * heads, group * rows, d)."""
+        return _operand(self.take(x).flatten(2, 3).flatten(0, 1))
+
+    def split(self, x: Tensor) -> Tensor:
+        """(n * heads, group * rows, ...) as (n, heads, group, rows, ...); the inverse of flattening."""
+        batch = self.heads.batch.stop - self.heads.batch.start
+        return x.unflatten(1, (self.heads.tile.group, -1)).unflatten(0, (batch, -1))
+
+    def take_scores(self, x: Tensor) -> Tensor:
+        """The block's part of a mask or bias, as a view that broadcasts to (n, heads, group, rows, keys)."""
+        if x.shape[0] != 1:
+            x = x[self.heads.batch]
+        x = x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (-1, self.heads.tile.group))[:, self.heads.heads]
+        if x.shape[3] != 1:
+            x = x[..., self.rows, :]
+        return x if x.shape[4] == 1 else x[..., self.keys]
+
+
+def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
+    """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside."""
+    for heads in _split_heads(tile):
+        for block in _split_rows(heads):
+            scores, _ = _scores(block, block.operand(tile.q))
+            peak = scores.amax(-1, keepdim=True)
+            # A query that sees no key has a peak of -inf: from 0 instead, its weights come out 0 and not NaN.
+            weights = scores.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
+            total = weights.sum(-1, keepdim=True)
+            block.take(lse).copy_(block.split((peak + total.log()).squeeze(-1)))
+            product = _product(weights.to(heads.v.dtype), heads.v[:, block.keys])
+            block.take(out).copy_(block.split(product.div_(total.masked_fill_(total == 0, 1))))
+
+
+def backward(
+    tile: Tile,
+    lse: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Fills dq, dk and dv, and adds to dbias (float32 or wider, shaped as ``tile.bias``).
+
+    Args:
+        tile: as in forward.
+        lse: (n, nheads, rows), the sink included.
+        dout: (n, nheads, rows, d_v).
+        delta: (n, nheads, rows), the row sums of dout * out less the gradient of lse.
+        dq: (n, nheads, rows, d).
+        dk: (n, nheads_k, keys, d).
+        dv: (n, nheads_k, keys, d_v).
+        dbias: or None, if it is not wanted.
+    """
+    scale, softcap = tile.spec.softmax_scale, tile.spec.softcap
+    for heads in _split_heads(tile):
+        sum_dk, sum_dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (heads.k, heads.v))
+        for block in _split_rows(heads):
+            q, do = block.operand(tile.q), block.operand(dout)
+            k, v = heads.k[:, block.keys], heads.v[:, block.keys]
+            scores, capped = _scores(block, q)
+            row_lse = block.take(lse).flatten(2, 3).flatten(0, 1)[..., None]
+            weights = scores.sub_(row_lse.masked_fill(row_lse.isneginf(), torch.inf)).exp_()
+            sum_dv[:, block.keys] += _product(weights.to(q.dtype).mT, do)
+            row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
+            dscores = _product(do, v.mT).sub_(row_delta).mul_(weights)
+            if dbias is not None:
+                part = block.take_scores(dbias)
+                part += block.split(dscores).sum_to_size(part.shape)
+            if capped is not None:
+                dscores.mul_(1 - (capped / softcap).square_())
+            factor = dscores.to(q.dtype)
+            block.take(dq).copy_(block.split(_product(factor, k, scale)))
+            sum_dk[:, block.keys] += _product(factor.mT, q, scale)
+        for grad, total in ((dk, sum_dk), (dv, sum_dv)):
+            target = grad[heads.batch, heads.heads]
+            target.copy_(total.unflatten(0, target.shape[:2]))
+
+
+def _scores(block: _Block, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A block's scores (n * heads, group * rows, keys), hidden ones -inf; and, with a softcap, the capped ones.
+
+    The second result is what the derivative of the softcap needs: the scores before bias and masks.
+    """
+    tile, band = block.heads.tile, block.heads.tile.band
+    scores = _product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
+    capped = None
+    if tile.spec.softcap:
+        capped = scores.div_(tile.spec.softcap).tanh_().mul_(tile.spec.softcap)
+        scores = capped.clone()
+    parts = block.split(scores)
+    if tile.bias is not None:
+        parts += block.take_scores(tile.bias)
+    rows = torch.arange(block.rows.start, block.rows.stop, device=scores.device)[:, None]
+    if band.upper is not None:  # only keys behind the first row's last one can be hidden from any row
+        first = min(max(block.keys.start, block.rows.start + band.upper + 1), block.keys.stop)
+        keys = torch.arange(first, block.keys.stop, device=scores.device)
+        parts[..., first - block.keys.start :].masked_fill_(keys > rows + band.upper, -torch.inf)
+    if band.lower is not None:  # and only keys before the last row's first one
+        last = max(min(block.keys.stop, block.rows.stop - 1 + band.lower), block.keys.start)
+        keys = torch.arange(block.keys.start, last, device=scores.device)
+        parts[..., : len(keys)].masked_fill_(keys < rows + band.lower, -torch.inf)
+    if tile.mask is not None:
+        parts.masked_fill_(block.take_scores(tile.mask).logical_not(), -torch.inf)
+    return scores, capped
+
+
+def _split_heads(tile: Tile) -> Iterator[_Heads]:
+    """Groups of sequences and heads, as many at a time as a block of scores has room for."""
+    n, nheads_k = tile.k.shape[:2]
+    room = _room(tile) // _block_rows(tile)
+    step_h = max(1, min(nheads_k, room))
+    step_n = max(1, room // nheads_k) if step_h == nheads_k else 1
+    for b in range(0, n, step_n):
+        for h in range(0, nheads_k, step_h):
+            batch, heads = slice(b, min(b + step_n, n)), slice(h, min(h + step_h, nheads_k))
+            k, v = (_operand(x[batch, heads].flatten(0, 1)) for x in (tile.k, tile.v))
+            yield _Heads(tile, batch, heads, k, v)
+
+
+def _split_rows(heads: _Heads) -> Iterator[_Block]:
+    tile = heads.tile
+    seqlen_q, seqlen_k, step = tile.q.shape[2], tile.k.shape[2], _block_rows(tile)
+    for start in range(0, seqlen_q, step):
+        stop = min(start + step, seqlen_q)
+        yield _Block(heads, slice(start, stop), slice(*tile.band.keys(start, stop, seqlen_k)))
+
+
+def _block_rows(tile: Tile) -> int:
+    return min(tile.q.shape[2], max(_MIN_BLOCK_ROWS, min(_MAX_BLOCK_ROWS, _room(tile))))
+
+
+def _room(tile: Tile) -> int:
+    """Rows of one key head's scores that a block has room for."""
+    seqlen_k, (lower, upper) = tile.k.shape[2], tile.band
+    if lower is not None and upper is not None:
+        seqlen_k = min(seqlen_k, upper - lower + _MAX_BLOCK_ROWS)
+    elements = _BLOCK_ELEMENTS.get(tile.k.device.type, _BLOCK_ELEMENTS["cpu"])
+    return elements // (seqlen_k * tile.group)
+
+
+def _operand(x: Tensor) -> Tensor:
+    """X in the dtype in which it enters products."""
+    return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """Batched scale * a @ b, summed and returned in float32 or wider."""
+    if a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
+    return torch.bmm(a if scale == 1.0 else a * scale, b)

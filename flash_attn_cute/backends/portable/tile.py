@@ -1,0 +1,95 @@
+"""The portable backend's unit of work: one run of equal sequences, seen as 4-d views, and its window.
+
+A run's views are (n, nheads, rows, d): n sequences of one length. They alias the user's tensors, so that
+reading them copies nothing and writing them fills the results in place.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flash_attn_cute.sequences import Rows, Run
+from flash_attn_cute.spec import AttentionSpec
+
+
+class Band(NamedTuple):
+    """The keys a window shows: query i sees key j when i + lower <= j <= i + upper (None: unbounded)."""
+
+    lower: int | None
+    upper: int | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> "Band":
+        """The bottom-right aligned window of spec; a side that hides nothing at these lengths is None."""
+        offset = seqlen_k - seqlen_q
+        lower = None if spec.window_left is None else offset - spec.window_left
+        upper = None if spec.window_right is None else offset + spec.window_right
+        if lower is not None and lower + seqlen_q - 1 <= 0:
+            lower = None
+        if upper is not None and upper >= seqlen_k - 1:
+            upper = None
+        return cls(lower, upper)
+
+    def keys(self, start: int, stop: int, seqlen_k: int) -> tuple[int, int]:
+        """The half-open range of keys that queries start .. stop see between them; empty if none."""
+        first = 0 if self.lower is None else min(max(0, start + self.lower), seqlen_k)
+        last = seqlen_k if self.upper is None else max(0, min(seqlen_k, stop + self.upper))
+        return first, max(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The inputs of one run: views (n, nheads or nheads_k, rows, d), mask and bias as ``view_scores`` gives them.
+
+    Queries that see no key at all stand before the tile's first row.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    band: Band
+    spec: AttentionSpec
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.spec.nheads // self.spec.nheads_k
+
+
+def view_rows(x: Tensor, run: Run, rows: Rows, packed: bool) -> Tensor:
+    """A run of (total, heads, d) or (batch, seqlen, heads, d) as (n, heads, rows, d)."""
+    if packed:
+        x = x[rows.start : rows.start + run.n * rows.length].unflatten(0, (run.n, rows.length))
+    else:
+        x = x[run.first : run.first + run.n, : rows.length]
+    return x.transpose(1, 2)
+
+
+def view_lse(lse: Tensor, run: Run, packed: bool) -> Tensor:
+    """A run of (nheads, total_q) or (batch, nheads, seqlen_q) as (n, nheads, rows)."""
+    start, length = run.q
+    if packed:
+        lse = lse[:, start : start + run.n * length]
+        return lse.unflatten(1, (run.n, length)).transpose(0, 1)
+    return lse[run.first : run.first + run.n, :, :length]
+
+
+def view_scores(x: Tensor | None, run: Run, skip: int, packed: bool) -> Tensor | None:
+    """A run of a mask or bias as (n, nheads, rows, keys), broadcast dimensions left at 1, without ``skip`` rows."""
+    if x is None:
+        return None
+    x = x[(None,) * ((3 if packed else 4) - x.ndim)]
+    start, length = run.q
+    if packed:
+        if x.shape[1] == 1:
+            x = x[None]
+        else:
+            x = x[:, start : start + run.n * length].unflatten(1, (run.n, length)).transpose(0, 1)
+    elif x.shape[0] != 1:
+        x = x[run.first : run.first + run.n]
+    if x.shape[2] != 1:
+        x = x[:, :, skip:length]
+    return x if x.shape[3] == 1 else x[..., : run.k.length]

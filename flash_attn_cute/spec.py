@@ -1,0 +1,143 @@
+"""What one attention call asks for, in the words that every layer shares.
+
+``AttentionInputs`` holds what changes from call to call without changing any code: the tensors and the
+bounds on the sequence lengths. ``AttentionSpec`` holds the rest, is hashable, and is what a backend
+decides by. Nothing here depends on a backend.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Feature(enum.Enum):
+    """Something a call can need and a backend can lack. The value is how users read it."""
+
+    PACKED = "packed sequences (cu_seqlens)"
+    SEQUSED = "seqused_q / seqused_k"
+    WINDOW = "causal / window_size"
+    SOFTCAP = "softcap"
+    SINK = "learnable_sink"
+    MASK = "mask"
+    BIAS = "bias"
+    DETERMINISTIC = "deterministic=True"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """The tensors of one call, as the user gave them, and upper bounds on its sequence lengths.
+
+    Dense: q (batch, seqlen_q, nheads, d), k (batch, seqlen_k, nheads_k, d), v (batch, seqlen_k, nheads_k, d_v);
+    mask and bias broadcast to (batch, nheads, seqlen_q, seqlen_k). Packed (``cu_seqlens`` given): q (total_q,
+    nheads, d), k (total_k, nheads_k, d), v (total_k, nheads_k, d_v); mask and bias broadcast to (nheads,
+    total_q, max_seqlen_k), keys counted from the start of their own sequence.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    learnable_sink: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are concatenated along one dimension of rows."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(nheads, total_q) for packed sequences, else (batch, nheads, seqlen_q)."""
+        *batch, rows, nheads, _ = self.q.shape
+        return (*batch, nheads, rows)
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+
+class Options(NamedTuple):
+    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d)."""
+
+    softmax_scale: float | None
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    deterministic: bool
+    zero_padding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """All that a call asks for beyond its tensors' values and lengths.
+
+    ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
+    unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number.
+    """
+
+    dtype: torch.dtype
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    head_dim_v: int
+    packed: bool
+    has_seqused: bool
+    has_sink: bool
+    has_mask: bool
+    has_bias: bool
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    deterministic: bool
+    zero_padding: bool
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, options: Options) -> "AttentionSpec":
+        """The spec of a call from its (valid) inputs and options."""
+        nheads, head_dim = inputs.q.shape[-2:]
+        scale = options.softmax_scale
+        return cls(
+            dtype=inputs.q.dtype,
+            nheads=nheads,
+            nheads_k=inputs.k.shape[-2],
+            head_dim=head_dim,
+            head_dim_v=inputs.v.shape[-1],
+            packed=inputs.packed,
+            has_seqused=inputs.seqused_q is not None or inputs.seqused_k is not None,
+            has_sink=inputs.learnable_sink is not None,
+            has_mask=inputs.mask is not None,
+            has_bias=inputs.bias is not None,
+            softmax_scale=1 / math.sqrt(head_dim) if scale is None else scale,
+            window_left=options.window_left,
+            window_right=options.window_right,
+            softcap=options.softcap,
+            deterministic=options.deterministic,
+            zero_padding=options.zero_padding,
+        )
+
+    @property
+    def required(self) -> tuple[Feature, ...]:
+        """The features without which a backend cannot serve this call."""
+        needs = {
+            Feature.PACKED: self.packed,
+            Feature.SEQUSED: self.has_seqused,
+            Feature.WINDOW: self.window_left is not None or self.window_right is not None,
+            Feature.SOFTCAP: self.softcap > 0,
+            Feature.SINK: self.has_sink,
+            Feature.MASK: self.has_mask,
+            Feature.BIAS: self.has_bias,
+            Feature.DETERMINISTIC: self.deterministic,
+        }
+        return tuple(feature for feature, needed in needs.items() if needed)

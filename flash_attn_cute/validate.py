@@ -1,0 +1,263 @@
+"""User arguments in, a valid call out: every complaint about an argument is raised here.
+
+Checks run on every call and look at types, shapes, dtypes, strides and devices only, never at device data, so
+that they cost no synchronisation and work under tracing. (What the offsets hold is checked where they are
+read: ``sequences.read_sequences``.) Each message reads "argument: expected ..., got ...".
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.spec import AttentionInputs, Options
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Window = tuple[int | None, int | None]
+
+
+def check_options(
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
+    zero_padding: bool,
+    backend: str | None,
+) -> Options:
+    """Checks every argument that is not a tensor and folds ``causal`` into the window."""
+    flags = {
+        "causal": causal,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+        "zero_padding": zero_padding,
+    }
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {flag!r}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected None or a str, got {backend!r}")
+    if softmax_scale is not None:
+        _check_number("softmax_scale", softmax_scale, "None or a finite number")
+    _check_number("softcap", softcap, "a finite number, 0 for none")
+    if softcap < 0:
+        raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
+    left, right = _check_window(window_size)
+    if causal:
+        right = 0
+    return Options(
+        None if softmax_scale is None else float(softmax_scale),
+        left,
+        right,
+        float(softcap),
+        deterministic,
+        zero_padding,
+    )
+
+
+def check_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    learnable_sink: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> AttentionInputs:
+    """Checks the tensors of a dense call."""
+    _check_qkv(q, k, v, ("batch", "seqlen_q", "nheads", "d"), ("batch", "seqlen_k", "nheads_k", "d"))
+    batch, seqlen_q, nheads, _ = q.shape
+    if k.shape[0] != batch:
+        raise ValueError(f"k: expected the batch size of q, {batch}, got shape {tuple(k.shape)}")
+    seqlen_k = k.shape[1]
+    _check_int32("seqused_q", seqused_q, q, "batch", batch)
+    _check_int32("seqused_k", seqused_k, q, "batch", batch)
+    _check_sink(learnable_sink, q)
+    dims = {"batch": batch, "nheads": nheads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    _check_mask(mask, q, dims)
+    _check_bias(bias, q, dims)
+    return AttentionInputs(q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias, seqlen_q, seqlen_k)
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    learnable_sink: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> AttentionInputs:
+    """Checks the tensors of a packed call."""
+    _check_qkv(q, k, v, ("total_q", "nheads", "d"), ("total_k", "nheads_k", "d"))
+    total_q, nheads, _ = q.shape
+    _check_tensor("cu_seqlens_q", cu_seqlens_q, q)
+    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got shape {tuple(cu_seqlens_q.shape)}")
+    offsets = cu_seqlens_q.shape[0]
+    _check_int32("cu_seqlens_q", cu_seqlens_q, q, "batch + 1", offsets)
+    _check_tensor("cu_seqlens_k", cu_seqlens_k, q)
+    _check_int32("cu_seqlens_k", cu_seqlens_k, q, "batch + 1", offsets)
+    _check_int32("seqused_q", seqused_q, q, "batch", offsets - 1)
+    _check_int32("seqused_k", seqused_k, q, "batch", offsets - 1)
+    bound_q = _check_max_seqlen("max_seqlen_q", max_seqlen_q, total_q)
+    bound_k = _check_max_seqlen("max_seqlen_k", max_seqlen_k, k.shape[0])
+    _check_sink(learnable_sink, q)
+    # A bound that stays on the device is not compared: the keys' dimension of mask and bias stands as it is.
+    keys = None if isinstance(max_seqlen_k, Tensor) else bound_k
+    dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": keys}
+    _check_mask(mask, q, dims)
+    _check_bias(bias, q, dims)
+    return AttentionInputs(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        learnable_sink,
+        mask,
+        bias,
+        bound_q,
+        bound_k,
+    )
+
+
+def _check_number(name: str, value: object, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def _check_window(window_size: Window) -> Window:
+    expected = "a pair (left, right), each an int or None"
+    if not isinstance(window_size, tuple | list):
+        raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size: expected {expected}, got {window_size!r}")
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return left, right
+
+
+def _check_max_seqlen(name: str, value: int | Tensor, total: int) -> int:
+    """The bound as an int; for one that stays on the device, the number of rows, which no length exceeds."""
+    if isinstance(value, Tensor):
+        if value.ndim or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: expected an int or a 0-d int32 or int64 tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        return total
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name}: expected 0 or more, got {value}")
+    return value
+
+
+def _check_tensor(name: str, x: object, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, q_dims: tuple[str, ...], k_dims: tuple[str, ...]) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: expected a torch.Tensor, got {type(q).__name__}")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q: expected float16, bfloat16, float32 or float64, got {q.dtype}")
+    v_dims = (*k_dims[:-1], "d_v")
+    for name, x, dims in (("q", q, q_dims), ("k", k, k_dims), ("v", v, v_dims)):
+        _check_tensor(name, x, q)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.ndim != len(dims):
+            raise ValueError(f"{name}: expected shape ({', '.join(dims)}), got shape {tuple(x.shape)}")
+        if x.shape[-1] == 0 or x.shape[-2] == 0:
+            raise ValueError(
+                f"{name}: expected at least one head and a head dimension of at least 1, got shape {tuple(x.shape)}"
+            )
+        if x.shape[-1] != 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got strides {x.stride()}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got shape {tuple(k.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v: expected the shape of k but for the last dimension, {tuple(k.shape[:-1])}, got shape {tuple(v.shape)}"
+        )
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"k: expected a number of heads that divides the {q.shape[-2]} heads of q, got {k.shape[-2]}")
+
+
+def _check_int32(name: str, x: Tensor | None, q: Tensor, dim: str, length: int) -> None:
+    if x is None:
+        return
+    _check_tensor(name, x, q)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {x.dtype}")
+    if x.ndim != 1 or x.shape[0] != length:
+        raise ValueError(f"{name}: expected shape ({dim},) = ({length},), got shape {tuple(x.shape)}")
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is None:
+        return
+    _check_float("learnable_sink", sink, q)
+    if sink.ndim != 1 or sink.shape[0] != q.shape[-2]:
+        raise ValueError(f"learnable_sink: expected shape (nheads,) = ({q.shape[-2]},), got shape {tuple(sink.shape)}")
+
+
+def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None]) -> None:
+    if mask is None:
+        return
+    _check_tensor("mask", mask, q)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected bool (True = may attend), got {mask.dtype}; an additive mask goes into bias")
+    _check_broadcast("mask", mask, dims)
+
+
+def _check_bias(bias: Tensor | None, q: Tensor, dims: Mapping[str, int | None]) -> None:
+    if bias is None:
+        return
+    _check_float("bias", bias, q)
+    _check_broadcast("bias", bias, dims)
+
+
+def _check_float(name: str, x: Tensor, q: Tensor) -> None:
+    _check_tensor(name, x, q)
+    if x.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"{name}: expected float32 or the dtype of q, {q.dtype}, got {x.dtype}")
+
+
+def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None]) -> None:
+    """Checks that x broadcasts to dims, a name and a size each; a size of None fits everything."""
+    sizes = list(dims.values())
+    aligned = sizes[max(0, len(sizes) - x.ndim) :]
+    fits = x.ndim <= len(sizes) and all(
+        expected is None or got == expected or got == 1 for got, expected in zip(x.shape, aligned, strict=False)
+    )
+    if not fits:
+        shown = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to ({', '.join(dims)}) = ({shown}), got shape {tuple(x.shape)}"
+        )
+    if x.ndim and x.shape[-1] > 1 and x.stride(-1) not in (0, 1):
+        raise ValueError(f"{name}: expected a last dimension of stride 1 (or 0, expanded), got strides {x.stride()}")

@@ -1,0 +1,36 @@
+"""Fixtures that every test shares: seeds, poisoned memory, devices."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Workers that share the machine's cores leave them to one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Every tensor that torch would leave uninitialised starts as NaN, so that an unwritten element shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each kind of device this machine has."""
+    kind: str = request.param
+    return kind

@@ -1,0 +1,154 @@
+"""Naive attention, independent of every backend: the whole score matrix, one sequence at a time.
+
+In float64 it is the truth that results are compared with; at a low precision it is what plain PyTorch makes of
+the same computation, whose error is the yardstick. Gradients come from autograd.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Call:
+    """One attention call: the tensors, and the keyword arguments of the public functions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    learnable_sink: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> "Call":
+        """The same call, its floating-point tensors as fresh leaves of another dtype."""
+        changed = {}
+        for name in ("q", "k", "v", "learnable_sink", "bias"):
+            x = getattr(self, name)
+            if x is not None:
+                changed[name] = x.detach().to(dtype).requires_grad_()
+        return replace(self, **changed)
+
+    def sequences(self) -> list[tuple[int | None, slice, slice]]:
+        """Of each sequence: its batch entry (None if packed) and its real rows in q and in k."""
+        used_q = None if self.seqused_q is None else self.seqused_q.tolist()
+        used_k = None if self.seqused_k is None else self.seqused_k.tolist()
+        found: list[tuple[int | None, slice, slice]] = []
+        if self.cu_seqlens_q is None:
+            for b in range(self.q.shape[0]):
+                stop_q = self.q.shape[1] if used_q is None else used_q[b]
+                stop_k = self.k.shape[1] if used_k is None else used_k[b]
+                found.append((b, slice(0, stop_q), slice(0, stop_k)))
+            return found
+        assert self.cu_seqlens_k is not None
+        offsets_q, offsets_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for b in range(len(offsets_q) - 1):
+            start_q, stop_q = offsets_q[b : b + 2]
+            start_k, stop_k = offsets_k[b : b + 2]
+            stop_q = stop_q if used_q is None else start_q + used_q[b]
+            stop_k = stop_k if used_k is None else start_k + used_k[b]
+            found.append((None, slice(start_q, stop_q), slice(start_k, stop_k)))
+        return found
+
+    def real_rows(self) -> tuple[Tensor, Tensor]:
+        """Boolean maps over the leading dimensions of q and of k: which rows some sequence owns."""
+        packed = self.cu_seqlens_q is not None
+        real_q, real_k = (torch.zeros(x.shape[: 1 if packed else 2], dtype=torch.bool) for x in (self.q, self.k))
+        for b, rows_q, rows_k in self.sequences():
+            (real_q if b is None else real_q[b])[rows_q] = True
+            (real_k if b is None else real_k[b])[rows_k] = True
+        return real_q, real_k
+
+
+def attention(call: Call) -> tuple[Tensor, Tensor]:
+    """Out and lse, every operation in the dtype of ``call.q``, zero and -inf in the padding."""
+    packed = call.cu_seqlens_q is not None
+    nheads, d_v = call.q.shape[-2], call.v.shape[-1]
+    outs, lses, places = [], [], []
+    for b, rows_q, rows_k in call.sequences():
+        q, k, v = (
+            (x if b is None else x[b])[rows].transpose(0, 1)
+            for x, rows in ((call.q, rows_q), (call.k, rows_k), (call.v, rows_k))
+        )
+        entries: list[Tensor | None] = []
+        for x in (call.mask, call.bias):
+            if x is None:
+                entries.append(None)
+                continue
+            if b is None:
+                shape = (nheads, call.q.shape[0], x.shape[-1] if x.ndim and x.shape[-1] > 1 else k.shape[1])
+                full = x.expand(shape)
+            else:
+                full = x.expand(call.q.shape[0], nheads, call.q.shape[1], call.k.shape[1])[b]
+            entries.append(full[:, rows_q, : k.shape[1]])
+        out, lse = _one_sequence(call, q, k, v, entries[0], entries[1])
+        outs.append(out)
+        lses.append(lse)
+        places.append((b, rows_q))
+    out = call.q.new_zeros(*call.q.shape[:-1], d_v)
+    lse_shape = (nheads, call.q.shape[0]) if packed else (call.q.shape[0], nheads, call.q.shape[1])
+    lse = call.q.new_full(lse_shape, -torch.inf)
+    for (b, rows), one_out, one_lse in zip(places, outs, lses, strict=True):
+        if b is None:
+            out[rows] = one_out.transpose(0, 1)
+            lse[:, rows] = one_lse
+        else:
+            out[b, rows] = one_out.transpose(0, 1)
+            lse[b, :, rows] = one_lse
+    return out, lse
+
+
+def _one_sequence(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence: q (nheads, seqlen_q, d), k and v (nheads_k, seqlen_k, d or d_v)."""
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    scale = call.softmax_scale if call.softmax_scale is not None else q.shape[-1] ** -0.5
+    scores = (q @ k.mT) * scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    # Query and key positions on one axis, the last query beside the last key.
+    i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k, device=q.device)[None, :]
+    visible = torch.ones(scores.shape, dtype=torch.bool, device=q.device)
+    left, right = call.window_size
+    if left is not None and left >= 0:
+        visible &= j >= i - left
+    if right is not None and right >= 0:
+        visible &= j <= i + right
+    if call.causal:
+        visible &= j <= i
+    if mask is not None:
+        visible &= mask
+    if bias is not None:
+        scores = scores + torch.where(visible, bias, torch.zeros_like(bias))
+        visible = visible & ~scores.detach().isneginf()
+    scores = torch.where(visible, scores, torch.zeros_like(scores))
+    peak = torch.where(visible, scores, torch.full_like(scores, -torch.inf)).detach()
+    sink = None if call.learnable_sink is None else call.learnable_sink.to(scores.dtype)[:, None, None]
+    if sink is not None:
+        peak = torch.cat([peak, sink.detach().expand(-1, seqlen_q, 1)], -1)
+    if peak.shape[-1]:
+        peak = peak.amax(-1, keepdim=True)
+        peak = torch.where(peak.isneginf(), torch.zeros_like(peak), peak)
+    else:
+        peak = peak.new_zeros(*peak.shape[:-1], 1)
+    weights = torch.where(visible, (scores - peak).exp(), torch.zeros_like(scores))
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - peak).exp()
+    seen = total > 0
+    safe = torch.where(seen, total, torch.ones_like(total))
+    lse = torch.where(seen, peak + safe.log(), torch.full_like(total, -torch.inf))
+    return (weights / safe) @ v, lse[..., 0]
