@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from flash_attn_cute.backends.portable import blockwise
+from tests import oracle
 from tests.checks import assert_matches_oracle, random_call, run
+from tests.oracle import Call
 
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -184,8 +187,6 @@ def test_many_equal_sequences(packed: bool, device: str) -> None:
 @pytest.mark.parametrize("block_elements", [1, 1 << 12])
 def test_small_blocks(block_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences and many heads are cut along rows, heads and batch; small budgets show every cut."""
-    from flash_attn_cute.backends.portable import blockwise
-
     monkeypatch.setitem(blockwise._BLOCK_ELEMENTS, "cpu", block_elements)
     options: dict[str, Any] = {"softcap": 2.0, "mask": (1, 1, 1), "bias": (1, 1, 1), "nheads": 6, "nheads_k": 3}
     check([70] * 3, [50] * 3, packed=False, causal=True, **options)
@@ -207,13 +208,11 @@ def test_strides(device: str) -> None:
     swapped = torch.randn(4, 60, 16, device=device).transpose(0, 1)
     expanded = torch.randn(60, 1, 16, device=device).expand(60, 4, 16)
     cu = torch.tensor([0, 22, 60], dtype=torch.int32, device=device)
-    from tests.oracle import Call
-
     for softcap in (0.0, 2.0):
         for q, k, v in ((*qkv.unbind(1),), (swapped, expanded, swapped[:, [1]].expand(60, 4, 16))):
             views = [x.detach().requires_grad_() for x in (q, k, v)]
             copies = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
-            outs = [run(Call(*xs, cu, cu, causal=True, softcap=softcap)) for xs in (views, copies)]
+            outs = [run(Call(xs[0], xs[1], xs[2], cu, cu, causal=True, softcap=softcap)) for xs in (views, copies)]
             dout = torch.randn(60, 16, 4, device=device).transpose(1, 2)
             grads = [torch.autograd.grad(out, xs, dout) for out, xs in zip(outs, (views, copies), strict=True)]
             torch.testing.assert_close(outs[0], outs[1])
@@ -236,8 +235,6 @@ def test_each_gradient_alone(device: str) -> None:
 def test_only_lse_is_used(softcap: float, device: str) -> None:
     call = random_call([20, 9], softcap=softcap, device=device)
     truth = call.to(torch.float64)
-    from tests import oracle
-
     got = torch.autograd.grad(run(call, return_lse=True)[1].sum(), (call.q, call.k))
     expected = torch.autograd.grad(oracle.attention(truth)[1].sum(), (truth.q, truth.k))
     for a, b in zip(got, expected, strict=True):

@@ -18,10 +18,13 @@ def serves(tile: Tile) -> bool:
     """Whether ``forward`` can serve a tile.
 
     PyTorch's causal mask is aligned to the top left, so it fits where the window's own diagonal is there (as it
-    is for equal lengths).
+    is for equal lengths). Some of its kernels put the mask's -inf in before they multiply by the scale, which must
+    not make it +inf or NaN.
     """
     spec, band = tile.spec, tile.band
     if spec.softcap or spec.has_mask or spec.has_bias or spec.head_dim != spec.head_dim_v:
+        return False
+    if spec.softmax_scale <= 0:
         return False
     if band.lower is not None or band.upper not in (None, 0):
         return False

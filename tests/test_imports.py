@@ -1,0 +1,97 @@
+"""The walls between the rooms: imports go down only, and importing the package is cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import flash_attn_cute
+
+ROOT = Path(flash_attn_cute.__file__).parent
+
+# From the top down. A module may import from its own level and from those below it.
+LEVELS = [
+    {"distributed", "integrations", "demo"},
+    {"api"},
+    {"validate", "ops"},
+    {"dispatch"},
+    {"backends"},
+    {"jit", "kernels", "sparsity"},
+    {"sequences", "spec", "settings"},
+]
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module a file imports, absolutely named, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def violations(room: str, modules: set[str], inside: str) -> list[str]:
+    """What a file of a room must not import; ``inside`` is its path below the package."""
+    wrong = []
+    for module in modules:
+        top = module.split(".")[0]
+        if top == "flash_attn_cute" and room != "__init__" and LEVEL[room_of(module)] < LEVEL[room]:
+            wrong.append(module)
+        if top == "cutlass" and room not in ("kernels", "jit") and inside != "backends/cute.py":
+            wrong.append(module)
+        if room == "kernels":
+            if top == "torch" or room_of(module) in ("jit", "backends"):
+                wrong.append(module)
+            area = inside.split("/")[1]
+            other = [a for a in ("sm90", "sm100") if a != area]
+            if any(f"kernels.{a}" in module for a in other) and area in ("common", "sm90", "sm100"):
+                wrong.append(module)
+    return wrong
+
+
+def test_imports_go_down_only() -> None:
+    checked = 0
+    for path in ROOT.rglob("*.py"):
+        inside = path.relative_to(ROOT).as_posix()
+        room = inside.split("/")[0].removesuffix(".py")
+        assert room == "__init__" or room in LEVEL, f"{inside} belongs to no room"
+        assert not violations(room, imported_modules(path), inside), inside
+        checked += 1
+    assert checked > 10
+
+
+def test_the_rule_can_fail() -> None:
+    assert violations("spec", {"flash_attn_cute.ops"}, "spec.py")
+    assert violations("backends", {"flash_attn_cute.validate"}, "backends/x.py")
+    assert violations("dispatch", {"cutlass.cute"}, "dispatch.py")
+    assert violations("kernels", {"torch"}, "kernels/sm90/forward.py")
+    assert violations("kernels", {"flash_attn_cute.kernels.sm90.forward"}, "kernels/common/mask.py")
+    assert violations("kernels", {"flash_attn_cute.kernels.sm90.forward"}, "kernels/sm100/forward.py")
+    assert not violations("kernels", {"flash_attn_cute.kernels.common.mask"}, "kernels/sm90/forward.py")
+
+
+def test_import_is_cheap() -> None:
+    """Under 50 ms on top of torch, without cutlass and without touching CUDA."""
+    code = """
+import sys, time
+import torch, torch.library
+best = 1e9
+start = time.perf_counter()
+import flash_attn_cute
+elapsed = time.perf_counter() - start
+assert not any(name.split('.')[0] == 'cutlass' for name in sys.modules)
+assert not torch.cuda.is_initialized()
+print(elapsed)
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(3)]
+    assert all(run.returncode == 0 for run in runs), runs[0].stderr
+    assert min(float(run.stdout) for run in runs) < 0.05

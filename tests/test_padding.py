@@ -1,0 +1,99 @@
+"""Padding: exact zeros in every result, and whatever stands there reaches nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checks import bitwise_equal, gradients, poison_padding, random_call, run
+from tests.oracle import Call
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "blockwise": {"causal": True, "softcap": 3.0, "sink": True, "bias": (1, 1, 1), "mask": (1, 1, 1)},
+    "window": {"window_size": (10, 2)},
+}
+
+
+def refilled(call: Call, values: tuple[float, ...]) -> Call:
+    """A copy of the call as fresh leaves, its padding holding other values."""
+    names = [n for n in ("q", "k", "v", "bias", "learnable_sink") if getattr(call, n) is not None]
+    copy = replace(call, **{n: getattr(call, n).detach().clone() for n in names})
+    poison_padding(copy, values)
+    return copy.to(call.q.dtype)
+
+
+def results(call: Call, padding_of_dout: float, **options: Any) -> dict[str, Tensor]:
+    out, lse = run(call, return_lse=True, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
+    dout[~call.real_rows()[0].to(out.device)] = padding_of_dout
+    return {"out": out, "lse": lse, **gradients(call, out, lse, dout, None)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
+    """Padding of NaN, Inf and large numbers: the same bits as padding of zeros, and exact zeros where it stands."""
+    call = random_call(
+        [50, 3, 0, 140], [44, 9, 5, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options
+    )
+    expected = results(refilled(call, (0.0,)), 0.0)
+    real_q, real_k = (real.to(device) for real in call.real_rows())
+    for fill in (torch.nan, torch.inf, 1e4):
+        got = results(refilled(call, (fill, -fill)), fill)
+        for name, value in got.items():
+            assert bitwise_equal(value, expected[name]), f"{name} depends on padding of {fill}"
+        for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+            assert (got[name][~real] == 0).all(), name
+        assert got["lse"].transpose(-1, -2)[~real_q].isneginf().all()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_the_check_sees_padding_that_counts(packed: bool) -> None:
+    """Control: were the padding real rows, its values would show."""
+    call = random_call([30, 12], packed=packed, seqused=True)
+    whole = replace(call, seqused_q=None, seqused_k=None)
+    a, b = (run(refilled(call, (fill,)) if fill else whole) for fill in (0.0, 1.0))
+    assert not bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_unwritten_padding(options: dict[str, Any], packed: bool, device: str) -> None:
+    """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN)."""
+    call = random_call([50, 3, 20], [44, 9, 130], packed=packed, seqused=True, device=device, **options)
+    zeroed, unwritten = results(call, torch.nan), results(call, torch.nan, zero_padding=False)
+    real_q, real_k = (real.to(device) for real in call.real_rows())
+    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        assert bitwise_equal(zeroed[name][real], unwritten[name][real]), name
+        assert unwritten[name][~real].isnan().all(), name
+    lse = zeroed["lse"].transpose(-1, -2), unwritten["lse"].transpose(-1, -2)
+    assert bitwise_equal(lse[0][real_q], lse[1][real_q])
+    assert lse[1][~real_q].isnan().all()
+
+
+def test_sequences_without_partners_are_real_rows() -> None:
+    """Queries without keys are no padding: they are written whatever zero_padding says, and keys likewise."""
+    call = random_call([4, 0, 3], [0, 5, 2], sink=True)
+    got = results(call, 0.0, zero_padding=False)
+    assert (got["out"][:4] == 0).all()
+    assert call.learnable_sink is not None
+    torch.testing.assert_close(got["lse"][:, :4], call.learnable_sink[:, None].expand(-1, 4))
+    assert (got["dq"][:4] == 0).all()
+    assert (got["dk"][:5] == 0).all()
+    assert (got["dv"][:5] == 0).all()
+
+
+def test_offsets_in_the_style_of_thd() -> None:
+    """Padded slots as cu_seqlens and the true lengths as seqused give what the bare sequences give."""
+    call = random_call([5, 9, 2], causal=True, seqused=True)
+    real = call.real_rows()[0]
+    lengths = call.seqused_q
+    assert lengths is not None
+    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    bare = Call(call.q[real], call.k[call.real_rows()[1]], call.v[call.real_rows()[1]], cu, cu, causal=True)
+    torch.testing.assert_close(run(call)[real], run(bare))

@@ -1,0 +1,258 @@
+"""Every complaint: the argument's name, what was expected and what came, as ValueError or TypeError."""
+
+import ast
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, sequences, validate
+from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.spec import AttentionSpec, Feature, Options
+
+
+def dense() -> dict[str, Any]:
+    """A valid dense call: batch 2, 6 queries, 8 keys, 4 heads on 2."""
+    return {"q": torch.randn(2, 6, 4, 8), "k": torch.randn(2, 8, 2, 8), "v": torch.randn(2, 8, 2, 16)}
+
+
+def packed() -> dict[str, Any]:
+    """A valid packed call: 10 queries and 12 keys of 2 sequences."""
+    return {
+        "q": torch.randn(10, 4, 8),
+        "k": torch.randn(12, 2, 8),
+        "v": torch.randn(12, 2, 16),
+        "cu_seqlens_q": torch.tensor([0, 4, 10], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 5, 12], dtype=torch.int32),
+        "max_seqlen_q": 6,
+        "max_seqlen_k": 7,
+    }
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+Cases: TypeAlias = list[tuple[dict[str, Any], type[Exception], str]]
+
+META = torch.device("meta")
+
+# Arguments to change, the exception, and the message.
+BOTH: Cases = [
+    ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
+    ({"deterministic": "yes"}, TypeError, "deterministic: expected a bool, got 'yes'"),
+    ({"return_lse": None}, TypeError, "return_lse: expected a bool, got None"),
+    ({"zero_padding": 0}, TypeError, "zero_padding: expected a bool, got 0"),
+    ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
+    ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['portable'], got 'sm75'"),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale: expected None or a finite number, got '1'"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale: expected None or a finite number, got True"),
+    ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: expected None or a finite number, got inf"),
+    ({"softcap": None}, TypeError, "softcap: expected a finite number, 0 for none, got None"),
+    ({"softcap": float("nan")}, ValueError, "softcap: expected a finite number, 0 for none, got nan"),
+    ({"softcap": -1.0}, ValueError, "softcap: expected 0 (none) or a positive number, got -1.0"),
+    ({"window_size": 3}, TypeError, "window_size: expected a pair (left, right), each an int or None, got 3"),
+    ({"window_size": (1,)}, ValueError, "window_size: expected a pair (left, right), each an int or None, got (1,)"),
+    ({"window_size": (1, 2.0)}, TypeError, "window_size: expected a pair"),
+    ({"window_size": (True, 2)}, TypeError, "window_size: expected a pair"),
+    ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
+    ({"k": [1]}, TypeError, "k: expected a torch.Tensor, got list"),
+    ({"k": lambda x: x.to(META)}, ValueError, "k: expected the device of q, cpu, got meta"),
+    ({"q": lambda x: x.int()}, TypeError, "q: expected float16, bfloat16, float32 or float64, got torch.int32"),
+    ({"k": lambda x: x.half()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float16"),
+    ({"v": lambda x: x.double()}, TypeError, "v: expected the dtype of q, torch.float32, got torch.float64"),
+    ({"q": lambda x: x[..., :7]}, ValueError, "k: expected the head dimension of q, 7, got shape"),
+    ({"q": lambda x: x[..., :0], "k": lambda x: x[..., :0]}, ValueError, "q: expected at least one head and a head"),
+    ({"v": lambda x: x[..., :0, :]}, ValueError, "v: expected at least one head and a head dimension"),
+    ({"v": lambda x: x[..., ::2]}, ValueError, "v: expected a contiguous last dimension (stride 1), got strides"),
+    ({"v": lambda x: x[..., :1, :]}, ValueError, "v: expected the shape of k but for the last dimension"),
+    ({"q": lambda x: x[..., :3, :]}, ValueError, "k: expected a number of heads that divides the 3 heads of q, got 2"),
+    ({"learnable_sink": 1.0}, TypeError, "learnable_sink: expected a torch.Tensor, got float"),
+    ({"learnable_sink": torch.zeros(3)}, ValueError, "learnable_sink: expected shape (nheads,) = (4,), got shape (3,)"),
+    ({"learnable_sink": torch.zeros(4, 1)}, ValueError, "learnable_sink: expected shape (nheads,) = (4,)"),
+    (
+        {"learnable_sink": torch.zeros(4).half()},
+        TypeError,
+        "learnable_sink: expected float32 or the dtype of q, torch.float32, got torch.float16",
+    ),
+    ({"mask": torch.ones(())}, TypeError, "mask: expected bool (True = may attend), got torch.float32"),
+    ({"mask": [True]}, TypeError, "mask: expected a torch.Tensor, got list"),
+    ({"mask": torch.ones(5, 1, 1, 1, 1, dtype=torch.bool)}, ValueError, "mask: expected a shape that broadcasts to"),
+    ({"bias": torch.zeros(1, dtype=torch.int64)}, TypeError, "bias: expected float32 or the dtype of q"),
+    ({"bias": torch.zeros(1, device=META)}, ValueError, "bias: expected the device of q, cpu, got meta"),
+    ({"seqused_q": int32(1, 2, 3)}, ValueError, "seqused_q: expected shape (batch,) = (2,), got shape (3,)"),
+    ({"seqused_k": torch.tensor([1, 2])}, TypeError, "seqused_k: expected int32, got torch.int64"),
+    ({"seqused_k": int32(1, 2).to(META)}, ValueError, "seqused_k: expected the device of q, cpu, got meta"),
+    ({"seqused_q": (1, 2)}, TypeError, "seqused_q: expected a torch.Tensor, got tuple"),
+]
+DENSE: Cases = [
+    ({"q": torch.randn(6, 4, 8)}, ValueError, "q: expected shape (batch, seqlen_q, nheads, d), got shape (6, 4, 8)"),
+    ({"v": torch.randn(8, 2, 16)}, ValueError, "v: expected shape (batch, seqlen_k, nheads_k, d_v), got shape"),
+    ({"q": torch.randn(3, 6, 4, 8)}, ValueError, "k: expected the batch size of q, 3, got shape (2, 8, 2, 8)"),
+    ({"mask": torch.ones(6, 7, dtype=torch.bool)}, ValueError, "(batch, nheads, seqlen_q, seqlen_k) = (2, 4, 6, 8)"),
+    ({"bias": torch.zeros(3, 1, 1, 1)}, ValueError, "bias: expected a shape that broadcasts to"),
+    ({"bias": torch.zeros(8, 6).T}, ValueError, "bias: expected a last dimension of stride 1 (or 0, expanded), got"),
+    ({"seqused_q": int32(1, 7)}, ValueError, "seqused_q: expected 0 to 6 rows for sequence 1, got 7"),
+    ({"seqused_k": int32(-1, 7)}, ValueError, "seqused_k: expected 0 to 8 rows for sequence 0, got -1"),
+]
+PACKED: Cases = [
+    ({"q": torch.randn(1, 10, 4, 8)}, ValueError, "q: expected shape (total_q, nheads, d), got shape (1, 10, 4, 8)"),
+    ({"cu_seqlens_q": [0, 10]}, TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
+    ({"cu_seqlens_k": None}, TypeError, "cu_seqlens_k: expected a torch.Tensor, got NoneType"),
+    ({"cu_seqlens_q": torch.tensor([0, 4, 10])}, TypeError, "cu_seqlens_q: expected int32, got torch.int64"),
+    ({"cu_seqlens_q": int32()}, ValueError, "cu_seqlens_q: expected shape (batch + 1,), got shape (0,)"),
+    ({"cu_seqlens_q": int32(3)[0]}, ValueError, "cu_seqlens_q: expected shape (batch + 1,), got shape ()"),
+    ({"cu_seqlens_k": int32(0, 12)}, ValueError, "cu_seqlens_k: expected shape (batch + 1,) = (3,), got shape (2,)"),
+    ({"cu_seqlens_k": int32(0, 5, 12).to(META)}, ValueError, "cu_seqlens_k: expected the device of q, cpu, got meta"),
+    ({"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q: expected an int or a 0-d tensor, got 6.0"),
+    ({"max_seqlen_k": True}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got True"),
+    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 or more, got -1"),
+    ({"max_seqlen_q": torch.zeros(1)}, ValueError, "max_seqlen_q: expected an int or a 0-d int32 or int64 tensor"),
+    ({"mask": torch.ones(10, 8, dtype=torch.bool)}, ValueError, "(nheads, total_q, max_seqlen_k) = (4, 10, 7), got"),
+    ({"bias": torch.zeros(2, 4, 10, 7)}, ValueError, "bias: expected a shape that broadcasts to"),
+    ({"bias": torch.zeros(4, 7, 10).mT}, ValueError, "bias: expected a last dimension of stride 1"),
+    (
+        {"cu_seqlens_q": int32(0, 5, 3)},
+        ValueError,
+        "cu_seqlens_q: expected offsets that never decrease, got [5, 3] at 1",
+    ),
+    ({"cu_seqlens_q": int32(-1, 4, 10)}, ValueError, "within the 10 rows of q, got a range from -1 to 10"),
+    ({"cu_seqlens_k": int32(0, 4, 13), "max_seqlen_k": 12}, ValueError, "within the 12 rows of k, got a range from 0"),
+    ({"seqused_k": int32(5, 8)}, ValueError, "seqused_k: expected 0 to 7 rows for sequence 1, got 8"),
+    ({"max_seqlen_q": 5}, ValueError, "max_seqlen_q: expected an upper bound on the sequence lengths, got 5"),
+    (
+        {"max_seqlen_k": torch.tensor(7), "mask": torch.ones(10, 6, dtype=torch.bool)},
+        ValueError,
+        "mask: expected a last dimension of at least 7, the longest sequence of keys, got shape (10, 6)",
+    ),
+]
+
+
+def change(call: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return call | {
+        name: value(call[name]) if callable(value) and not isinstance(value, torch.Tensor) else value
+        for name, value in changes.items()
+    }
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BOTH + DENSE, ids=lambda x: x if isinstance(x, str) else "")
+def test_dense_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attn_func(**change(dense(), changes))
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BOTH + PACKED, ids=lambda x: x if isinstance(x, str) else "")
+def test_packed_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attn_varlen_func(**change(packed(), changes))
+
+
+def test_the_unchanged_calls_are_valid() -> None:
+    assert flash_attn_func(**dense()).shape == (2, 6, 4, 16)
+    assert flash_attn_varlen_func(**packed()).shape == (10, 4, 16)
+
+
+def raises_of(module: ModuleType) -> dict[tuple[str, int], int]:
+    """Each line that belongs to a raise statement of a module, with the line on which the statement starts."""
+    path = str(module.__file__)
+    nodes = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.Raise)]
+    return {(path, line): node.lineno for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+
+
+def test_every_check_has_a_test() -> None:
+    """Each raise statement of the checks is reached by some case above."""
+    lines = raises_of(validate) | raises_of(sequences)
+    unreached = {(path, start) for (path, _), start in lines.items()}
+    functions: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]], Cases]] = [
+        (flash_attn_func, dense, BOTH + DENSE),
+        (flash_attn_varlen_func, packed, BOTH + PACKED),
+    ]
+    for function, valid, cases in functions:
+        for changes, error, _ in cases:
+            with pytest.raises(error) as caught:
+                function(**change(valid(), changes))
+            where = traceback.extract_tb(caught.value.__traceback__)[-1]
+            if (where.filename, where.lineno or 0) in lines:
+                unreached.discard((where.filename, lines[where.filename, where.lineno or 0]))
+    assert not unreached
+
+
+@pytest.mark.parametrize("window_size", [(None, None), (-1, -1), (-1, None), [None, -7]])
+def test_negative_and_none_mean_unbounded(window_size: Any) -> None:
+    call = dense()
+    assert torch.equal(flash_attn_func(**call, window_size=window_size), flash_attn_func(**call))
+    causal = flash_attn_func(**call, causal=True)
+    assert torch.equal(flash_attn_func(**call, causal=True, window_size=window_size), causal)
+    assert torch.equal(flash_attn_func(**call, window_size=(-1, 0)), causal)
+
+
+def test_max_seqlen_may_stay_on_the_device() -> None:
+    """A 0-d tensor is not read: on the meta device there is nothing to read."""
+    call = packed()
+    expected = flash_attn_varlen_func(**call)
+    for bound in (torch.tensor(7), torch.tensor(3), torch.empty((), dtype=torch.int32, device=META)):
+        assert torch.equal(flash_attn_varlen_func(**call | {"max_seqlen_q": bound, "max_seqlen_k": bound}), expected)
+
+
+def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASH_ATTN_CUTE_CHECK=1 verifies the offsets before the backend runs; anything but 0 and 1 is refused."""
+
+    class Unreachable(PortableBackend):
+        def forward(self, spec: Any, inputs: Any) -> Any:
+            raise AssertionError("launched")
+
+    monkeypatch.setitem(dispatch.BACKENDS, "portable", Unreachable())
+    call = change(packed(), {"cu_seqlens_q": int32(0, 11, 10)})
+    with pytest.raises(AssertionError, match="launched"):
+        flash_attn_varlen_func(**call)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
+        flash_attn_varlen_func(**call)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "yes")
+    with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_CHECK: expected 0 or 1, got 'yes'"):
+        flash_attn_varlen_func(**call)
+
+
+class Narrow(PortableBackend):
+    """A backend that can do little, for the sake of the messages."""
+
+    name = "narrow"
+    features = frozenset({Feature.PACKED, Feature.WINDOW})
+
+    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+        return () if spec.dtype == torch.bfloat16 else (f"{spec.dtype} inputs",)
+
+
+@pytest.fixture
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow(), **dispatch.BACKENDS})
+
+
+@pytest.mark.usefixtures("_narrow")
+def test_a_requested_backend_runs_or_says_all_it_lacks() -> None:
+    call = packed() | {"learnable_sink": torch.zeros(4), "softcap": 1.0, "causal": True}
+    with pytest.raises(ValueError, match=r"got 'narrow', which lacks: softcap; learnable_sink; torch\.float32 inputs"):
+        flash_attn_varlen_func(**call, backend="narrow")
+    assert flash_attn_varlen_func(**call, backend="portable").shape == (10, 4, 16)
+    low = change(packed(), dict.fromkeys("qkv", torch.Tensor.bfloat16))
+    assert flash_attn_varlen_func(**low, causal=True, backend="narrow").shape == (10, 4, 16)
+
+
+@pytest.mark.usefixtures("_narrow")
+def test_without_a_request_the_first_that_can_is_chosen() -> None:
+    inputs = validate.check_dense(**dense(), seqused_q=None, seqused_k=None, learnable_sink=None, mask=None, bias=None)
+    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, True, True))
+    selection = dispatch.select(spec, torch.device("cpu"))
+    assert selection.name == "portable"
+    assert str(selection) == "portable (narrow lacks deterministic=True, torch.float32 inputs)"
+
+
+def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow()})
+    with pytest.raises(ValueError, match=r"at least one that can serve this call, but narrow lacks: torch\.float32"):
+        flash_attn_func(**dense())
