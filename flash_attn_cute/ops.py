@@ -87,8 +87,6 @@ def _backward(
     *call: Any,
 ) -> tuple[Tensor, ...]:
     backend, spec, inputs = _unpack(call)
-    if dout.stride(-1) != 1:  # the gradient of a sum is one number expanded
-        dout = dout.contiguous()
     *grads, dbias, dsink = backend.backward(
         spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink
     )

@@ -184,10 +184,10 @@ def test_many_equal_sequences(packed: bool, device: str) -> None:
     check(lengths, packed=packed, softcap=2.0, bias=(1, 1, 1), mask=(1, 1, 1), device=device)
 
 
-@pytest.mark.parametrize("block_elements", [1, 1 << 12])
-def test_small_blocks(block_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elements", [1, 1 << 12])
+def test_small_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences and many heads are cut along rows, heads and batch; small budgets show every cut."""
-    monkeypatch.setitem(blockwise._BLOCK_ELEMENTS, "cpu", block_elements)
+    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(elements, 32, 128))
     options: dict[str, Any] = {"softcap": 2.0, "mask": (1, 1, 1), "bias": (1, 1, 1), "nheads": 6, "nheads_k": 3}
     check([70] * 3, [50] * 3, packed=False, causal=True, **options)
     check([70, 20, 20], [50, 90, 90], window_size=(9, 4), **options)
@@ -217,6 +217,31 @@ def test_strides(device: str) -> None:
             grads = [torch.autograd.grad(out, xs, dout) for out, xs in zip(outs, (views, copies), strict=True)]
             torch.testing.assert_close(outs[0], outs[1])
             torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])
+def test_strides_of_the_gradient(softcap: float, device: str) -> None:
+    """The gradient of out may come transposed, or as one number expanded, as from a sum."""
+    call = random_call([30, 12], causal=True, softcap=softcap, device=device)
+    out = run(call)
+    for dout in (torch.randn(42, 16, 2, device=device).mT, torch.full((), 1.5, device=device).expand(out.shape)):
+        got = torch.autograd.grad(out, (call.q, call.k, call.v), dout, retain_graph=True)
+        expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.contiguous(), retain_graph=True)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_equal_sequences_with_a_gap_on_one_side(side: str, device: str) -> None:
+    """They are not neighbours, and must not be served as if they were."""
+    call = random_call([6, 6, 6], causal=True, device=device)
+    gap = torch.tensor([0, 6, 15, 21], dtype=torch.int32, device=device)
+    used = torch.tensor([6, 6, 6], dtype=torch.int32, device=device)
+    for name in "q" if side == "q" else "kv":
+        x = torch.randn(23, 2, 16, device=device)
+        setattr(call, name, x.requires_grad_())
+    setattr(call, f"cu_seqlens_{side}", gap)
+    setattr(call, f"seqused_{side}", used)
+    assert_matches_oracle(call)
 
 
 def test_each_gradient_alone(device: str) -> None:

@@ -51,5 +51,5 @@ class Backend(Protocol):
         need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
-        """Gradients from what forward returned and the gradients of both of its results."""
+        """Gradients from what forward returned and the gradients of both of its results (of any strides)."""
         ...

@@ -11,15 +11,24 @@ stay in half precision, for its matrix units; elsewhere they are widened too.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.portable.tile import Tile
 
-# Elements of a block of scores. On a CPU it should stay in the last-level cache, a GPU wants to be filled.
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
-_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 32, 128
+
+class BlockSize(NamedTuple):
+    """Elements of a block of scores, if its rows per head stay within bounds."""
+
+    elements: int
+    min_rows: int
+    max_rows: int
+
+
+# On a CPU a block should stay in the cache; a GPU wants to be filled by a few large launches.
+_BLOCK_SIZES = {"cpu": BlockSize(1 << 21, 32, 128), "cuda": BlockSize(1 << 26, 128, 1024)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +185,20 @@ def _split_rows(heads: _Heads) -> Iterator[_Block]:
 
 
 def _block_rows(tile: Tile) -> int:
-    return min(tile.q.shape[2], max(_MIN_BLOCK_ROWS, min(_MAX_BLOCK_ROWS, _room(tile))))
+    size = _block_size(tile)
+    return min(tile.q.shape[2], max(size.min_rows, min(size.max_rows, _room(tile))))
 
 
 def _room(tile: Tile) -> int:
     """Rows of one key head's scores that a block has room for."""
-    seqlen_k, (lower, upper) = tile.k.shape[2], tile.band
+    size, seqlen_k, (lower, upper) = _block_size(tile), tile.k.shape[2], tile.band
     if lower is not None and upper is not None:
-        seqlen_k = min(seqlen_k, upper - lower + _MAX_BLOCK_ROWS)
-    elements = _BLOCK_ELEMENTS.get(tile.k.device.type, _BLOCK_ELEMENTS["cpu"])
-    return elements // (seqlen_k * tile.group)
+        seqlen_k = min(seqlen_k, upper - lower + size.max_rows)
+    return size.elements // (seqlen_k * tile.group)
+
+
+def _block_size(tile: Tile) -> BlockSize:
+    return _BLOCK_SIZES.get(tile.q.device.type, _BLOCK_SIZES["cpu"])
 
 
 def _operand(x: Tensor) -> Tensor:

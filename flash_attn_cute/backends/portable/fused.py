@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_attn_cute.backends.portable.tile import Tile
 
-_HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 
 
@@ -24,14 +23,14 @@ def serves(tile: Tile) -> bool:
     spec, band = tile.spec, tile.band
     if spec.softcap or spec.has_mask or spec.has_bias or spec.head_dim != spec.head_dim_v:
         return False
-    if spec.softmax_scale <= 0:
+    if band.lower is not None or band.upper not in (None, 0) or spec.softmax_scale <= 0:
         return False
-    if band.lower is not None or band.upper not in (None, 0):
+    if not tile.q.is_cuda:
+        return tile.q.device.type == "cpu"
+    if spec.dtype == torch.float64 or spec.head_dim % 8 or spec.head_dim > 256:
         return False
-    if tile.q.is_cuda:
-        square = band.upper is None or tile.q.shape[2] == tile.k.shape[2]
-        return square and spec.head_dim % 8 == 0 and spec.head_dim <= 256 and spec.dtype != torch.float64
-    return tile.q.device.type == "cpu"
+    square = tile.q.shape[2] == tile.k.shape[2]
+    return (square or band.upper is None) and (spec.dtype != torch.float32 or spec.nheads == spec.nheads_k)
 
 
 def serves_backward(tile: Tile) -> bool:
@@ -41,45 +40,22 @@ def serves_backward(tile: Tile) -> bool:
 
 def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
     """Fills out and lse, the sink left aside; shapes as in ``blockwise.forward``."""
-    for g in range(tile.group):
-        head = slice(g, None, tile.group)
-        out[:, head], lse[:, head] = _forward(
-            tile.q[:, head], tile.k, tile.v, tile.band.upper == 0, tile.spec.softmax_scale
-        )
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    qkv, causal, scale = (tile.q, tile.k, tile.v), tile.band.upper == 0, tile.spec.softmax_scale
     result: tuple[Tensor, ...]
-    if not q.is_cuda:
-        result = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    elif q.dtype in _HALF:
-        result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    if not tile.q.is_cuda:
+        result = _aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, causal, scale=scale)
+    elif tile.spec.dtype != torch.float32:
+        result = _aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, scale=scale)
     else:
-        result = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    # One of them pads its lse to a multiple of 32 rows.
-    return result[0], result[1][..., : q.shape[2]]
+        result = _aten._scaled_dot_product_efficient_attention(*qkv, None, True, 0.0, causal, scale=scale)
+    out.copy_(result[0])
+    lse.copy_(result[1][..., : lse.shape[2]])  # the last of the three pads it to a multiple of 32 rows
 
 
 def backward(tile: Tile, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Fills dq, dk and dv; shapes as in ``blockwise.backward``, out and lse with the sink included."""
-    totals: list[Tensor] = []
-    for g in range(tile.group):
-        head = slice(g, None, tile.group)
-        dq[:, head], *parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout[:, head],
-            tile.q[:, head],
-            tile.k,
-            tile.v,
-            out[:, head],
-            lse[:, head],
-            0.0,
-            tile.band.upper == 0,
-            scale=tile.spec.softmax_scale,
-        )
-        if totals:
-            for total, part in zip(totals, parts, strict=True):
-                total += part
-        else:
-            totals = parts if tile.group == 1 else [part.to(lse.dtype) for part in parts]
-    dk.copy_(totals[0])
-    dv.copy_(totals[1])
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, tile.q, tile.k, tile.v, out, lse, 0.0, tile.band.upper == 0, scale=tile.spec.softmax_scale
+    )
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad)

@@ -1,0 +1,62 @@
+"""Runs a suite of benchmarks: contenders against each other in one process, taking turns.
+
+    python -m benchmarks packed
+    python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
+
+Prints a table a case and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` and ``.png`` to the output folder, and
+exits with 1 if a bar fails. The plot needs matplotlib (``pip install flash-attn-cute[bench]``).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import harness, report
+from benchmarks.suites import packed
+
+SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {"packed": packed.suite}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what the command line asks for; returns the exit code."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    chosen = parser.parse_args(arguments)
+    device = torch.device(chosen.device)
+    dtype_name = chosen.dtype or ("bfloat16" if chosen.device == "cuda" else "float32")
+    dtype: torch.dtype = getattr(torch, dtype_name)
+
+    suite = SUITES[chosen.suite](device, dtype)
+    reports = []
+    for case in suite.cases():
+        reports.append(harness.measure(suite, case))
+        print(report.table(reports[-1]), flush=True)
+    verdicts = harness.judge(suite.bars, reports)
+    for verdict in verdicts:
+        print(report.verdict_line(verdict))
+
+    title = f"{suite.name}, {chosen.device}, {dtype_name}"
+    path = chosen.out / f"{suite.name}-{chosen.device}-{dtype_name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report.write_json(path, device, dtype, reports, verdicts)
+    print(f"wrote {path}")
+    try:
+        report.write_plot(path.with_suffix(".png"), title, reports)
+        print(f"wrote {path.with_suffix('.png')}")
+    except ImportError:
+        print("no plot: matplotlib is missing (pip install flash-attn-cute[bench])")
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Runs contenders against each other: one process, taking turns, results compared before anything is timed.
+
+A suite has cases (what is computed), contenders (who computes it) and bars (what must hold). Of every case
+each contender first runs once for its results, which must agree with the reference's, and once for its peak
+memory; both runs warm it up. Then all take turns, A B A B ..., with a gemm and a copy among them, so that
+whatever slows the machine down slows everyone. Ratios are taken round by round: they are the result, and
+absolute figures only describe one machine.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks import work
+from benchmarks.memory import peak_extra_bytes
+from benchmarks.work import Work
+
+Results: TypeAlias = Mapping[str, Tensor]
+Run: TypeAlias = Callable[[], Results]
+
+# Largest difference from the reference, relative to the largest value.
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_MIN_ROUNDS = 3
+
+
+class Unavailable(Exception):
+    """Why a contender cannot run a case."""
+
+
+class Disagreement(Exception):
+    """Contenders computed different things, so their times say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One thing to compute. Suites derive their own, which carry the input tensors."""
+
+    name: str
+    detail: str
+    device: torch.device
+    dtype: torch.dtype
+    work: Work
+
+
+C = TypeVar("C", bound=Case)
+
+
+@dataclass(frozen=True)
+class Contender(Generic[C]):
+    """One implementation. ``make(case)`` returns what runs one repetition, or raises ``Unavailable``.
+
+    Everything a real user would do once and not every step (offsets, masks, compiling) belongs in ``make``.
+    """
+
+    name: str
+    make: Callable[[C], Run]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """In this case the contender must take at most ``most`` times as long as ``against``."""
+
+    case: str
+    contender: str
+    against: str
+    most: float
+
+
+@dataclass(frozen=True)
+class Suite(Generic[C]):
+    """Cases are made one at a time, so that only one case's tensors exist.
+
+    A contender takes turns for ``rounds`` rounds, or at least three and then until it has used ``seconds``.
+    """
+
+    name: str
+    cases: Callable[[], Iterator[C]]
+    contenders: Sequence[Contender[C]]
+    reference: str
+    bars: Sequence[Bar]
+    rounds: int
+    seconds: float
+
+
+class Spread(NamedTuple):
+    """A median and the range that holds all but the extreme tenths."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """The spread of at least two samples."""
+        deciles = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(statistics.median(samples), deciles[0], deciles[-1])
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """What was measured in one case: seconds of every round by contender, FLOP/s and bytes/s by ceiling."""
+
+    name: str
+    detail: str
+    work: Work
+    reference: str
+    times: dict[str, list[float]]
+    peak_bytes: dict[str, int | None]
+    unavailable: dict[str, str]
+    rates: dict[str, list[float]]
+
+    @property
+    def flop_rate(self) -> Spread:
+        """FLOP/s of the gemm; a wide spread, or a change from case to case, tells of a busy machine."""
+        return Spread.of(self.rates["gemm"])
+
+    @property
+    def byte_rate(self) -> Spread:
+        """Bytes/s of the copy."""
+        return Spread.of(self.rates["copy"])
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no implementation can beat at the rates of the gemm and the copy."""
+        return max(self.work.flop / self.flop_rate.median, self.work.bytes / self.byte_rate.median)
+
+    def ratio(self, contender: str, against: str) -> Spread:
+        """Time over time, of the rounds that both ran."""
+        return Spread.of([a / b for a, b in zip(self.times[contender], self.times[against], strict=False)])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a bar holds; ``ratio`` is None if it could not be measured, which counts as failing."""
+
+    bar: Bar
+    ratio: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bar holds."""
+        return self.ratio is not None and self.ratio <= self.bar.most
+
+
+def measure(suite: Suite[C], case: C) -> CaseReport:
+    """Verifies and times every contender in one case.
+
+    Raises:
+        Disagreement: a contender's results differ from the reference's.
+        Unavailable: the reference cannot run.
+    """
+    runs: dict[str, Run] = {}
+    unavailable: dict[str, str] = {}
+    for contender in suite.contenders:
+        try:
+            runs[contender.name] = contender.make(case)
+        except Unavailable as reason:
+            if contender.name == suite.reference:
+                raise
+            unavailable[contender.name] = str(reason)
+    _verify(runs, suite.reference, case)
+    peak_bytes = {name: peak_extra_bytes(run, case.device) for name, run in runs.items()}
+
+    ceilings = {"gemm": work.gemm(case.device, case.dtype), "copy": work.copy(case.device)}
+    for ceiling in ceilings.values():
+        ceiling.run()
+    clock = _cuda_seconds if case.device.type == "cuda" else _cpu_seconds
+    everyone: dict[str, Callable[[], object]] = {**runs, **{name: ceiling.run for name, ceiling in ceilings.items()}}
+    times = interleave(everyone, clock, suite.rounds, suite.seconds)
+    return CaseReport(
+        name=case.name,
+        detail=case.detail,
+        work=case.work,
+        reference=suite.reference,
+        times={name: times[name] for name in runs},
+        peak_bytes=peak_bytes,
+        unavailable=unavailable,
+        rates={name: [ceiling.amount / seconds for seconds in times[name]] for name, ceiling in ceilings.items()},
+    )
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]],
+    clock: Callable[[Callable[[], object]], float],
+    rounds: int,
+    seconds: float,
+) -> dict[str, list[float]]:
+    """Times of each run, taking turns; after three rounds, one that has used its seconds sits out."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds):
+        for name, run in runs.items():
+            if index < _MIN_ROUNDS or sum(times[name]) < seconds:
+                times[name].append(clock(run))
+    return times
+
+
+def judge(bars: Sequence[Bar], reports: Sequence[CaseReport]) -> list[Verdict]:
+    """A verdict on every bar."""
+    by_name = {report.name: report for report in reports}
+    verdicts = []
+    for bar in bars:
+        report = by_name[bar.case]
+        measured = bar.contender in report.times and bar.against in report.times
+        verdicts.append(Verdict(bar, report.ratio(bar.contender, bar.against).median if measured else None))
+    return verdicts
+
+
+def _verify(runs: Mapping[str, Run], reference: str, case: Case) -> None:
+    expected = runs[reference]()
+    for name, run in runs.items():
+        if name == reference:
+            continue
+        results = run()
+        if results.keys() != expected.keys():
+            raise Disagreement(f"{case.name}: {reference} gives {list(expected)}, {name} gives {list(results)}")
+        for part, x in results.items():
+            difference, largest = (y.abs().max().item() for y in (x - expected[part], expected[part]))
+            if not difference <= _TOLERANCES[case.dtype] * largest:  # NaN must not pass
+                raise Disagreement(
+                    f"{case.name}: {part} of {name} is up to {difference:.1e} off that of {reference}, "
+                    f"whose largest value is {largest:.1e}"
+                )
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    _results = run()  # freed after the clock has stopped
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(run: Callable[[], object]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    _results = run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
