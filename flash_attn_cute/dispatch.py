@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 
 from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.backends.cute import Sm90Backend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.spec import AttentionSpec
 
 # In order of preference.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (PortableBackend(),)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Sm90Backend(), PortableBackend())}
 
 
 class Selection(NamedTuple):
@@ -19,7 +20,7 @@ class Selection(NamedTuple):
     passed_over: dict[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        reasons = [f"{name} lacks {', '.join(missing)}" for name, missing in self.passed_over.items()]
+        reasons = [f"{name} does not serve {', '.join(lacking)}" for name, lacking in self.passed_over.items()]
         return f"{self.name} ({'; '.join(reasons) or 'the first choice'})"
 
 
@@ -41,7 +42,8 @@ def select(spec: AttentionSpec, device: torch.device, requested: str | None = No
         lacking = missing(BACKENDS[requested], spec, device)
         if lacking:
             raise ValueError(
-                f"backend: expected one that can serve this call, got {requested!r}, which lacks: " + "; ".join(lacking)
+                f"backend: expected one that can serve this call, got {requested!r}, which does not serve: "
+                + "; ".join(lacking)
             )
         return Selection(requested, {})
     passed_over: dict[str, tuple[str, ...]] = {}
@@ -52,5 +54,5 @@ def select(spec: AttentionSpec, device: torch.device, requested: str | None = No
         passed_over[name] = lacking
     raise ValueError(
         "backend: expected at least one that can serve this call, but "
-        + ", ".join(f"{name} lacks: {'; '.join(lacking)}" for name, lacking in passed_over.items())
+        + ", ".join(f"{name} does not serve: {'; '.join(lacking)}" for name, lacking in passed_over.items())
     )

@@ -49,7 +49,7 @@ BOTH: Cases = [
     ({"return_lse": None}, TypeError, "return_lse: expected a bool, got None"),
     ({"zero_padding": 0}, TypeError, "zero_padding: expected a bool, got 0"),
     ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
-    ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['portable'], got 'sm75'"),
+    ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable'], got 'sm75'"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: expected None or a finite number, got '1'"),
     ({"softmax_scale": True}, TypeError, "softmax_scale: expected None or a finite number, got True"),
     ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: expected None or a finite number, got inf"),
@@ -230,13 +230,15 @@ class Narrow(PortableBackend):
 
 @pytest.fixture
 def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow(), **dispatch.BACKENDS})
+    monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow(), "portable": PortableBackend()})
 
 
 @pytest.mark.usefixtures("_narrow")
 def test_a_requested_backend_runs_or_says_all_it_lacks() -> None:
     call = packed() | {"learnable_sink": torch.zeros(4), "softcap": 1.0, "causal": True}
-    with pytest.raises(ValueError, match=r"got 'narrow', which lacks: softcap; learnable_sink; torch\.float32 inputs"):
+    with pytest.raises(
+        ValueError, match=r"got 'narrow', which does not serve: softcap; learnable_sink; torch\.float32 inputs"
+    ):
         flash_attn_varlen_func(**call, backend="narrow")
     assert flash_attn_varlen_func(**call, backend="portable").shape == (10, 4, 16)
     low = change(packed(), dict.fromkeys("qkv", torch.Tensor.bfloat16))
@@ -249,10 +251,12 @@ def test_without_a_request_the_first_that_can_is_chosen() -> None:
     spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, True, True))
     selection = dispatch.select(spec, torch.device("cpu"))
     assert selection.name == "portable"
-    assert str(selection) == "portable (narrow lacks deterministic=True, torch.float32 inputs)"
+    assert str(selection) == "portable (narrow does not serve deterministic=True, torch.float32 inputs)"
 
 
 def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow()})
-    with pytest.raises(ValueError, match=r"at least one that can serve this call, but narrow lacks: torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"at least one that can serve this call, but narrow does not serve: torch\.float32"
+    ):
         flash_attn_func(**dense())

@@ -1,0 +1,176 @@
+"""The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
+
+cutlass is imported when the first kernel is compiled, not before. The backward pass is still the portable one.
+"""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, tile_shape
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
+_MAX_HEAD_DIM = max(HEAD_DIMS)
+# What heads that run at the same time should leave for each other of the L2 cache, in bytes of keys and values.
+_CACHE_BYTES = 25_000_000
+
+
+class Sm90Backend:
+    """Warp-specialised kernels for Hopper GPUs, float16 and bfloat16, head dimensions in steps of 8 up to 256."""
+
+    name = "sm90"
+    features = frozenset(Feature) - {Feature.MASK, Feature.BIAS}
+
+    def __init__(self) -> None:
+        self._backward = PortableBackend()
+
+    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+        """See ``Backend.limits``."""
+        reasons = []
+        if device.type != "cuda":
+            reasons.append(f"tensors on {device.type}")
+        elif _capability(device) != (9, 0):
+            reasons.append(f"GPUs of compute capability {'.'.join(map(str, _capability(device)))}")
+        if spec.dtype not in _DTYPES:
+            reasons.append(str(spec.dtype))
+        for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
+            if d % 8 or d > _MAX_HEAD_DIM:
+                reasons.append(f"{name} = {d} (multiples of 8 up to {_MAX_HEAD_DIM})")
+        if spec.softmax_scale <= 0:
+            reasons.append("a softmax_scale of 0 or less")
+        if not _HAS_COMPILER:
+            reasons.append("the package nvidia-cutlass-dsl")
+        return tuple(reasons)
+
+    def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """See ``Backend.forward``."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        out = q.new_empty(*q.shape[:-1], spec.head_dim_v)
+        if spec.has_seqused and not spec.packed:
+            return _forward_as_packed(spec, inputs, out)
+        lse = q.new_empty(inputs.lse_shape, dtype=torch.float32)
+        if not out.numel():
+            return out, lse
+        if not k.numel():  # TMA knows no empty tensors
+            k, v = (x.new_zeros([max(1, size) for size in x.shape]) for x in (k, v))
+            if not spec.packed:
+                sink = inputs.learnable_sink
+                lse.copy_(lse.new_tensor(-torch.inf) if sink is None else sink[:, None])
+                return out.zero_(), lse
+        _launch(spec, inputs, q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        return out, lse
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        need_dbias: bool,
+        need_dsink: bool,
+    ) -> Gradients:
+        """See ``Backend.backward``."""
+        return self._backward.backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
+
+
+def _forward_as_packed(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    """A dense batch with padding is packed sequences whose slots are of one size."""
+    batch, seqlen_q, nheads, _ = inputs.q.shape
+    lse = inputs.q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
+    if out.numel():
+        cu_q, cu_k = (
+            torch.arange(batch + 1, dtype=torch.int32, device=out.device).mul_(x.shape[1]) for x in (inputs.q, inputs.k)
+        )
+        q, k, v = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+        if not k.numel():
+            k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+        _launch(spec, inputs, q, k, v, out.flatten(0, 1), lse.flatten(1, 2), cu_q, cu_k)
+    return out, lse.transpose(0, 1).contiguous()
+
+
+def _launch(
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    packed = cu_seqlens_q is not None
+    config = _config(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None)
+    kernel = cache.forward_kernel(config)
+    sink = inputs.learnable_sink
+    bytes_a_head = 2 * k.shape[-3] * (spec.head_dim + spec.head_dim_v)
+    heads_in_cache = max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // spec.nheads_k)
+    arguments = (
+        _aligned(q),
+        _aligned(k),
+        _aligned(v),
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        inputs.seqused_q,
+        inputs.seqused_k,
+        None if sink is None else sink.float(),
+        spec.softmax_scale,
+        spec.softcap,
+        spec.window_left or 0,
+        spec.window_right or 0,
+        heads_in_cache,
+    )
+    kernel(arguments)
+
+
+@functools.cache
+def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool) -> ForwardConfig:
+    tile_dv = _tile_columns(spec.head_dim_v)
+    tile_d = max(_tile_columns(spec.head_dim), tile_dv)
+    has_left, has_softcap = spec.window_left is not None, spec.softcap > 0
+    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_softcap)
+    return ForwardConfig(
+        dtype=_DTYPES[spec.dtype],
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        packed=packed,
+        has_seqused_q=has_seqused_q,
+        has_seqused_k=has_seqused_k,
+        has_left=has_left,
+        has_right=spec.window_right is not None,
+        has_softcap=has_softcap,
+        has_sink=spec.has_sink,
+        zero_padding=spec.zero_padding,
+    )
+
+
+def _tile_columns(head_dim: int) -> int:
+    return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """X itself if TMA can read it, else a copy: data and all strides but the last in multiples of 16 bytes."""
+    per_vector = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and all(stride % per_vector == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

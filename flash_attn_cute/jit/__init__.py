@@ -1,0 +1,1 @@
+"""Kernels made when they are first needed, and kept."""

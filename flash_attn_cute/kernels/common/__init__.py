@@ -1,0 +1,1 @@
+"""Parts of kernels that do not depend on the architecture."""

@@ -1,0 +1,79 @@
+"""Which tile of queries a CTA works on: one tile a CTA, in an order that starts the longest ones first.
+
+Under a causal mask a sequence's last tiles see the most keys. Hardware starts CTAs in the order of their index, so
+tiles are numbered from the back.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@dataclass(frozen=True)
+class WorkTile:
+    """Rows ``first_query .. first_query + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none."""
+
+    first_query: Int32
+    head: Int32
+    batch: Int32
+
+
+def num_dense_tiles(seqlen_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
+    """CTAs of a dense batch."""
+    return cute.ceil_div(seqlen_q, tile_m) * heads * batch
+
+
+@cute.jit
+def dense_tile(
+    index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, heads_in_cache: Int32, tile_m: cutlass.Constexpr
+) -> WorkTile:
+    """Tile of a dense batch: ``heads_in_cache`` heads together, so that their keys and values stay in the L2 cache."""
+    num_m = cute.ceil_div(seqlen_q, tile_m)
+    section = index // (heads_in_cache * num_m)
+    within = index - section * heads_in_cache * num_m
+    heads_here = cutlass.min(heads_in_cache, heads * batch - section * heads_in_cache)
+    m_block = num_m - 1 - within // heads_here
+    pair = section * heads_in_cache + within % heads_here
+    return WorkTile(m_block * tile_m, pair % heads, pair // heads)
+
+
+def num_packed_tiles(total_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
+    """CTAs of packed sequences: see ``packed_tile``."""
+    return (total_q // tile_m + batch + 2) * heads
+
+
+@cute.jit
+def packed_tile(
+    index: Int32, total_q: Int32, heads: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr
+) -> tuple[WorkTile, Int32, Int32]:
+    """Tile of packed sequences, the first row and the number of rows that its sequence owns.
+
+    The rows before the first and behind the last sequence count as sequences of their own that are all padding, so
+    that every row belongs to one. Sequence p, from row s(p) on, gets the tiles from s(p) // tile_m + p on: never fewer
+    than it needs, and found by a search over the offsets alone, without a prefix sum over tile counts. The warp
+    searches 32 candidates at a time. At most one tile a sequence is left with nothing to do.
+    """
+    num_sequences = cu_seqlens.shape[0] + 1
+    position = (total_q // tile_m + num_sequences) - 1 - index // heads
+    low, size = Int32(0), num_sequences
+    while size > 1:
+        step = cute.ceil_div(size, 32)
+        candidate = low + cute.arch.lane_idx() * step
+        inside = candidate < low + size
+        row = Int32(0)
+        if inside and candidate > 0:
+            row = cu_seqlens[candidate - 1]
+        passed = inside and row // tile_m + candidate <= position
+        last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
+        size = cutlass.min(step, size - last * step)
+        low += last * step
+    start, stop = Int32(0), total_q
+    if low > 0:
+        start = cu_seqlens[low - 1]
+    if low < num_sequences - 1:
+        stop = cu_seqlens[low]
+    batch = low - 1 if low < num_sequences - 1 else Int32(-1)
+    first = (position - start // tile_m - low) * tile_m
+    return WorkTile(first, index % heads, batch), start, stop - start

@@ -1,0 +1,78 @@
+"""Tiles of rows for the tensor memory accelerator (TMA), clipped at the end of a sequence.
+
+TMA clips a box only where the tensor ends. Packed sequences end in the middle of it, so a tile at the end of one
+would load its neighbour's rows (NaN included) or overwrite them. The ragged view lets a tensor of row stride t end
+wherever a tile needs it to: its rows r < 2^30, its stops y and its wraps w lie at r * t + y * t + w * (2^34 - t)
+elements. In wrap 2^30 the last product is 2^64 - 2^30 * t, and as addresses wrap around at 2^64 bytes, row
+2^30 - n + i of stop y is row y - n + i of the data: a box of n rows that starts at row 2^30 - n covers the n rows
+before y and runs out of the view right there. Loads give zeros behind it, stores are dropped. One descriptor serves
+all sequences. (The idea is that of Triton's ragged TMA descriptors. The shorter way, a base that lies a tile before
+the data, faults where nothing is mapped there.)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+_WRAP = 1 << 30
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """A TMA atom and its tensor of coordinates, (s, d, heads, batch) or, ragged, (rows, d, heads, stops, wraps)."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    tile_rows: cutlass.Constexpr
+    tile_columns: cutlass.Constexpr
+    ragged: cutlass.Constexpr
+
+    def at(self, start: Int32, stop: Int32, head: Int32, batch: Int32) -> cute.Tensor:
+        """The tile of rows start .. stop, at most ``tile_rows``. Only a ragged one ends at stop; it has no batch."""
+        if const_expr(self.ragged):
+            rows = self.tensor[None, None, head, stop, _WRAP]
+            rows = cute.domain_offset((_WRAP - (stop - start), 0), rows)
+        else:
+            rows = cute.domain_offset((start, 0), self.tensor[None, None, head, batch])
+        return cute.local_tile(rows, (self.tile_rows, self.tile_columns), (0, 0))
+
+    @property
+    def operands(self) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """What crosses from host to kernel."""
+        return self.atom, self.tensor
+
+    def load(self, gX: cute.Tensor, sX: cute.Tensor, mbarrier: cute.Pointer) -> None:
+        """Loads a tile into shared memory, by one converged warp; its bytes arrive on the barrier."""
+        shared, glob = self._partition(gX, sX)
+        cute.copy(self.atom, glob, shared, tma_bar_ptr=mbarrier)
+
+    def store(self, sX: cute.Tensor, gX: cute.Tensor) -> None:
+        """Stores a tile from shared memory, by one converged warp."""
+        shared, glob = self._partition(gX, sX)
+        cute.copy(self.atom, shared, glob)
+
+    def _partition(self, gX: cute.Tensor, sX: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        shared, glob = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        return shared, glob
+
+
+def make_row_tiles(
+    operation: Any, mX: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int], ragged: bool
+) -> RowTiles:
+    """The tiles of mX (s, d, heads, batch), on the host side of a launch."""
+    if const_expr(ragged):
+        _, columns, heads, _ = mX.shape
+        row_stride, column_stride, head_stride, _ = mX.stride
+        view = cute.make_layout(
+            (_WRAP, columns, heads, _WRAP + 1, _WRAP + 1),
+            stride=(row_stride, column_stride, head_stride, row_stride, (1 << 34) - row_stride),
+        )
+        mX = cute.make_tensor(mX.iterator, view)
+    info = cpasync.make_tiled_tma_atom(operation, mX, layout, tile)
+    return RowTiles(info.atom, info.tma_tensor, tile[0], tile[1], ragged)

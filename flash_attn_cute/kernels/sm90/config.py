@@ -1,0 +1,52 @@
+"""Tile sizes of the Hopper kernels, and all else that changes their code."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What a compiled forward kernel is made for. Lengths, strides, scale and window sizes are run-time arguments."""
+
+    dtype: str  # "bfloat16" or "float16"
+    tile_d: int  # head dimension of q and k, rounded up; TMA fills the rest with zeros
+    tile_dv: int
+    tile_m: int  # queries a CTA, 64 a warpgroup
+    tile_n: int  # keys a block
+    stages: int  # blocks of keys in flight
+    packed: bool
+    has_seqused_q: bool
+    has_seqused_k: bool
+    has_left: bool  # a window bounded to the left
+    has_right: bool  # to the right; causal is a right of 0
+    has_softcap: bool
+    has_sink: bool
+    zero_padding: bool
+
+    @property
+    def num_mma_warpgroups(self) -> int:
+        """Warpgroups that multiply; one more loads."""
+        return self.tile_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the loading warpgroup and of the others; 512 in sum over the warpgroups."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]
+
+
+# Head dimensions that tiles are made for, and (tile_m, tile_n, stages) of each. Shared memory: Q and all K and V
+# stages within 227 KiB. Registers: S and P of tile_n and O of tile_dv columns within the budget above.
+_TILES = {
+    64: (192, 128, 2),
+    96: (128, 128, 2),
+    128: (128, 128, 2),
+    192: (128, 96, 2),
+    256: (128, 80, 2),
+}
+HEAD_DIMS = tuple(_TILES)
+
+
+def tile_shape(tile_d: int, has_left: bool, has_softcap: bool) -> tuple[int, int, int]:
+    """(tile_m, tile_n, stages) for one of ``HEAD_DIMS`` and the features that take registers."""
+    if tile_d == 64 and has_left and has_softcap:
+        return 192, 96, 2  # 128 keys spill
+    return _TILES[tile_d]

@@ -1,0 +1,581 @@
+"""Attention forward on Hopper.
+
+Roles (one CTA a tile of ``tile_m`` queries of one head):
+    warpgroup 0         loads. Its warp 0 issues TMA: Q once, then K and V block by block.
+    warpgroups 1 ..     multiply, 64 queries each, independent but for the order in which they use the tensor cores.
+
+Pipelines:
+    q     mbarrier, one phase: warp 0 -> all multiplying warpgroups. Never released; a CTA has one tile.
+    k, v  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. A warpgroup releases K when
+          its scores are complete and V when O is.
+
+Steady state of a multiplying warpgroup (n counts down):
+    tensor cores   S(n) = Q K(n)^T | O += P(n+1) V(n+1) |            | S(n-1) ...
+    other units                    | softmax of S(n)              | O *= correction, P(n) = S(n)
+so the softmax of one block runs beside the second product of the block before, and, through the order barrier,
+beside both products of the other warpgroup (as in FlashAttention-3, Shah et al., arXiv 2407.08608).
+
+Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in three (``KeyBlocks``).
+Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
+zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are zeroed by the warpgroup
+whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of equal size.)
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_attn_cute.kernels.common import schedule
+from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, rows_and_columns
+from flash_attn_cute.kernels.common.mask import hide
+from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.softmax import OnlineSoftmax
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+
+_LOG2_E = 1.4426950408889634
+
+# Named barriers; 0 is the whole CTA's.
+_BARRIER_ORDER = 1  # one a warpgroup
+_BARRIER_EPILOGUE = 4  # one a warpgroup
+
+
+class ForwardArguments(NamedTuple):
+    """The launch arguments, in their order.
+
+    Dense: q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_k, d or d_v), out like q with d_v, lse
+    (batch, heads, seqlen_q). Packed: the same without batch, and lse (heads, total_q).
+    """
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    mCuSeqlensQ: cute.Tensor | None
+    mCuSeqlensK: cute.Tensor | None
+    mSeqUsedQ: cute.Tensor | None
+    mSeqUsedK: cute.Tensor | None
+    mSink: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    heads_in_cache: Int32
+
+
+class _Layouts(NamedTuple):
+    sQ: cute.ComposedLayout  # (64, d, warpgroup)
+    sK: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
+    sO: cute.ComposedLayout  # (64, d_v, warpgroup)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What producer and consumers must agree on about a CTA's tile."""
+
+    first_query: Int32
+    head: Int32
+    head_k: Int32
+    batch: Int32  # index into tensors: 0 if packed
+    q: Rows
+    k: Rows
+    window: Window
+    blocks: KeyBlocks
+
+
+class ForwardSm90:
+    """The forward kernel of one configuration."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.warpgroups = config.num_mma_warpgroups
+        self.threads = 128 * (self.warpgroups + 1)
+        # Two warpgroups take turns at the tensor cores; three fill them without being told.
+        self.ordered = self.warpgroups == 2
+
+    def _layouts(self) -> "_Layouts":
+        """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
+        c = self.config
+
+        def layout(columns: int, *shape: int) -> cute.ComposedLayout:
+            kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
+            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+            return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
+
+        return _Layouts(
+            sQ=layout(c.tile_d, 64, c.tile_d, self.warpgroups),
+            sK=layout(c.tile_d, c.tile_n, c.tile_d, c.stages),
+            sV=layout(c.tile_dv, c.tile_n, c.tile_dv, c.stages),
+            sO=layout(c.tile_dv, 64, c.tile_dv, self.warpgroups),
+        )
+
+    def _shared_storage(self, layouts: "_Layouts") -> type:
+        c, dtype = self.config, self.dtype
+        # A warpgroup's part of O takes the place of its part of Q, which is at least as wide.
+        assert c.tile_dv <= c.tile_d
+
+        @cute.struct
+        class Storage:
+            q_barrier: cute.struct.MemRange[Int64, 1]
+            k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+
+        return Storage
+
+    def _rows_first(self, x: cute.Tensor) -> cute.Tensor:
+        """A user's tensor as (rows, d, heads, batch), a batch of one if packed."""
+        if const_expr(self.config.packed):
+            layout = cute.select(x.layout, mode=[0, 2, 1])
+            layout = cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0))
+        else:
+            layout = cute.select(x.layout, mode=[1, 3, 2, 0])
+        return cute.make_tensor(x.iterator, layout)
+
+    @cute.jit
+    def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, a, dtype = self.config, arguments, self.dtype
+        mQ, mK, mV, mO = (self._rows_first(x) for x in (a.mQ, a.mK, a.mV, a.mO))
+        lse_layout = cute.select(a.mLSE.layout, mode=[1, 0] if const_expr(c.packed) else [2, 1, 0])
+        if const_expr(c.packed):
+            lse_layout = cute.make_layout((*lse_layout.shape, 1), stride=(*lse_layout.stride, 0))
+        mLSE = cute.make_tensor(a.mLSE.iterator, lse_layout)
+
+        layouts = self._layouts()
+        self.Storage = self._shared_storage(layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        mma_S = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, c.tile_n))
+        mma_O = sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, c.tile_dv), warpgroup.OperandSource.RMEM
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup or stage
+        tQ = make_row_tiles(load, mQ, sQ, (64, c.tile_d), c.packed)
+        tK = make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), c.packed)
+        tV = make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), c.packed)
+        tO = make_row_tiles(store, mO, sO, (64, c.tile_dv), c.packed)
+
+        score_scale = Float32(1.0)
+        scale_log2 = a.softmax_scale * _LOG2_E
+        if const_expr(c.has_softcap):
+            score_scale = a.softmax_scale / a.softcap
+            scale_log2 = a.softcap * _LOG2_E
+        rows, _, heads, batch = mQ.shape
+        if const_expr(c.packed):
+            tiles = schedule.num_packed_tiles(rows, heads, a.mCuSeqlensQ.shape[0] - 1, c.tile_m)
+        else:
+            tiles = schedule.num_dense_tiles(rows, heads, batch, c.tile_m)
+        self.kernel(
+            mma_S, mma_O, *tQ.operands, *tK.operands, *tV.operands, *tO.operands, mO, mLSE, a, score_scale, scale_log2
+        ).launch(grid=[tiles, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        atom_Q: cute.CopyAtom,
+        tma_Q: cute.Tensor,
+        atom_K: cute.CopyAtom,
+        tma_K: cute.Tensor,
+        atom_V: cute.CopyAtom,
+        tma_V: cute.Tensor,
+        atom_O: cute.CopyAtom,
+        tma_O: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        arguments: ForwardArguments,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """Sets up shared memory and pipelines, then splits into roles."""
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            cpasync.prefetch_descriptor(atom_Q)
+            cpasync.prefetch_descriptor(atom_K)
+            cpasync.prefetch_descriptor(atom_V)
+            cpasync.prefetch_descriptor(atom_O)
+        layouts = self._layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        q_barrier = storage.q_barrier.data_ptr()
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(q_barrier, 1)
+        pipe_K = self._make_pipeline(storage.k_barriers.data_ptr(), layouts.sK)
+        pipe_V = self._make_pipeline(storage.v_barriers.data_ptr(), layouts.sV)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        tQ = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed)
+        tK = RowTiles(atom_K, tma_K, c.tile_n, c.tile_d, c.packed)
+        tV = RowTiles(atom_V, tma_V, c.tile_n, c.tile_dv, c.packed)
+        tO = RowTiles(atom_O, tma_O, 64, c.tile_dv, c.packed)
+        shared = _Shared(
+            sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
+            sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
+            sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
+            sO=storage.sQ.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
+            q_barrier=q_barrier,
+            pipe_K=pipe_K,
+            pipe_V=pipe_V,
+        )
+        tile = self._tile(arguments)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp_idx == 0:
+                self.load(tile, tQ, tK, tV, shared)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            self.multiply(tile, mma_S, mma_O, tO, shared, mO, mLSE, arguments.mSink, score_scale, scale_log2)
+
+    def _make_pipeline(self, barriers: cute.Pointer, layout: cute.ComposedLayout) -> pipeline.PipelineTmaAsync:
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=self.config.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups),
+            tx_count=cute.size_in_bytes(self.dtype, cute.select(layout, mode=[0, 1])),
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def _tile(self, a: ForwardArguments) -> _Tile:
+        """What this CTA works on."""
+        c = self.config
+        index, _, _ = cute.arch.block_idx()
+        heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
+        if const_expr(c.packed):
+            work, q_start, q_slot = schedule.packed_tile(index, a.mQ.shape[0], heads, a.mCuSeqlensQ, c.tile_m)
+            batch, q_length, k_start, k_length = Int32(0), Int32(0), Int32(0), Int32(0)
+            if work.batch >= 0:
+                q_length = q_slot
+                k_start = a.mCuSeqlensK[work.batch]
+                k_length = a.mCuSeqlensK[work.batch + 1] - k_start
+                if const_expr(c.has_seqused_q):
+                    q_length = a.mSeqUsedQ[work.batch]
+                if const_expr(c.has_seqused_k):
+                    k_length = a.mSeqUsedK[work.batch]
+        else:
+            count, q_slot, _, _ = a.mQ.shape
+            work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, c.tile_m)
+            batch, q_start, q_length, k_start, k_length = work.batch, Int32(0), q_slot, Int32(0), a.mK.shape[1]
+        window = Window(
+            a.window_left if const_expr(c.has_left) else None,
+            a.window_right if const_expr(c.has_right) else None,
+            k_length - q_length,
+        )
+        num_queries = cutlass.min(q_length - work.first_query, c.tile_m)
+        blocks = KeyBlocks.of(work.first_query, num_queries, k_length, window, c.tile_n)
+        return _Tile(
+            first_query=work.first_query,
+            head=work.head,
+            head_k=work.head // (heads // heads_k),
+            batch=batch,
+            q=Rows(q_start, q_length, q_slot),
+            k=Rows(k_start, k_length),
+            window=window,
+            blocks=blocks,
+        )
+
+    @cute.jit
+    def load(self, tile: _Tile, tQ: RowTiles, tK: RowTiles, tV: RowTiles, shared: "_Shared") -> None:
+        """Warp 0: all loads of the tile, in the order in which they are consumed."""
+        c, blocks = self.config, tile.blocks
+        if blocks.stop > blocks.start:
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_barrier, 2 * 64 * self.warpgroups * c.tile_d)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                # A part behind the sequence's end is an empty box: it arrives as zeros.
+                start = tile.first_query + 64 * w
+                stop = cutlass.max(cutlass.min(start + 64, tile.q.length), start)
+                gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
+                tQ.load(gQ, shared.sQ[None, None, w], shared.q_barrier)
+            for i in cutlass.range(blocks.stop - blocks.start, unroll=1):
+                start = (blocks.stop - 1 - i) * c.tile_n
+                stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
+                start += tile.k.start
+                shared.pipe_K.producer_acquire(state)  # all warpgroups have released this stage's K
+                gK = tK.at(start, stop, tile.head_k, tile.batch)
+                tK.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
+                shared.pipe_V.producer_acquire(state)  # and its V
+                gV = tV.at(start, stop, tile.head_k, tile.batch)
+                tV.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
+                state.advance()
+
+    @cute.jit
+    def multiply(
+        self,
+        tile: _Tile,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        tO: RowTiles,
+        shared: "_Shared",
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSink: cute.Tensor | None,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """A multiplying warpgroup: 64 queries of the tile, from their first block of keys to out and lse."""
+        c, blocks = self.config, tile.blocks
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        first_query = tile.first_query + 64 * w
+        num_rows = 2
+        slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
+        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
+        sV_transposed = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
+        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
+        acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        work = _Work(
+            tile=tile,
+            first_query=first_query,
+            warpgroup=w,
+            mma_S=mma_S,
+            mma_O=mma_O,
+            tSrQ=mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w])),
+            tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
+            tOrV=mma_O.make_fragment_B(whole_O.partition_B(sV_transposed)),
+            acc_S=acc_S,
+            acc_O=acc_O,
+            rP=rP,
+            cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
+            softmax=OnlineSoftmax(num_rows, scale_log2),
+            score_scale=score_scale,
+            shared=shared,
+        )
+        acc_O.fill(0.0)
+        work.softmax.reset()
+        if blocks.stop > blocks.start:
+            self._walk(work)
+
+        lse = cute.make_rmem_tensor(num_rows, Float32)
+        sink = None
+        if const_expr(mSink is not None):
+            sink = mSink[tile.head].to(Float32) * _LOG2_E
+        work.softmax.finish(acc_O, lse, sink)
+        self._store(work, tO, mO, mLSE, lse, thread)
+
+    @cute.jit
+    def _walk(self, work: "_Work") -> None:
+        """All blocks of keys of a tile, from the right, each part of the walk with the mask it needs."""
+        c, blocks = self.config, work.tile.blocks
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        if const_expr(self.ordered) and work.warpgroup == 1:  # the first turn is warpgroup 0's
+            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
+        cute.arch.mbarrier_wait(work.shared.q_barrier, 0)  # from warp 0: Q has arrived
+        work.shared.pipe_K.consumer_wait(k_state)
+        self._start_S(work, k_state)
+        warpgroup.wait_group(0)
+        work.shared.pipe_K.consumer_release(k_state)
+        k_state.advance()
+        n = blocks.stop - 1
+        self._weigh(work, n, True, c.has_left, True)
+        convert(work.acc_S, work.rP)
+        # Within the first part both edges are looked at: under a narrow window they meet in one block.
+        middle = cutlass.max(cutlass.min(blocks.full_stop, n), blocks.start)
+        if const_expr(c.has_right):
+            for i in cutlass.range(n - middle, unroll=1):
+                self._step(work, n - 1 - i, k_state, v_state, True, c.has_left)
+                k_state.advance()
+                v_state.advance()
+        last = blocks.start
+        if const_expr(c.has_left):
+            last = cutlass.min(cutlass.max(blocks.full_start, blocks.start), middle)
+        for i in cutlass.range(middle - last, unroll=1):
+            self._step(work, middle - 1 - i, k_state, v_state, False, False)
+            k_state.advance()
+            v_state.advance()
+        if const_expr(c.has_left):
+            for i in cutlass.range(last - blocks.start, unroll=1):
+                self._step(work, last - 1 - i, k_state, v_state, False, True)
+                k_state.advance()
+                v_state.advance()
+        work.shared.pipe_V.consumer_wait(v_state)
+        self._start_O(work, v_state)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def _step(
+        self,
+        work: "_Work",
+        n: Int32,
+        k_state: pipeline.PipelineState,
+        v_state: pipeline.PipelineState,
+        right_edge: cutlass.Constexpr,
+        left_edge: cutlass.Constexpr,
+    ) -> None:
+        """One block of the steady state: the scores of block n, the output of the block before it."""
+        shared = work.shared
+        shared.pipe_K.consumer_wait(k_state)
+        self._take_turn(work)
+        self._start_S(work, k_state)
+        shared.pipe_V.consumer_wait(v_state)
+        self._start_O(work, v_state)
+        self._give_turn(work)
+        warpgroup.wait_group(1)
+        shared.pipe_K.consumer_release(k_state)
+        self._weigh(work, n, right_edge, left_edge, False)
+        warpgroup.wait_group(0)
+        shared.pipe_V.consumer_release(v_state)
+        convert(work.acc_S, work.rP)
+        work.softmax.rescale(work.acc_O)
+
+    @cute.jit
+    def _take_turn(self, work: "_Work") -> None:
+        if const_expr(self.ordered):
+            cute.arch.barrier(barrier_id=_BARRIER_ORDER + work.warpgroup, number_of_threads=256)
+
+    @cute.jit
+    def _give_turn(self, work: "_Work") -> None:
+        if const_expr(self.ordered):
+            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + 1 - work.warpgroup, number_of_threads=256)
+
+    @cute.jit
+    def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
+        """S = Q K^T, in flight on return."""
+        mma = cute.make_mma_atom(work.mma_S.op)
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(work.tSrQ, mode=[2])):
+            cute.gemm(mma, work.acc_S, work.tSrQ[None, None, k], work.tSrK[None, None, k, state.index], work.acc_S)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _start_O(self, work: "_Work", state: pipeline.PipelineState) -> None:
+        """O += P V, in flight on return."""
+        mma = cute.make_mma_atom(work.mma_O.op)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        tOrP = as_operand_a(work.rP)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            cute.gemm(mma, work.acc_O, tOrP[None, None, k], work.tOrV[None, None, k, state.index], work.acc_O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _weigh(
+        self,
+        work: "_Work",
+        n: Int32,
+        right_edge: cutlass.Constexpr,
+        left_edge: cutlass.Constexpr,
+        is_first: cutlass.Constexpr,
+    ) -> None:
+        """Scores to weights: softcap, masks, softmax."""
+        c, acc_S = self.config, work.acc_S
+        if const_expr(c.has_softcap):
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
+        if const_expr(right_edge or left_edge):
+            hide(
+                acc_S,
+                work.cS,
+                work.first_query,
+                n * c.tile_n,
+                work.tile.k.length,
+                work.tile.window,
+                right_edge,
+                left_edge,
+            )
+        work.softmax.step(acc_S, is_first)
+
+    @cute.jit
+    def _store(
+        self, work: "_Work", tO: RowTiles, mO: cute.Tensor, mLSE: cute.Tensor, lse: cute.Tensor, thread: Int32
+    ) -> None:
+        """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
+        c, tile, sO = self.config, work.tile, work.shared.sO[None, None, work.warpgroup]
+        rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
+        convert(work.acc_O, rO)
+        tiled_copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_O
+        )
+        to_shared = tiled_copy.get_slice(thread)
+        # Only this warpgroup reads this part of Q, and its last product with it is complete.
+        cute.copy(tiled_copy, to_shared.retile(rO), to_shared.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + work.warpgroup, number_of_threads=128)
+        stop = cutlass.min(work.first_query + 64, tile.q.length)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and work.first_query < stop:
+            gO = tO.at(tile.q.start + work.first_query, tile.q.start + stop, tile.head, tile.batch)
+            tO.store(sO, gO)
+            cute.arch.cp_async_bulk_commit_group()
+
+        coordinates = rows_and_columns(work.cS)
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = work.first_query + coordinates[r, 0][0]
+            if thread % 4 == 0 and row < tile.q.length:
+                mLSE[tile.q.start + row, tile.head, tile.batch] = lse[r]
+        if const_expr(c.packed and c.zero_padding):
+            first = cutlass.max(work.first_query, tile.q.length)
+            padding = cutlass.min(work.first_query + 64, tile.q.slot) - first
+            self._zero(mO, mLSE, tile, first, padding, thread)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    @cute.jit
+    def _zero(
+        self, mO: cute.Tensor, mLSE: cute.Tensor, tile: _Tile, first: Int32, num_rows: Int32, thread: Int32
+    ) -> None:
+        """Zeros in rows first .. first + num_rows of out, 16 bytes a thread at a time, and -inf in lse."""
+        mO = mO[None, None, tile.head, tile.batch]
+        vectors = mO.shape[1] // 8
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(thread, num_rows * vectors, 128, unroll=1):
+            row = tile.q.start + first + i // vectors
+            cute.autovec_copy(zeros, cute.local_tile(mO, (1, 8), (row, i % vectors))[0, None])
+        for i in cutlass.range(thread, num_rows, 128, unroll=1):
+            mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Shared memory and what guards it."""
+
+    sQ: cute.Tensor  # (64, d, warpgroup)
+    sK: cute.Tensor  # (tile_n, d, stage)
+    sV: cute.Tensor  # (tile_n, d_v, stage)
+    sO: cute.Tensor  # (64, d_v, warpgroup), in the place of sQ
+    q_barrier: cute.Pointer
+    pipe_K: pipeline.PipelineTmaAsync
+    pipe_V: pipeline.PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A multiplying warpgroup's operands, accumulators and state."""
+
+    tile: _Tile
+    first_query: Int32  # position of row 0 in its sequence
+    warpgroup: Int32
+    mma_S: cute.TiledMma
+    mma_O: cute.TiledMma
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K)
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    acc_S: cute.Tensor
+    acc_O: cute.Tensor
+    rP: cute.Tensor  # acc_S rounded, laid out alike
+    cS: cute.Tensor  # coordinates of acc_S
+    softmax: OnlineSoftmax
+    score_scale: Float32  # into tanh, with a softcap
+    shared: _Shared

@@ -1,0 +1,273 @@
+"""The Hopper kernels: what they are compiled to, on any machine, and what they compute, on a Hopper GPU."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, tile_shape
+from tests import oracle
+from tests.checks import assert_matches_oracle, bitwise_equal, random_call, run
+from tests.oracle import Call
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+def config(tile_d: int, tile_dv: int | None = None, **changes: Any) -> ForwardConfig:
+    shape = tile_shape(tile_d, changes.get("has_left", False), changes.get("has_softcap", False))
+    plain: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "tile_d": tile_d,
+        "tile_dv": tile_dv or tile_d,
+        **dict(zip(("tile_m", "tile_n", "stages"), shape, strict=True)),
+        "packed": False,
+        "has_seqused_q": False,
+        "has_seqused_k": False,
+        "has_left": False,
+        "has_right": False,
+        "has_softcap": False,
+        "has_sink": False,
+        "zero_padding": True,
+    }
+    return ForwardConfig(**plain | changes)
+
+
+EVERYTHING = {
+    "packed": True,
+    "has_seqused_q": True,
+    "has_seqused_k": True,
+    "has_left": True,
+    "has_right": True,
+    "has_softcap": True,
+    "has_sink": True,
+}
+CONFIGS = {
+    **{f"d{d}": config(d) for d in HEAD_DIMS},
+    **{f"d{d}-causal": config(d, has_right=True) for d in HEAD_DIMS},
+    **{f"d{d}-packed-causal": config(d, has_right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-everything": config(d, **EVERYTHING) for d in HEAD_DIMS},
+    "d192-dv128": config(192, 128, has_right=True),
+    "float16": config(128, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
+def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
+    """No spills, products on the tensor cores and never waiting for one another, loads and stores by TMA."""
+    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
+    from flash_attn_cute.jit.compile import compile_forward
+
+    kernel = compile_forward(chosen, cute.KeepCUBIN, cute.KeepPTX, compiler.DumpDir(str(tmp_path)))
+    ptx = kernel.artifacts.PTX
+    assert "wgmma.mma_async.sync.aligned.m64n" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert ".local" not in ptx
+    tool = cuobjdump()
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.artifacts.CUBIN)
+    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 .*LOCAL:0", usage), usage
+    sass = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
+    products = len(re.findall(r"\bHGMMA\b", sass))
+    # The scores of the first block and the output of the last stand outside the loops.
+    loops = 1 + chosen.has_right + chosen.has_left
+    assert products == (loops + 1) * (chosen.tile_d // 16 + chosen.tile_n // 16)
+    # One for each fence and wait that is written; a serialised pipeline shows many more.
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (loops + 1)
+    assert "UTMALDG" in sass
+    assert "UTMASTG" in sass
+
+
+def cuobjdump() -> str:
+    """The disassembler of a CUDA toolkit, or the one that triton brings."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        triton = pytest.importorskip("triton", reason="the machine code needs cuobjdump, of a CUDA toolkit or triton")
+        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    return found
+
+
+LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (50, 20)},
+    "wide window": {"window_size": (300, 200)},
+    "left": {"window_size": (70, None)},
+    "causal window": {"window_size": (150, 0), "causal": True},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "sink": {"sink": True, "causal": True},
+    "seqused": {"seqused": True, "causal": True, "sink": True},
+    "mqa": {"nheads_k": 1, "causal": True},
+    "scale": {"softmax_scale": 0.02},
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> None:
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+    call = random_call(*LENGTHS, **shape | options)
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense(options: dict[str, Any], head_dim: int) -> None:
+    lengths = ([300, 1, 200], [200, 5, 400]) if "seqused" in options else ([333] * 3, [450] * 3)
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": False}
+    call = random_call(*lengths, **shape | {"dtype": torch.bfloat16, "device": "cuda"} | options)
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "head_dims", [(8, 8), (40, 40), (72, 80), (96, 96), (104, 56), (192, 128), (64, 256), (248, 8)]
+)
+def test_head_dims(head_dims: tuple[int, int]) -> None:
+    d, d_v = head_dims
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": d, "head_dim_v": d_v}
+    assert_matches_oracle(
+        random_call(*LENGTHS, causal=True, dtype=torch.bfloat16, device="cuda", **shape), backend="sm90"
+    )
+
+
+EDGES = [0, 1, 63, 64, 65, 127, 128, 129, 191, 193, 257]
+
+
+@needs_hopper
+@pytest.mark.parametrize("seqlen_k", EDGES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
+    for head_dim in (64, 128):
+        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "causal": causal}
+        call = random_call(EDGES, [seqlen_k] * len(EDGES), dtype=torch.bfloat16, device="cuda", **shape)
+        assert_matches_oracle(call, backend="sm90")
+        for seqlen_q in (1, 129):
+            call = random_call([seqlen_q], [seqlen_k], packed=False, dtype=torch.bfloat16, device="cuda", **shape)
+            assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+def test_many_sequences() -> None:
+    """More than one round of the search for a tile's sequence."""
+    for lengths in ([*range(80)], [i % 7 for i in range(1500)]):
+        call = random_call(lengths, causal=True, seqused=True, dtype=torch.bfloat16, device="cuda")
+        out, lse = run(call, return_lse=True, backend="sm90")
+        expected_out, expected_lse = oracle.attention(call.to(torch.float64))
+        torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=0.03)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides(packed: bool) -> None:
+    """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies."""
+    shape = (600,) if packed else (2, 300)
+    qkv = torch.randn(*shape, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    odd = torch.randn(*shape, 4, 67, device="cuda", dtype=torch.bfloat16)[..., 3:]
+    expanded = torch.randn(*shape, 1, 64, device="cuda", dtype=torch.bfloat16).expand(*shape, 4, 64)
+    cu = torch.tensor([0, 250, 600], dtype=torch.int32, device="cuda") if packed else None
+    for q, k, v in (
+        qkv.unbind(-3),
+        (odd, odd, odd),
+        (expanded, expanded, expanded),
+        (odd, expanded, qkv.unbind(-3)[0]),
+    ):
+        results = []
+        for xs in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
+            results.append(run(Call(xs[0], xs[1], xs[2], cu, cu, causal=True), backend="sm90"))
+        assert bitwise_equal(*results)
+
+
+@needs_hopper
+def test_tensors_alone_in_memory() -> None:
+    """Nothing is mapped before or behind the tensors: no address outside them may be touched."""
+    torch.cuda.empty_cache()
+    tensors = [torch.randn(4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cu = torch.tensor([0, 5, 1000, 4095], dtype=torch.int32, device="cuda")
+    q, k, v = tensors
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 3095, 3095, causal=True, backend="sm90")
+    torch.cuda.synchronize()
+    assert (out[4095:] == 0).all()
+
+
+@needs_hopper
+def test_more_than_2_to_the_31_elements() -> None:
+    q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 2**25 + 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+    window: dict[str, Any] = {"window_size": (100, 0), "backend": "sm90"}
+    got = flash_attn_func(q, k, k, **window)
+    expected = flash_attn_func(q, k[:, -256:].contiguous(), k[:, -256:].contiguous(), **window)
+    torch.testing.assert_close(got, expected)
+
+
+@needs_hopper
+def test_graph_capture() -> None:
+    """No synchronisation, and replays see new data."""
+    call = random_call([300, 40], causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    cu = call.cu_seqlens_q
+    assert cu is not None
+
+    def attend() -> Tensor:
+        q, k, v = (x.detach() for x in (call.q, call.k, call.v))
+        out: Tensor = flash_attn_varlen_func(q, k, v, cu, cu, 300, 300, causal=True, backend="sm90")
+        return out
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    with torch.no_grad():
+        call.q.normal_()
+    graph.replay()
+    assert bitwise_equal(captured, attend())
+
+
+@needs_hopper
+def test_concurrent_streams() -> None:
+    calls = [
+        random_call([500, 70 + i], causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda") for i in range(4)
+    ]
+    expected = [run(call, backend="sm90") for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        results = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run(call, backend="sm90"))
+        torch.cuda.synchronize()
+        assert all(bitwise_equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@needs_hopper
+def test_lengths_do_not_recompile() -> None:
+    shape: dict[str, Any] = {"causal": True, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    run(random_call([100, 20], **shape), backend="sm90")
+    before = cache.compile_count()
+    for lengths in ([7], [300, 2, 2], [64] * 9):
+        run(random_call(lengths, nheads=4, nheads_k=1, softmax_scale=0.3, **shape), backend="sm90")
+        run(random_call(lengths, window_size=(0, 0), **shape | {"head_dim": 40}), backend="portable")
+    assert cache.compile_count() == before
+
+
+def test_elsewhere_it_says_why() -> None:
+    call = random_call([5], head_dim=12, mask=(1, 1, 1))
+    with pytest.raises(
+        ValueError, match=r"got 'sm90', which does not serve: mask; tensors on cpu; torch\.float32; d = 12"
+    ):
+        run(call, backend="sm90")
+    assert "sm90" in dispatch.BACKENDS
