@@ -36,8 +36,10 @@ class Sm90Backend:
         reasons = []
         if device.type != "cuda":
             reasons.append(f"tensors on {device.type}")
-        elif _capability(device) != (9, 0):
-            reasons.append(f"GPUs of compute capability {'.'.join(map(str, _capability(device)))}")
+        else:
+            gpu = torch.cuda.get_device_properties(device)
+            if (gpu.major, gpu.minor) != (9, 0):
+                reasons.append(f"GPUs of compute capability {gpu.major}.{gpu.minor}")
         if spec.dtype not in _DTYPES:
             reasons.append(str(spec.dtype))
         for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
@@ -169,8 +171,3 @@ def _aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and all(stride % per_vector == 0 for stride in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-@torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
