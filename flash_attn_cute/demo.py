@@ -19,15 +19,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_attn_cute import dispatch, flash_attn_varlen_func
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute import dispatch, flash_attn_varlen_func, validate
+from flash_attn_cute.spec import AttentionSpec, Options
 
 try:
     from tqdm import tqdm
@@ -185,7 +185,8 @@ def selected_backend() -> dispatch.Selection:
     q, k = (torch.empty(1, heads, HEAD_DIM) for heads in (HEADS, HEADS_K))
     q, k = (x.to(attention_dtype(x.device)) for x in (q, k))
     cu = torch.tensor([0, 1], dtype=torch.int32)
-    inputs = AttentionInputs(q, k, k, cu, cu, None, None, None, None, None, max_seqlen_q=1, max_seqlen_k=1)
+    no_extras: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_k", "learnable_sink", "mask", "bias"))
+    inputs = validate.check_packed(q, k, k, cu, cu, 1, 1, **no_extras)
     causal = Options(None, None, window_right=0, softcap=0.0, deterministic=True, zero_padding=True)
     return dispatch.select(AttentionSpec.of(inputs, causal), q.device)
 

@@ -1,10 +1,12 @@
 """The two custom operators behind the API, their fakes, and the autograd formula between them.
 
 ``flash_attn_cute::forward`` and ``flash_attn_cute::backward`` are opaque to torch.compile, which sees only the
-fakes. Operator schemas know nothing but tensors and numbers, so a call crosses them flattened: the fields of
-``AttentionInputs`` in their order, those of ``Options`` in theirs, and the backend's name.
+fakes, and compiles anew for a scale or softcap that it has not seen. Operator schemas know nothing but tensors and
+numbers, so a call crosses them flattened: the fields of ``AttentionInputs`` in their order, those of ``Options`` in
+theirs, and the backend's name.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
     "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, str backend"
 )
-_NUM_TENSORS, _NUM_INPUTS = 10, 12
-_SINK, _BIAS = 7, 9  # their places among the tensors
+_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionInputs))
+_NUM_TENSORS = _FIELDS.index("max_seqlen_q")
+_SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
 
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
@@ -37,18 +40,7 @@ torch.library.define(
 def attention(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
     """Out and lse of one valid call by the named backend, differentiable."""
     result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        inputs.seqused_q,
-        inputs.seqused_k,
-        inputs.learnable_sink,
-        inputs.mask,
-        inputs.bias,
-        inputs.max_seqlen_q,
-        inputs.max_seqlen_k,
+        *(getattr(inputs, name) for name in _FIELDS),
         *options,
         backend,
     )
@@ -56,8 +48,8 @@ def attention(inputs: AttentionInputs, options: Options, backend: str) -> tuple[
 
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
-    inputs = AttentionInputs(*call[:_NUM_INPUTS])
-    *options, backend = call[_NUM_INPUTS:]
+    inputs = AttentionInputs(*call[: len(_FIELDS)])
+    *options, backend = call[len(_FIELDS) :]
     return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, Options(*options)), inputs
 
 

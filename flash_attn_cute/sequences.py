@@ -59,7 +59,7 @@ def read_sequences(inputs: AttentionInputs) -> tuple[list[Rows], list[Rows]]:
     rows_k = _rows("k", inputs.k, values, inputs.max_seqlen_k)
     longest_k = max((rows.length for rows in rows_k), default=0)
     for name, tensor in (("mask", inputs.mask), ("bias", inputs.bias)):
-        if tensor is not None and tensor.ndim and 1 < tensor.shape[-1] < longest_k:
+        if tensor is not None and tensor.ndim and tensor.shape[-1] != 1 and tensor.shape[-1] < longest_k:
             raise ValueError(
                 f"{name}: expected a last dimension of at least {longest_k}, the longest sequence of keys, "
                 f"got shape {tuple(tensor.shape)}"

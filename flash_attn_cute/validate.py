@@ -5,7 +5,7 @@ that they cost no synchronisation and work under tracing. (What the offsets hold
 read: ``sequences.read_sequences``.) Each message reads "argument: expected ..., got ...".
 """
 
-import math
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_attn_cute.spec import AttentionInputs, Options
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAX_INT32 = 2**31 - 1  # no sequence is longer
 
 Window = tuple[int | None, int | None]
 
@@ -139,7 +140,7 @@ def check_packed(
 def _check_number(name: str, value: object, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
 
@@ -152,7 +153,7 @@ def _check_window(window_size: Window) -> Window:
     for side in window_size:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = (None if side is None or not 0 <= side < _MAX_INT32 else side for side in window_size)
     return left, right
 
 
@@ -167,14 +168,16 @@ def _check_max_seqlen(name: str, value: int | Tensor, total: int) -> int:
         return total
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}: expected 0 or more, got {value}")
+    if not 0 <= value <= _MAX_INT32:
+        raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {value}")
     return value
 
 
 def _check_tensor(name: str, x: object, q: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
     if x.device != q.device:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
 

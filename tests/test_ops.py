@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
-from tests.checks import offsets, random_call, run
+from tests.checks import bitwise_equal, offsets, random_call, run
 from tests.oracle import Call
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -159,8 +159,34 @@ def test_checkpointing_recomputes_the_same() -> None:
     assert torch.equal(torch.autograd.grad(again.square().sum(), call.q)[0], expected[0])
 
 
-def test_autocast_leaves_the_dtype_alone(device: str) -> None:
-    call = random_call([20, 9], dtype=torch.bfloat16, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        assert torch.equal(run(call), run(call))
-        assert run(call).dtype == torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])
+def test_autocast_changes_nothing(softcap: float, dtype: torch.dtype, device: str) -> None:
+    """Not the dtype, and not the precision inside."""
+    call = random_call([20, 9], softcap=softcap, dtype=dtype, device=device)
+    dout = torch.randn_like(call.q)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            out, lse = run(call, return_lse=True)
+            results.append((out, lse, *torch.autograd.grad(out, (call.q, call.k, call.v), dout)))
+    for a, b in zip(*results, strict=True):
+        assert bitwise_equal(a, b)
+
+
+def test_compile_with_changing_scales(device: str) -> None:
+    """Layers of one model may differ in their scale and softcap: none compiles again once seen."""
+
+    def function(x: Tensor, scale: float, softcap: float) -> Tensor:
+        out: Tensor = flash_attn_func(x, x, x, softmax_scale=scale, softcap=softcap)
+        return out
+
+    step, counter = compiled(function)
+    x = torch.randn(1, 9, 2, 16, device=device)
+    layers = ((0.1, 2.0), (0.2, 2.0), (0.3, 5.0))
+    for scale, softcap in layers:
+        torch.testing.assert_close(step(x, scale, softcap), function(x, scale, softcap), rtol=0, atol=0)
+    compiles = counter.frame_count
+    for scale, softcap in layers:
+        step(x, scale, softcap)
+    assert counter.frame_count == compiles

@@ -63,6 +63,8 @@ BOTH: Cases = [
     ({"q": None}, TypeError, "q: expected a torch.Tensor, got NoneType"),
     ({"k": [1]}, TypeError, "k: expected a torch.Tensor, got list"),
     ({"k": lambda x: x.to(META)}, ValueError, "k: expected the device of q, cpu, got meta"),
+    ({"v": lambda x: x.to_sparse()}, TypeError, "v: expected a strided tensor, got torch.sparse_coo"),
+    ({"softmax_scale": 10**400}, ValueError, "softmax_scale: expected None or a finite number, got 1000"),
     ({"q": lambda x: x.int()}, TypeError, "q: expected float16, bfloat16, float32 or float64, got torch.int32"),
     ({"k": lambda x: x.half()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float16"),
     ({"v": lambda x: x.double()}, TypeError, "v: expected the dtype of q, torch.float32, got torch.float64"),
@@ -111,7 +113,13 @@ PACKED: Cases = [
     ({"cu_seqlens_k": int32(0, 5, 12).to(META)}, ValueError, "cu_seqlens_k: expected the device of q, cpu, got meta"),
     ({"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q: expected an int or a 0-d tensor, got 6.0"),
     ({"max_seqlen_k": True}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got True"),
-    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 or more, got -1"),
+    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
+    ({"max_seqlen_q": 2**63}, ValueError, "max_seqlen_q: expected 0 to 2147483647, got 9223372036854775808"),
+    (
+        {"max_seqlen_k": torch.tensor(7), "mask": torch.ones(0, dtype=torch.bool)},
+        ValueError,
+        "mask: expected a last dimension of at least 7, the longest sequence of keys, got shape (0,)",
+    ),
     ({"max_seqlen_q": torch.zeros(1)}, ValueError, "max_seqlen_q: expected an int or a 0-d int32 or int64 tensor"),
     ({"mask": torch.ones(10, 8, dtype=torch.bool)}, ValueError, "(nheads, total_q, max_seqlen_k) = (4, 10, 7), got"),
     ({"bias": torch.zeros(2, 4, 10, 7)}, ValueError, "bias: expected a shape that broadcasts to"),
@@ -182,7 +190,7 @@ def test_every_check_has_a_test() -> None:
     assert not unreached
 
 
-@pytest.mark.parametrize("window_size", [(None, None), (-1, -1), (-1, None), [None, -7]])
+@pytest.mark.parametrize("window_size", [(None, None), (-1, -1), (-1, None), [None, -7], (2**63, 2**31)])
 def test_negative_and_none_mean_unbounded(window_size: Any) -> None:
     call = dense()
     assert torch.equal(flash_attn_func(**call, window_size=window_size), flash_attn_func(**call))

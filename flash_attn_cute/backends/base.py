@@ -9,7 +9,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, each of its input's shape and dtype; None where the call did not want it."""
+    """Gradients of one call, each of its input's shape and dtype; the last two are None if they are not wanted."""
 
     dq: Tensor
     dk: Tensor

@@ -18,8 +18,8 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
-# What heads that run at the same time should leave for each other of the L2 cache, in bytes of keys and values.
-_CACHE_BYTES = 25_000_000
+# Keys and values of the heads that run at the same time: what fits the L2 cache beside everything else.
+_CACHE_BYTES = 40_000_000
 
 
 class Sm90Backend:
@@ -116,7 +116,10 @@ def _launch(
     kernel = cache.forward_kernel(config)
     sink = inputs.learnable_sink
     bytes_a_head = 2 * k.shape[-3] * (spec.head_dim + spec.head_dim_v)
-    heads_in_cache = max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // spec.nheads_k)
+    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
+    pairs = spec.nheads * (1 if packed else q.shape[0])
+    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // spec.nheads_k)))
+    heads_in_cache = -(-pairs // sections)
     arguments = (
         _aligned(q),
         _aligned(k),

@@ -30,8 +30,9 @@ class PortableBackend:
         rows_q, rows_k = read_sequences(inputs)
         out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v)
         lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
-        for run in merge_runs(rows_q, rows_k, spec.packed):
-            _forward(spec, inputs, run, out, lse)
+        with _own_precision(inputs):
+            for run in merge_runs(rows_q, rows_k, spec.packed):
+                _forward(spec, inputs, run, out, lse)
         if spec.zero_padding:
             _fill_padding(spec, rows_q, out, 0.0)
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
@@ -54,8 +55,9 @@ class PortableBackend:
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
         dbias = _sum_like(inputs.bias, lse) if need_dbias else None
         dsink = _sum_like(inputs.learnable_sink, lse) if need_dsink else None
-        for run in merge_runs(rows_q, rows_k, spec.packed):
-            _backward(spec, inputs, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
+        with _own_precision(inputs):
+            for run in merge_runs(rows_q, rows_k, spec.packed):
+                _backward(spec, inputs, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
         if spec.zero_padding:
             for grad, rows in ((dq, rows_q), (dk, rows_k), (dv, rows_k)):
                 _fill_padding(spec, rows, grad, 0.0)
@@ -64,6 +66,11 @@ class PortableBackend:
         if dsink is not None and inputs.learnable_sink is not None:
             dsink = dsink.to(inputs.learnable_sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _own_precision(inputs: AttentionInputs) -> torch.autocast:
+    """Keeps autocast, which reaches into operators, from lowering the sums in float32."""
+    return torch.autocast(inputs.q.device.type, enabled=False)
 
 
 def _forward(spec: AttentionSpec, inputs: AttentionInputs, run: Run, out: Tensor, lse: Tensor) -> None:
@@ -117,9 +124,12 @@ def _backward(
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """The row sums of dout * out, less the gradient of lse: what every score of a row loses in backward."""
+    """The row sums of dout * out, less the gradient of lse: what every score of a row loses in backward.
+
+    Where out is 0, as it is in a row that saw nothing, dout may hold anything.
+    """
     wide = torch.promote_types(out.dtype, torch.float32)
-    delta = (out.to(wide) * dout).sum(-1)
+    delta = (out.to(wide) * dout).masked_fill_(out == 0, 0).sum(-1)
     return delta if dlse is None else delta - dlse
 
 

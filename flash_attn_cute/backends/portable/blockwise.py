@@ -20,7 +20,7 @@ from flash_attn_cute.backends.portable.tile import Tile
 
 
 class BlockSize(NamedTuple):
-    """Elements of a block of scores, if its rows per head stay within bounds."""
+    """Elements of a block of scores, if its rows stay within bounds: at least per key head, at most per query head."""
 
     elements: int
     min_rows: int
@@ -78,7 +78,7 @@ def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
     """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside."""
     for heads in _split_heads(tile):
         for block in _split_rows(heads):
-            scores, _ = _scores(block, block.operand(tile.q))
+            scores, _ = _scores(block, block.operand(tile.q), keep_capped=False)
             peak = scores.amax(-1, keepdim=True)
             # A query that sees no key has a peak of -inf: from 0 instead, its weights come out 0 and not NaN.
             weights = scores.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
@@ -116,11 +116,15 @@ def backward(
         for block in _split_rows(heads):
             q, do = block.operand(tile.q), block.operand(dout)
             k, v = heads.k[:, block.keys], heads.v[:, block.keys]
-            scores, capped = _scores(block, q)
+            scores, capped = _scores(block, q, keep_capped=True)
             row_lse = block.take(lse).flatten(2, 3).flatten(0, 1)[..., None]
+            row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
+            if tile.mask is not None or tile.bias is not None:
+                # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
+                blind = scores.amax(-1, keepdim=True).isneginf()
+                do, row_delta = do.masked_fill(blind, 0), row_delta.masked_fill(blind, 0)
             weights = scores.sub_(row_lse.masked_fill(row_lse.isneginf(), torch.inf)).exp_()
             sum_dv[:, block.keys] += _product(weights.to(q.dtype).mT, do)
-            row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
             dscores = _product(do, v.mT).sub_(row_delta).mul_(weights)
             if dbias is not None:
                 part = block.take_scores(dbias)
@@ -135,17 +139,18 @@ def backward(
             target.copy_(total.unflatten(0, target.shape[:2]))
 
 
-def _scores(block: _Block, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A block's scores (n * heads, group * rows, keys), hidden ones -inf; and, with a softcap, the capped ones.
+def _scores(block: _Block, q: Tensor, keep_capped: bool) -> tuple[Tensor, Tensor | None]:
+    """A block's scores (n * heads, group * rows, keys), hidden ones -inf; and, if asked, the capped ones.
 
-    The second result is what the derivative of the softcap needs: the scores before bias and masks.
+    The second result is what the derivative of the softcap needs: the scores before bias and masks. It is None
+    without a softcap.
     """
     tile, band = block.heads.tile, block.heads.tile.band
     scores = _product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
     capped = None
     if tile.spec.softcap:
-        capped = scores.div_(tile.spec.softcap).tanh_().mul_(tile.spec.softcap)
-        scores = capped.clone()
+        scores = scores.div_(tile.spec.softcap).tanh_().mul_(tile.spec.softcap)
+        capped = scores.clone() if keep_capped else None
     parts = block.split(scores)
     if tile.bias is not None:
         parts += block.take_scores(tile.bias)
@@ -186,7 +191,7 @@ def _split_rows(heads: _Heads) -> Iterator[_Block]:
 
 def _block_rows(tile: Tile) -> int:
     size = _block_size(tile)
-    return min(tile.q.shape[2], max(size.min_rows, min(size.max_rows, _room(tile))))
+    return min(tile.q.shape[2], max(-(-size.min_rows // tile.group), min(size.max_rows, _room(tile))))
 
 
 def _room(tile: Tile) -> int:

@@ -10,16 +10,22 @@ from flash_attn_cute.kernels.common.fragments import rows_and_columns
 
 LN2 = math.log(2.0)
 
+# Lazily, a maximum is replaced only when it is exceeded by a factor of 2^8 in weights: until then weights above 1 do
+# no harm, in float32 sums and 16-bit products alike, and O need not be rescaled. (The idea is FlashAttention-4's.)
+_MAX_GROWTH_LOG2 = 8.0
+
 
 class OnlineSoftmax:
     """The running maximum and sum of each of a thread's rows.
 
-    ``maximum`` is of raw scores, shared by the four threads of a row; ``total`` is this thread's part of the sum of
-    exp2(scale_log2 * (score - maximum)). Four neighbouring lanes hold a row between them.
+    ``maximum`` is of raw scores, shared by the four neighbouring lanes that hold a row between them, and may be
+    smaller than the largest by a bounded factor if ``lazy``; ``total`` is this thread's part of the sum of
+    exp2(scale_log2 * (score - maximum)).
     """
 
-    def __init__(self, num_rows: int, scale_log2: Float32):
+    def __init__(self, num_rows: int, scale_log2: Float32, lazy: bool):
         self.num_rows = num_rows
+        self.lazy = lazy
         self.scale_log2 = scale_log2
         self.maximum = cute.make_rmem_tensor(num_rows, Float32)
         self.total = cute.make_rmem_tensor(num_rows, Float32)
@@ -39,10 +45,13 @@ class OnlineSoftmax:
             peak = scores[r, 0]
             for c in cutlass.range_constexpr(1, num_columns):
                 peak = cute.arch.fmax(peak, scores[r, c])
-            if const_expr(not is_first):
+            if const_expr(not (is_first or self.lazy)):
                 peak = cute.arch.fmax(peak, self.maximum[r])
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
+            if const_expr(self.lazy and not is_first):
+                grown = (peak - self.maximum[r]) * self.scale_log2 > _MAX_GROWTH_LOG2
+                peak = peak if grown else self.maximum[r]
             # A row that has seen nothing keeps weights of 0 instead of exp2(-inf + inf).
             shift = peak * self.scale_log2 if peak != -Float32.inf else Float32(0.0)
             if const_expr(not is_first):
@@ -57,7 +66,18 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor) -> None:
-        """Brings O to the current maximum."""
+        """Brings O to the current maximum; lazily, if that has changed for any row of the warp."""
+        if const_expr(self.lazy):
+            changed = self.correction[0] != 1.0
+            for r in cutlass.range_constexpr(1, self.num_rows):
+                changed = changed or self.correction[r] != 1.0
+            if cute.arch.vote_any_sync(changed):
+                self._multiply(acc_O)
+        else:
+            self._multiply(acc_O)
+
+    @cute.jit
+    def _multiply(self, acc_O: cute.Tensor) -> None:
         out = rows_and_columns(acc_O)
         for r in cutlass.range_constexpr(self.num_rows):
             for c in cutlass.range_constexpr(cute.size(out, mode=[1])):

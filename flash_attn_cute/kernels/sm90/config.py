@@ -28,6 +28,16 @@ class ForwardConfig:
         return self.tile_m // 64
 
     @property
+    def q_in_registers(self) -> bool:
+        """Q is read from shared memory once, not for every block: 1 % at d = 128; elsewhere it takes too many."""
+        return self.tile_d == 128 and not (self.has_left and self.has_softcap)
+
+    @property
+    def lazy_rescale(self) -> bool:
+        """O is rescaled only when a maximum has grown by much: 4 % at d = 256, 1 % at 128, spills at 64."""
+        return self.tile_d > 64
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the loading warpgroup and of the others; 512 in sum over the warpgroups."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]

@@ -99,8 +99,6 @@ class ForwardSm90:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
-        # Two warpgroups take turns at the tensor cores; three fill them without being told.
-        self.ordered = self.warpgroups == 2
 
     def _layouts(self) -> "_Layouts":
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
@@ -156,7 +154,10 @@ class ForwardSm90:
         layouts = self._layouts()
         self.Storage = self._shared_storage(layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        mma_S = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, c.tile_n))
+        q_source = warpgroup.OperandSource.RMEM if const_expr(c.q_in_registers) else warpgroup.OperandSource.SMEM
+        mma_S = sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, c.tile_n), q_source
+        )
         mma_O = sm90.make_trivial_tiled_mma(
             dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, c.tile_dv), warpgroup.OperandSource.RMEM
         )
@@ -343,20 +344,25 @@ class ForwardSm90:
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        sQ = shared.sQ[None, None, w]
+        if const_expr(c.q_in_registers):
+            tSrQ = cute.make_rmem_tensor(slice_S.partition_shape_A((64, c.tile_d)), self.dtype)
+        else:
+            tSrQ = mma_S.make_fragment_A(whole_S.partition_A(sQ))
         work = _Work(
             tile=tile,
             first_query=first_query,
             warpgroup=w,
             mma_S=mma_S,
             mma_O=mma_O,
-            tSrQ=mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w])),
+            tSrQ=tSrQ,
             tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
             tOrV=mma_O.make_fragment_B(whole_O.partition_B(sV_transposed)),
             acc_S=acc_S,
             acc_O=acc_O,
             rP=rP,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(num_rows, scale_log2),
+            softmax=OnlineSoftmax(num_rows, scale_log2, c.lazy_rescale),
             score_scale=score_scale,
             shared=shared,
         )
@@ -378,9 +384,15 @@ class ForwardSm90:
         c, blocks = self.config, work.tile.blocks
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        if const_expr(self.ordered) and work.warpgroup == 1:  # the first turn is warpgroup 0's
+        if work.warpgroup == self.warpgroups - 1:  # the first turn is warpgroup 0's
             cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
         cute.arch.mbarrier_wait(work.shared.q_barrier, 0)  # from warp 0: Q has arrived
+        if const_expr(c.q_in_registers):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            tiled_copy = cute.make_tiled_copy_A(atom, work.mma_S)
+            from_shared = tiled_copy.get_slice(cute.arch.thread_idx()[0] % 128)
+            sQ = work.shared.sQ[None, None, work.warpgroup]
+            cute.copy(tiled_copy, from_shared.partition_S(sQ), from_shared.retile(work.tSrQ))
         work.shared.pipe_K.consumer_wait(k_state)
         self._start_S(work, k_state)
         warpgroup.wait_group(0)
@@ -440,13 +452,12 @@ class ForwardSm90:
 
     @cute.jit
     def _take_turn(self, work: "_Work") -> None:
-        if const_expr(self.ordered):
-            cute.arch.barrier(barrier_id=_BARRIER_ORDER + work.warpgroup, number_of_threads=256)
+        cute.arch.barrier(barrier_id=_BARRIER_ORDER + work.warpgroup, number_of_threads=256)
 
     @cute.jit
     def _give_turn(self, work: "_Work") -> None:
-        if const_expr(self.ordered):
-            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + 1 - work.warpgroup, number_of_threads=256)
+        following = work.warpgroup + 1 if work.warpgroup < self.warpgroups - 1 else Int32(0)
+        cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + following, number_of_threads=256)
 
     @cute.jit
     def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
