@@ -1,6 +1,7 @@
 """Runs a suite of benchmarks: contenders against each other in one process, taking turns.
 
     python -m benchmarks packed
+    python -m benchmarks forward     # needs a Hopper GPU
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
 Prints a table a case and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` and ``.png`` to the output folder, and
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks import harness, report
-from benchmarks.suites import packed
+from benchmarks.suites import forward, packed
 
-SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {"packed": packed.suite}
+SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
+    "forward": forward.suite,
+    "packed": packed.suite,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def config(tile_d: int, tile_dv: int | None = None, **changes: Any) -> ForwardConfig:
-    shape = tile_shape(tile_d, changes.get("has_left", False), changes.get("has_softcap", False))
+    shape = tile_shape(tile_d, *(changes.get(name, False) for name in ("has_left", "has_right", "has_softcap")))
     plain: dict[str, Any] = {
         "dtype": "bfloat16",
         "tile_d": tile_d,
@@ -144,7 +144,7 @@ def test_head_dims(head_dims: tuple[int, int]) -> None:
     )
 
 
-EDGES = [0, 1, 63, 64, 65, 127, 128, 129, 191, 193, 257]
+EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]
 
 
 @needs_hopper

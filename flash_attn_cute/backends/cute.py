@@ -144,8 +144,9 @@ def _launch(
 def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool) -> ForwardConfig:
     tile_dv = _tile_columns(spec.head_dim_v)
     tile_d = max(_tile_columns(spec.head_dim), tile_dv)
-    has_left, has_softcap = spec.window_left is not None, spec.softcap > 0
-    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_softcap)
+    has_left, has_right = spec.window_left is not None, spec.window_right is not None
+    has_softcap = spec.softcap > 0
+    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_right, has_softcap)
     return ForwardConfig(
         dtype=_DTYPES[spec.dtype],
         tile_d=tile_d,
@@ -157,7 +158,7 @@ def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_
         has_seqused_q=has_seqused_q,
         has_seqused_k=has_seqused_k,
         has_left=has_left,
-        has_right=spec.window_right is not None,
+        has_right=has_right,
         has_softcap=has_softcap,
         has_sink=spec.has_sink,
         zero_padding=spec.zero_padding,
