@@ -1,6 +1,7 @@
 """The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
 
-cutlass is imported when the first kernel is compiled, not before. The backward pass is still the portable one.
+cutlass is imported when the first kernel is compiled, not before. The backward pass is still the portable one, and
+inherited.
 """
 
 import functools
@@ -9,7 +10,6 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, tile_shape
@@ -22,14 +22,11 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 _CACHE_BYTES = 40_000_000
 
 
-class Sm90Backend:
-    """Warp-specialised kernels for Hopper GPUs, float16 and bfloat16, head dimensions in steps of 8 up to 256."""
+class Sm90Backend(PortableBackend):
+    """A warp-specialised forward kernel for Hopper GPUs, float16 and bfloat16, head dimensions up to 256."""
 
     name = "sm90"
     features = frozenset(Feature) - {Feature.MASK, Feature.BIAS}
-
-    def __init__(self) -> None:
-        self._backward = PortableBackend()
 
     def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -68,21 +65,6 @@ class Sm90Backend:
                 return out.zero_(), lse
         _launch(spec, inputs, q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         return out, lse
-
-    def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        need_dbias: bool,
-        need_dsink: bool,
-    ) -> Gradients:
-        """See ``Backend.backward``."""
-        return self._backward.backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
 
 
 def _forward_as_packed(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor) -> tuple[Tensor, Tensor]:
