@@ -61,8 +61,7 @@ class Sm90Backend(PortableBackend):
             k, v = (x.new_zeros([max(1, size) for size in x.shape]) for x in (k, v))
             if not spec.packed:
                 sink = inputs.learnable_sink
-                lse.copy_(lse.new_tensor(-torch.inf) if sink is None else sink[:, None])
-                return out.zero_(), lse
+                return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
         _launch(spec, inputs, q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         return out, lse
 
