@@ -103,6 +103,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (50, 20)},
     "wide window": {"window_size": (300, 200)},
     "left": {"window_size": (70, None)},
+    "widest": {"window_size": (2**31 - 2, 2**31 - 2)},
     "causal window": {"window_size": (150, 0), "causal": True},
     "softcap": {"softcap": 3.0, "causal": True},
     "sink": {"sink": True, "causal": True},

@@ -57,11 +57,9 @@ class Sm90Backend(PortableBackend):
         lse = q.new_empty(inputs.lse_shape, dtype=torch.float32)
         if not out.numel():
             return out, lse
-        if not k.numel():  # TMA knows no empty tensors
-            k, v = (x.new_zeros([max(1, size) for size in x.shape]) for x in (k, v))
-            if not spec.packed:
-                sink = inputs.learnable_sink
-                return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+        if not k.numel() and not spec.packed:
+            sink = inputs.learnable_sink
+            return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
         _launch(spec, inputs, q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         return out, lse
 
@@ -75,8 +73,6 @@ def _forward_as_packed(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor
             torch.arange(batch + 1, dtype=torch.int32, device=out.device).mul_(x.shape[1]) for x in (inputs.q, inputs.k)
         )
         q, k, v = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-        if not k.numel():
-            k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
         _launch(spec, inputs, q, k, v, out.flatten(0, 1), lse.flatten(1, 2), cu_q, cu_k)
     return out, lse.transpose(0, 1).contiguous()
 
@@ -93,6 +89,8 @@ def _launch(
     cu_seqlens_k: Tensor | None,
 ) -> None:
     packed = cu_seqlens_q is not None
+    if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     config = _config(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None)
     kernel = cache.forward_kernel(config)
     sink = inputs.learnable_sink
@@ -101,6 +99,8 @@ def _launch(
     pairs = spec.nheads * (1 if packed else q.shape[0])
     sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // spec.nheads_k)))
     heads_in_cache = -(-pairs // sections)
+    # No window need be wider than this, and the kernel adds positions to it in 32 bits.
+    widest = q.shape[-3] + k.shape[-3]
     arguments = (
         _aligned(q),
         _aligned(k),
@@ -114,14 +114,14 @@ def _launch(
         None if sink is None else sink.float(),
         spec.softmax_scale,
         spec.softcap,
-        spec.window_left or 0,
-        spec.window_right or 0,
+        min(spec.window_left or 0, widest),
+        min(spec.window_right or 0, widest),
         heads_in_cache,
     )
     kernel(arguments)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # bounded: a spec holds numbers that can change with every call
 def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool) -> ForwardConfig:
     tile_dv = _tile_columns(spec.head_dim_v)
     tile_d = max(_tile_columns(spec.head_dim), tile_dv)

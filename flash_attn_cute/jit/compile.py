@@ -9,8 +9,6 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
 
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-
 
 def compile_forward(config: ForwardConfig, *options: Any) -> Any:
     """Compiles the forward kernel of a configuration; call the result with ``ForwardArguments`` of torch tensors.
@@ -18,12 +16,12 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
     Shapes and strides stay open. What TMA needs (16-byte alignment of the data and of every stride but the last)
     is part of the signature, so that a tensor without it raises instead of being read wrongly.
     """
-    dtype = _DTYPES[config.dtype]
+    kernel = ForwardSm90(config)
     rank = 3 if config.packed else 4
 
     def rows() -> Any:
         shape = [cute.sym_int() for _ in range(rank)]
-        return make_fake_tensor(dtype, shape, _strides(rank, 16 // 2), assumed_align=16)
+        return make_fake_tensor(kernel.dtype, shape, _strides(rank, 16 // 2), assumed_align=16)
 
     def ints(present: bool) -> Any:
         return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) if present else None
@@ -49,7 +47,7 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)
-    return cute.compile[chosen](ForwardSm90(config), arguments, stream)
+    return cute.compile[chosen](kernel, arguments, stream)
 
 
 def _strides(rank: int, divisibility: int) -> list[Any]:

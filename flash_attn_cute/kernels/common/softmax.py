@@ -8,7 +8,7 @@ from cutlass import Float32, const_expr
 
 from flash_attn_cute.kernels.common.fragments import rows_and_columns
 
-LN2 = math.log(2.0)
+_LN2 = math.log(2.0)
 
 # Lazily, a maximum is replaced only when it is exceeded by a factor of 2^8 in weights: until then weights above 1 do
 # no harm, in float32 sums and 16-bit products alike, and O need not be rescaled. (The idea is FlashAttention-4's.)
@@ -100,7 +100,7 @@ class OnlineSoftmax:
                 total = total * numerator + cute.math.exp2(sink - merged, fastmath=True)
                 peak = merged
             seen = total > 0.0
-            lse[r] = (peak + cute.math.log2(total, fastmath=True)) * LN2 if seen else -Float32.inf
+            lse[r] = (peak + cute.math.log2(total, fastmath=True)) * _LN2 if seen else -Float32.inf
             factor = numerator * cute.arch.rcp_approx(total) if seen else Float32(0.0)
             for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * factor

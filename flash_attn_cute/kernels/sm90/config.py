@@ -41,7 +41,7 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the loading warpgroup and of the others; 512 in sum over the warpgroups."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]
+        return {2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]
 
 
 # Head dimensions that tiles are made for, and (tile_m, tile_n, stages) of each. Shared memory: Q and all K and V
