@@ -161,6 +161,39 @@ def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
             assert_matches_oracle(call, backend="sm90")
 
 
+def _profiles(seqlen: int) -> dict[str, Tensor]:
+    """Scores of the keys of a sequence, which the kernel walks from its end, before noise is added."""
+    distance = torch.arange(seqlen, 0, -1, dtype=torch.float32)
+    return {
+        "rising": distance / 4,
+        "rising slowly": distance / 64,
+        "falling": -distance / 4,
+        "equal": torch.zeros(seqlen),
+        "far below zero": torch.full((seqlen,), -1000.0),
+        "leap": torch.where(distance > seqlen / 2, 300.0, -300.0),
+        "one key": torch.where(distance == seqlen - 5, 100.0, 0.0),
+        "one group of lanes": torch.where((distance == seqlen // 2) | (distance % 8 == 3), 12.0, 0.0),
+    }
+
+
+@needs_hopper
+@pytest.mark.parametrize("profile", _profiles(1))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_uneven_scores(profile: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Maxima that grow from block to block, by little and by more than float32's exponents, and rows without any."""
+    for options in ({}, {"causal": True}, {"window_size": (300, 200)}, {"causal": True, "nheads_k": 1, "sink": True}):
+        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+        call = random_call([700, 300, 129], [900, 300, 50], softmax_scale=1.0, **shape | options)
+        with torch.no_grad():
+            call.q.mul_(0.25)
+            call.q[..., 0] = 4.0
+            for _, _, rows in call.sequences():
+                scores = _profiles(rows.stop - rows.start)[profile]
+                call.k[rows, :, 0] = (scores / 4).to("cuda", dtype)[:, None]
+        assert_matches_oracle(call, backend="sm90")
+
+
 @needs_hopper
 def test_many_sequences() -> None:
     """More than one round of the search for a tile's sequence."""

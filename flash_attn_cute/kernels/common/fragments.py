@@ -33,11 +33,16 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 @dsl_user_op
-def _pack_half(low: Float32, high: Float32, instruction: str, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
-    operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+def pack(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """Two float32 numbers rounded to a 16-bit type, in one register.
+
+    In assembly, because a conversion that the compiler can see and that is carried around a loop is carried in
+    float32 and done late: twice the registers, and spills.
+    """
+    instruction = "cvt.rn.bf16x2.f32" if dtype is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
     packed = llvm.inline_asm(
         T.i32(),
-        operands,
+        [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
         f"{instruction} $0, $1, $2;",
         "=r,f,f",
         has_side_effects=False,
@@ -51,12 +56,7 @@ def _pack_half(low: Float32, high: Float32, instruction: str, *, loc=None, ip=No
 
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Rounds float32 registers to a 16-bit type, two at a time.
-
-    In assembly, because a conversion that the compiler can see and that is carried around a loop is carried in
-    float32 and done late: twice the registers, and spills.
-    """
-    instruction = "cvt.rn.bf16x2.f32" if target.element_type is cutlass.BFloat16 else "cvt.rn.f16x2.f32"
+    """Rounds float32 registers to a 16-bit type."""
     packed = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(packed)):
-        packed[i] = _pack_half(source[2 * i], source[2 * i + 1], instruction)
+        packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)

@@ -362,7 +362,7 @@ class ForwardSm90:
             acc_O=acc_O,
             rP=rP,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(num_rows, scale_log2, c.lazy_rescale),
+            softmax=OnlineSoftmax(num_rows, scale_log2),
             score_scale=score_scale,
             shared=shared,
         )
@@ -400,7 +400,6 @@ class ForwardSm90:
         k_state.advance()
         n = blocks.stop - 1
         self._weigh(work, n, True, c.has_left, True)
-        convert(work.acc_S, work.rP)
         # Within the first part both edges are looked at: under a narrow window they meet in one block.
         middle = cutlass.max(cutlass.min(blocks.full_stop, n), blocks.start)
         if const_expr(c.has_right):
@@ -444,11 +443,9 @@ class ForwardSm90:
         self._give_turn(work)
         warpgroup.wait_group(1)
         shared.pipe_K.consumer_release(k_state)
-        self._weigh(work, n, right_edge, left_edge, False)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        convert(work.acc_S, work.rP)
-        work.softmax.rescale(work.acc_O)
+        self._weigh(work, n, right_edge, left_edge, False)
 
     @cute.jit
     def _take_turn(self, work: "_Work") -> None:
@@ -506,7 +503,7 @@ class ForwardSm90:
                 right_edge,
                 left_edge,
             )
-        work.softmax.step(acc_S, is_first)
+        work.softmax.step(acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
     def _store(
