@@ -20,6 +20,7 @@ _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
 # Keys and values of the heads that run at the same time: what fits the L2 cache beside everything else.
 _CACHE_BYTES = 40_000_000
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 class Sm90Backend(PortableBackend):
@@ -117,8 +118,24 @@ def _launch(
         min(spec.window_left or 0, widest),
         min(spec.window_right or 0, widest),
         heads_in_cache,
+        _next_tile(q.device) if config.persistent else None,
+        torch.cuda.get_device_properties(q.device).multi_processor_count,
     )
     kernel(arguments)
+
+
+def _next_tile(device: torch.device) -> Tensor:
+    """The counter from which CTAs take tiles: 0, and 0 again after each kernel, so one serves a stream's kernels.
+
+    A graph may be replayed beside its stream, and gets a counter of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
 
 
 @functools.lru_cache(maxsize=1024)  # bounded: a spec holds numbers that can change with every call

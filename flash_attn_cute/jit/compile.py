@@ -44,6 +44,8 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
         window_left=cutlass.Int32(0),
         window_right=cutlass.Int32(0),
         heads_in_cache=cutlass.Int32(1),
+        mNextTile=ints(config.persistent),
+        num_ctas=cutlass.Int32(1),
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)

@@ -34,9 +34,15 @@ class ForwardConfig:
         return self.tile_d == 128 and roomy
 
     @property
-    def lazy_rescale(self) -> bool:
-        """O is rescaled only when a maximum has grown by much: 4 % at d = 256, 1 % at 128, spills at 64."""
-        return self.tile_d > 64
+    def persistent(self) -> bool:
+        """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O."""
+        rows = self.tile_m * (2 * self.tile_d + self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
+        return 2 * rows <= 224 * 1024
+
+    @property
+    def tile_stages(self) -> int:
+        """Tiles whose Q is in shared memory."""
+        return 2 if self.persistent else 1
 
     @property
     def registers(self) -> tuple[int, int]:

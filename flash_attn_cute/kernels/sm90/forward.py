@@ -1,19 +1,22 @@
 """Attention forward on Hopper.
 
-Roles (one CTA a tile of ``tile_m`` queries of one head):
-    warpgroup 0         loads. Its warp 0 issues TMA: Q once, then K and V block by block.
+Roles (a CTA works on tiles of ``tile_m`` queries of one head, one after the other):
+    warpgroup 0         loads. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
     warpgroups 1 ..     multiply, 64 queries each, independent but for the order in which they use the tensor cores.
 
 Pipelines:
-    q     mbarrier, one phase: warp 0 -> all multiplying warpgroups. Never released; a CTA has one tile.
-    k, v  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. A warpgroup releases K when
-          its scores are complete and V when O is.
+    tiles  mbarriers, ``tile_stages`` deep: what the tile is, and its Q. Warp 0 -> one arrival a multiplying warp, when
+           the tile is done. A tile of no sequence ends the work.
+    k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival a multiplying warp. A warpgroup
+           releases K when its scores are complete and V when O is.
 
 Steady state of a multiplying warpgroup (n counts down):
-    tensor cores   S(n) = Q K(n)^T | O += P(n+1) V(n+1) |            | S(n-1) ...
-    other units                    | softmax of S(n)              | O *= correction, P(n) = S(n)
-so the softmax of one block runs beside the second product of the block before, and, through the order barrier,
-beside both products of the other warpgroup (as in FlashAttention-3, Shah et al., arXiv 2407.08608).
+    tensor cores   S(n) = Q K(n)^T, O += P(n+1) V(n+1) |                      | S(n-1) ...
+    other units                                        | P(n) = softmax(S(n)) |
+so that the softmax of one warpgroup runs beside both products of the others, whose turns an order barrier keeps (as in
+FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is the next tile's first, and O is stored
+while the other warpgroups multiply. So only the first tile of a CTA waits for its loads. Where shared memory has no
+room for the next tile's Q and for O, a CTA has but one tile.
 
 Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in three (``KeyBlocks``).
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
@@ -45,6 +48,8 @@ _LOG2_E = 1.4426950408889634
 _BARRIER_ORDER = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
+_TILE_FIELDS = 12  # Int32 in shared memory that describe a tile: see ``_Tile``
+
 
 class ForwardArguments(NamedTuple):
     """The launch arguments, in their order.
@@ -68,10 +73,12 @@ class ForwardArguments(NamedTuple):
     window_left: Int32
     window_right: Int32
     heads_in_cache: Int32
+    mNextTile: cute.Tensor | None  # (1,): 0, and again when the kernel has ended
+    num_ctas: Int32  # at most that many, where a CTA has several tiles
 
 
 class _Layouts(NamedTuple):
-    sQ: cute.ComposedLayout  # (64, d, warpgroup)
+    sQ: cute.ComposedLayout  # (64, d, warpgroup, tile stage)
     sK: cute.ComposedLayout  # (tile_n, d, stage)
     sV: cute.ComposedLayout  # (tile_n, d_v, stage)
     sO: cute.ComposedLayout  # (64, d_v, warpgroup)
@@ -79,16 +86,26 @@ class _Layouts(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tile:
-    """What producer and consumers must agree on about a CTA's tile."""
+    """What the loading warp tells the others about a tile. The keys' rows matter to itself alone."""
 
     first_query: Int32
     head: Int32
-    head_k: Int32
     batch: Int32  # index into tensors: 0 if packed
     q: Rows
     k: Rows
-    window: Window
     blocks: KeyBlocks
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory."""
+        b, values = self.blocks, (self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot)
+        for i, value in enumerate((*values, self.k.length, b.start, b.full_start, b.full_stop, b.stop)):
+            fields[i] = value
+
+    @staticmethod
+    def read(fields: cute.Tensor) -> "_Tile":
+        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
+        return _Tile(first_query, head, batch, Rows(start, length, slot), Rows(None, k_length), KeyBlocks(*blocks))
 
 
 class ForwardSm90:
@@ -110,7 +127,7 @@ class ForwardSm90:
             return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
 
         return _Layouts(
-            sQ=layout(c.tile_d, 64, c.tile_d, self.warpgroups),
+            sQ=layout(c.tile_d, 64, c.tile_d, self.warpgroups, c.tile_stages),
             sK=layout(c.tile_d, c.tile_n, c.tile_d, c.stages),
             sV=layout(c.tile_dv, c.tile_n, c.tile_dv, c.stages),
             sO=layout(c.tile_dv, 64, c.tile_dv, self.warpgroups),
@@ -118,14 +135,17 @@ class ForwardSm90:
 
     def _shared_storage(self, layouts: "_Layouts") -> type:
         c, dtype = self.config, self.dtype
-        # A warpgroup's part of O takes the place of its part of Q, which is at least as wide.
+        # A warpgroup's part of O takes the place of its part of Q, which is at least as wide, if no other tile follows.
         assert c.tile_dv <= c.tile_d
+        elements_O = cute.cosize(layouts.sO) if c.persistent else 0
 
         @cute.struct
         class Storage:
-            q_barrier: cute.struct.MemRange[Int64, 1]
+            tile_barriers: cute.struct.MemRange[Int64, 2 * c.tile_stages]
             k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            tiles: cute.struct.MemRange[Int32, _TILE_FIELDS * c.tile_stages]
+            sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
@@ -162,7 +182,7 @@ class ForwardSm90:
             dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, c.tile_dv), warpgroup.OperandSource.RMEM
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup or stage
+        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup and stage
         tQ = make_row_tiles(load, mQ, sQ, (64, c.tile_d), c.packed)
         tK = make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), c.packed)
         tV = make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), c.packed)
@@ -173,14 +193,20 @@ class ForwardSm90:
         if const_expr(c.has_softcap):
             score_scale = a.softmax_scale / a.softcap
             scale_log2 = a.softcap * _LOG2_E
-        rows, _, heads, batch = mQ.shape
-        if const_expr(c.packed):
-            tiles = schedule.num_packed_tiles(rows, heads, a.mCuSeqlensQ.shape[0] - 1, c.tile_m)
-        else:
-            tiles = schedule.num_dense_tiles(rows, heads, batch, c.tile_m)
+        ctas = self._num_tiles(a)
+        if const_expr(c.persistent):
+            ctas = cutlass.min(ctas, a.num_ctas)
         self.kernel(
             mma_S, mma_O, *tQ.operands, *tK.operands, *tV.operands, *tO.operands, mO, mLSE, a, score_scale, scale_log2
-        ).launch(grid=[tiles, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    def _num_tiles(self, a: ForwardArguments) -> Int32:
+        c = self.config
+        if const_expr(c.packed):
+            rows, heads, _ = a.mQ.shape
+            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensQ.shape[0] - 1, c.tile_m)
+        batch, rows, heads, _ = a.mQ.shape
+        return schedule.num_dense_tiles(rows, heads, batch, c.tile_m)
 
     @cute.kernel
     def kernel(
@@ -211,10 +237,13 @@ class ForwardSm90:
             cpasync.prefetch_descriptor(atom_O)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        q_barrier = storage.q_barrier.data_ptr()
+        tile_full = storage.tile_barriers.data_ptr()
+        tile_empty = tile_full + c.tile_stages
         if warp_idx == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_barrier, 1)
+                for i in cutlass.range_constexpr(c.tile_stages):
+                    cute.arch.mbarrier_init(tile_full + i, 1)
+                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups)
         pipe_K = self._make_pipeline(storage.k_barriers.data_ptr(), layouts.sK)
         pipe_V = self._make_pipeline(storage.v_barriers.data_ptr(), layouts.sV)
         pipeline.pipeline_init_arrive()
@@ -228,19 +257,20 @@ class ForwardSm90:
             sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
             sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
             sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
-            sO=storage.sQ.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
-            q_barrier=q_barrier,
+            sO=(storage.sO if c.persistent else storage.sQ).get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
+            tiles=storage.tiles.get_tensor(cute.make_layout((_TILE_FIELDS, c.tile_stages))),
+            tile_full=tile_full,
+            tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
         )
-        tile = self._tile(arguments)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.load(tile, tQ, tK, tV, shared)
+                self.load(arguments, tQ, tK, tV, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.multiply(tile, mma_S, mma_O, tO, shared, mO, mLSE, arguments.mSink, score_scale, scale_log2)
+            self.multiply(arguments, mma_S, mma_O, tO, shared, mO, mLSE, score_scale, scale_log2)
 
     def _make_pipeline(self, barriers: cute.Pointer, layout: cute.ComposedLayout) -> pipeline.PipelineTmaAsync:
         return pipeline.PipelineTmaAsync.create(
@@ -253,11 +283,10 @@ class ForwardSm90:
         )
 
     @cute.jit
-    def _tile(self, a: ForwardArguments) -> _Tile:
-        """What this CTA works on."""
+    def _tile(self, a: ForwardArguments, index: Int32) -> _Tile:
+        """What tile ``index`` is."""
         c = self.config
-        index, _, _ = cute.arch.block_idx()
-        heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
+        heads = a.mQ.shape[-2]
         if const_expr(c.packed):
             work, q_start, q_slot = schedule.packed_tile(index, a.mQ.shape[0], heads, a.mCuSeqlensQ, c.tile_m)
             batch, q_length, k_start, k_length = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -273,85 +302,117 @@ class ForwardSm90:
             count, q_slot, _, _ = a.mQ.shape
             work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, c.tile_m)
             batch, q_start, q_length, k_start, k_length = work.batch, Int32(0), q_slot, Int32(0), a.mK.shape[1]
-        window = Window(
-            a.window_left if const_expr(c.has_left) else None,
-            a.window_right if const_expr(c.has_right) else None,
-            k_length - q_length,
-        )
         num_queries = cutlass.min(q_length - work.first_query, c.tile_m)
-        blocks = KeyBlocks.of(work.first_query, num_queries, k_length, window, c.tile_n)
+        window = self._window(a, k_length - q_length)
         return _Tile(
             first_query=work.first_query,
             head=work.head,
-            head_k=work.head // (heads // heads_k),
             batch=batch,
             q=Rows(q_start, q_length, q_slot),
             k=Rows(k_start, k_length),
-            window=window,
-            blocks=blocks,
+            blocks=KeyBlocks.of(work.first_query, num_queries, k_length, window, c.tile_n),
         )
 
+    def _window(self, a: ForwardArguments, shift: Int32) -> Window:
+        c = self.config
+        return Window(a.window_left if c.has_left else None, a.window_right if c.has_right else None, shift)
+
     @cute.jit
-    def load(self, tile: _Tile, tQ: RowTiles, tK: RowTiles, tV: RowTiles, shared: "_Shared") -> None:
-        """Warp 0: all loads of the tile, in the order in which they are consumed."""
-        c, blocks = self.config, tile.blocks
-        if blocks.stop > blocks.start:
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_barrier, 2 * 64 * self.warpgroups * c.tile_d)
+    def load(self, a: ForwardArguments, tQ: RowTiles, tK: RowTiles, tV: RowTiles, shared: "_Shared") -> None:
+        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
+        c = self.config
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+        heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
+        num_tiles = self._num_tiles(a)
+        index, _, _ = cute.arch.block_idx()
+        while index < num_tiles:
+            tile = self._tile(a, index)
+            index = self._next_tile(a, num_tiles)
+            # Rows that only pad are somebody's work if they are to be zeroed.
+            stop = tile.q.slot if const_expr(c.zero_padding) else tile.q.length
+            if tile.first_query < stop:
+                self._announce(tile, tQ, shared, tile_state)
+                tile_state.advance()
+                head_k, blocks = tile.head // heads_a_key_head, tile.blocks
+                for i in cutlass.range(blocks.stop - blocks.start, unroll=1):
+                    start = (blocks.stop - 1 - i) * c.tile_n
+                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
+                    start += tile.k.start
+                    shared.pipe_K.producer_acquire(state)  # all warpgroups have released this stage's K
+                    gK = tK.at(start, stop, head_k, tile.batch)
+                    tK.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
+                    shared.pipe_V.producer_acquire(state)  # and its V
+                    gV = tV.at(start, stop, head_k, tile.batch)
+                    tV.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
+                    state.advance()
+        cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
+        with cute.arch.elect_one():
+            shared.tiles[0, tile_state.index] = Int32(-1)
+            cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
+
+    @cute.jit
+    def _announce(self, tile: _Tile, tQ: RowTiles, shared: "_Shared", state: pipeline.PipelineState) -> None:
+        """Tells the multiplying warpgroups of a tile, and loads its queries."""
+        c = self.config
+        full = shared.tile_full + state.index
+        some_keys = tile.blocks.stop > tile.blocks.start
+        cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
+        with cute.arch.elect_one():
+            tile.write(shared.tiles[None, state.index])
+            num_bytes = 2 * 64 * self.warpgroups * c.tile_d if some_keys else 0
+            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+        if some_keys:
             for w in cutlass.range_constexpr(self.warpgroups):
                 # A part behind the sequence's end is an empty box: it arrives as zeros.
                 start = tile.first_query + 64 * w
                 stop = cutlass.max(cutlass.min(start + 64, tile.q.length), start)
                 gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
-                tQ.load(gQ, shared.sQ[None, None, w], shared.q_barrier)
-            for i in cutlass.range(blocks.stop - blocks.start, unroll=1):
-                start = (blocks.stop - 1 - i) * c.tile_n
-                stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
-                start += tile.k.start
-                shared.pipe_K.producer_acquire(state)  # all warpgroups have released this stage's K
-                gK = tK.at(start, stop, tile.head_k, tile.batch)
-                tK.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
-                shared.pipe_V.producer_acquire(state)  # and its V
-                gV = tV.at(start, stop, tile.head_k, tile.batch)
-                tV.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
-                state.advance()
+                tQ.load(gQ, shared.sQ[None, None, w, state.index], full)
+
+    @cute.jit
+    def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
+        """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
+        index = num_tiles
+        if const_expr(self.config.persistent):
+            if cute.arch.lane_idx() == 0:
+                taken = cute.arch.atomic_add(a.mNextTile.iterator, Int32(1))
+                index = taken + cute.arch.grid_dim()[0]  # the first tiles went to the CTAs in their order
+                # Every CTA asks until it gets none, which makes num_tiles questions: this is the last.
+                if taken == num_tiles - 1:
+                    a.mNextTile[0] = Int32(0)
+            index = cute.arch.shuffle_sync(index, 0)
+        return index
 
     @cute.jit
     def multiply(
         self,
-        tile: _Tile,
+        a: ForwardArguments,
         mma_S: cute.TiledMma,
         mma_O: cute.TiledMma,
         tO: RowTiles,
         shared: "_Shared",
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mSink: cute.Tensor | None,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
-        """A multiplying warpgroup: 64 queries of the tile, from their first block of keys to out and lse."""
-        c, blocks = self.config, tile.blocks
+        """A multiplying warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
+        c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        first_query = tile.first_query + 64 * w
-        num_rows = 2
         slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
         sV_transposed = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
-        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
-        sQ = shared.sQ[None, None, w]
         if const_expr(c.q_in_registers):
             tSrQ = cute.make_rmem_tensor(slice_S.partition_shape_A((64, c.tile_d)), self.dtype)
         else:
-            tSrQ = mma_S.make_fragment_A(whole_S.partition_A(sQ))
+            tSrQ = mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
         work = _Work(
-            tile=tile,
-            first_query=first_query,
+            arguments=a,
             warpgroup=w,
             mma_S=mma_S,
             mma_O=mma_O,
@@ -360,73 +421,121 @@ class ForwardSm90:
             tOrV=mma_O.make_fragment_B(whole_O.partition_B(sV_transposed)),
             acc_S=acc_S,
             acc_O=acc_O,
-            rP=rP,
+            rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(num_rows, scale_log2),
+            softmax=OnlineSoftmax(2, scale_log2),
             score_scale=score_scale,
             shared=shared,
         )
-        acc_O.fill(0.0)
-        work.softmax.reset()
-        if blocks.stop > blocks.start:
-            self._walk(work)
-
-        lse = cute.make_rmem_tensor(num_rows, Float32)
-        sink = None
-        if const_expr(mSink is not None):
-            sink = mSink[tile.head].to(Float32) * _LOG2_E
-        work.softmax.finish(acc_O, lse, sink)
-        self._store(work, tO, mO, mLSE, lse, thread)
-
-    @cute.jit
-    def _walk(self, work: "_Work") -> None:
-        """All blocks of keys of a tile, from the right, each part of the walk with the mask it needs."""
-        c, blocks = self.config, work.tile.blocks
+        if w == self.warpgroups - 1:  # the first turn is warpgroup 0's
+            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        if work.warpgroup == self.warpgroups - 1:  # the first turn is warpgroup 0's
-            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
-        cute.arch.mbarrier_wait(work.shared.q_barrier, 0)  # from warp 0: Q has arrived
-        if const_expr(c.q_in_registers):
+        cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
+        working = shared.tiles[0, 0] >= 0
+        num_blocks = self._num_blocks(shared.tiles[None, 0])
+        if working and num_blocks > 0:
+            self._receive_Q(work, tile_state.index)
+            shared.pipe_K.consumer_wait(k_state)
+            self._start_S(work, tile_state.index, k_state)
+            warpgroup.wait_group(0)
+            shared.pipe_K.consumer_release(k_state)
+            k_state.advance()
+        while working:
+            stage = tile_state.index
+            acc_O.fill(0.0)
+            work.softmax.reset()
+            if num_blocks > 0:
+                k_state, v_state = self._walk(work, stage, k_state, v_state)
+            tile_state.advance()
+            following = Int32(0)
+            working = cutlass.Boolean(False)
+            if const_expr(c.persistent):
+                cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
+                working = shared.tiles[0, tile_state.index] >= 0
+                following = self._num_blocks(shared.tiles[None, tile_state.index]) if working else Int32(0)
+                if following > 0:
+                    self._receive_Q(work, tile_state.index)
+                    shared.pipe_K.consumer_wait(k_state)
+            if num_blocks > 0:
+                shared.pipe_V.consumer_wait(v_state)
+                if following > 0:
+                    self._take_turn(work)
+                    self._start_S(work, tile_state.index, k_state)
+                    self._start_O(work, v_state)
+                    self._give_turn(work)
+                    warpgroup.wait_group(0)
+                else:
+                    self._start_O(work, v_state)
+                    warpgroup.wait_group(0)
+                shared.pipe_V.consumer_release(v_state)
+                v_state.advance()
+            elif following > 0:
+                self._start_S(work, tile_state.index, k_state)
+                warpgroup.wait_group(0)
+            if following > 0:
+                shared.pipe_K.consumer_release(k_state)
+                k_state.advance()
+            self._store(work, stage, tO, mO, mLSE, thread)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.tile_empty + stage)
+            num_blocks = following
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    def _num_blocks(self, fields: cute.Tensor) -> Int32:
+        blocks = _Tile.read(fields).blocks
+        return blocks.stop - blocks.start
+
+    @cute.jit
+    def _receive_Q(self, work: "_Work", stage: Int32) -> None:
+        """Q of a tile from shared memory into registers, where it belongs there."""
+        if const_expr(self.config.q_in_registers):
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
             tiled_copy = cute.make_tiled_copy_A(atom, work.mma_S)
             from_shared = tiled_copy.get_slice(cute.arch.thread_idx()[0] % 128)
-            sQ = work.shared.sQ[None, None, work.warpgroup]
+            sQ = work.shared.sQ[None, None, work.warpgroup, stage]
             cute.copy(tiled_copy, from_shared.partition_S(sQ), from_shared.retile(work.tSrQ))
-        work.shared.pipe_K.consumer_wait(k_state)
-        self._start_S(work, k_state)
-        warpgroup.wait_group(0)
-        work.shared.pipe_K.consumer_release(k_state)
-        k_state.advance()
+
+    @cute.jit
+    def _walk(
+        self, work: "_Work", stage: Int32, k_state: pipeline.PipelineState, v_state: pipeline.PipelineState
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """All blocks of keys of a tile but the first's scores and the last's output, which neighbours have a part in.
+
+        From the right, each part of the walk with the mask it needs.
+        """
+        c = self.config
+        blocks = _Tile.read(work.shared.tiles[None, stage]).blocks
         n = blocks.stop - 1
-        self._weigh(work, n, True, c.has_left, True)
+        self._weigh(work, stage, n, True, c.has_left, True)
         # Within the first part both edges are looked at: under a narrow window they meet in one block.
         middle = cutlass.max(cutlass.min(blocks.full_stop, n), blocks.start)
         if const_expr(c.has_right):
             for i in cutlass.range(n - middle, unroll=1):
-                self._step(work, n - 1 - i, k_state, v_state, True, c.has_left)
+                self._step(work, stage, n - 1 - i, k_state, v_state, True, c.has_left)
                 k_state.advance()
                 v_state.advance()
         last = blocks.start
         if const_expr(c.has_left):
             last = cutlass.min(cutlass.max(blocks.full_start, blocks.start), middle)
         for i in cutlass.range(middle - last, unroll=1):
-            self._step(work, middle - 1 - i, k_state, v_state, False, False)
+            self._step(work, stage, middle - 1 - i, k_state, v_state, False, False)
             k_state.advance()
             v_state.advance()
         if const_expr(c.has_left):
             for i in cutlass.range(last - blocks.start, unroll=1):
-                self._step(work, last - 1 - i, k_state, v_state, False, True)
+                self._step(work, stage, last - 1 - i, k_state, v_state, False, True)
                 k_state.advance()
                 v_state.advance()
-        work.shared.pipe_V.consumer_wait(v_state)
-        self._start_O(work, v_state)
-        warpgroup.wait_group(0)
+        return k_state, v_state
 
     @cute.jit
     def _step(
         self,
         work: "_Work",
+        stage: Int32,
         n: Int32,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
@@ -437,7 +546,7 @@ class ForwardSm90:
         shared = work.shared
         shared.pipe_K.consumer_wait(k_state)
         self._take_turn(work)
-        self._start_S(work, k_state)
+        self._start_S(work, stage, k_state)
         shared.pipe_V.consumer_wait(v_state)
         self._start_O(work, v_state)
         self._give_turn(work)
@@ -445,7 +554,7 @@ class ForwardSm90:
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._weigh(work, n, right_edge, left_edge, False)
+        self._weigh(work, stage, n, right_edge, left_edge, False)
 
     @cute.jit
     def _take_turn(self, work: "_Work") -> None:
@@ -457,13 +566,14 @@ class ForwardSm90:
         cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + following, number_of_threads=256)
 
     @cute.jit
-    def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
+    def _start_S(self, work: "_Work", stage: Int32, state: pipeline.PipelineState) -> None:
         """S = Q K^T, in flight on return."""
+        tSrQ = work.tSrQ if const_expr(self.config.q_in_registers) else work.tSrQ[None, None, None, stage]
         mma = cute.make_mma_atom(work.mma_S.op)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(work.tSrQ, mode=[2])):
-            cute.gemm(mma, work.acc_S, work.tSrQ[None, None, k], work.tSrK[None, None, k, state.index], work.acc_S)
+        for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
+            cute.gemm(mma, work.acc_S, tSrQ[None, None, k], work.tSrK[None, None, k, state.index], work.acc_S)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
@@ -482,6 +592,7 @@ class ForwardSm90:
     def _weigh(
         self,
         work: "_Work",
+        stage: Int32,
         n: Int32,
         right_edge: cutlass.Constexpr,
         left_edge: cutlass.Constexpr,
@@ -493,51 +604,56 @@ class ForwardSm90:
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
         if const_expr(right_edge or left_edge):
-            hide(
-                acc_S,
-                work.cS,
-                work.first_query,
-                n * c.tile_n,
-                work.tile.k.length,
-                work.tile.window,
-                right_edge,
-                left_edge,
-            )
+            tile = _Tile.read(work.shared.tiles[None, stage])
+            window = self._window(work.arguments, tile.k.length - tile.q.length)
+            first_query = tile.first_query + 64 * work.warpgroup
+            hide(acc_S, work.cS, first_query, n * c.tile_n, tile.k.length, window, right_edge, left_edge)
         work.softmax.step(acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
     def _store(
-        self, work: "_Work", tO: RowTiles, mO: cute.Tensor, mLSE: cute.Tensor, lse: cute.Tensor, thread: Int32
+        self, work: "_Work", stage: Int32, tO: RowTiles, mO: cute.Tensor, mLSE: cute.Tensor, thread: Int32
     ) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
-        c, tile, sO = self.config, work.tile, work.shared.sO[None, None, work.warpgroup]
+        c, sO = self.config, work.shared.sO[None, None, work.warpgroup]
+        tile = _Tile.read(work.shared.tiles[None, stage])
+        first_query = tile.first_query + 64 * work.warpgroup
+        mSink = work.arguments.mSink
+        lse = cute.make_rmem_tensor(2, Float32)
+        work.softmax.finish(
+            work.acc_O, lse, mSink[tile.head].to(Float32) * _LOG2_E if const_expr(mSink is not None) else None
+        )
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
         tiled_copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_O
         )
         to_shared = tiled_copy.get_slice(thread)
-        # Only this warpgroup reads this part of Q, and its last product with it is complete.
+        stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+        together = {"barrier_id": _BARRIER_EPILOGUE + work.warpgroup, "number_of_threads": 128}
+        if const_expr(c.persistent):
+            if stores:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(**together)  # the last tile's O has left shared memory
+        # Else in the place of this part of Q, which only this warpgroup reads, and has read.
         cute.copy(tiled_copy, to_shared.retile(rO), to_shared.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + work.warpgroup, number_of_threads=128)
-        stop = cutlass.min(work.first_query + 64, tile.q.length)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and work.first_query < stop:
-            gO = tO.at(tile.q.start + work.first_query, tile.q.start + stop, tile.head, tile.batch)
+        cute.arch.barrier(**together)
+        stop = cutlass.min(first_query + 64, tile.q.length)
+        if stores and first_query < stop:
+            gO = tO.at(tile.q.start + first_query, tile.q.start + stop, tile.head, tile.batch)
             tO.store(sO, gO)
             cute.arch.cp_async_bulk_commit_group()
 
         coordinates = rows_and_columns(work.cS)
         for r in cutlass.range_constexpr(cute.size(lse)):
-            row = work.first_query + coordinates[r, 0][0]
+            row = first_query + coordinates[r, 0][0]
             if thread % 4 == 0 and row < tile.q.length:
                 mLSE[tile.q.start + row, tile.head, tile.batch] = lse[r]
         if const_expr(c.packed and c.zero_padding):
-            first = cutlass.max(work.first_query, tile.q.length)
-            padding = cutlass.min(work.first_query + 64, tile.q.slot) - first
+            first = cutlass.max(first_query, tile.q.length)
+            padding = cutlass.min(first_query + 64, tile.q.slot) - first
             self._zero(mO, mLSE, tile, first, padding, thread)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
     @cute.jit
     def _zero(
@@ -559,11 +675,13 @@ class ForwardSm90:
 class _Shared:
     """Shared memory and what guards it."""
 
-    sQ: cute.Tensor  # (64, d, warpgroup)
+    sQ: cute.Tensor  # (64, d, warpgroup, tile stage)
     sK: cute.Tensor  # (tile_n, d, stage)
     sV: cute.Tensor  # (tile_n, d_v, stage)
-    sO: cute.Tensor  # (64, d_v, warpgroup), in the place of sQ
-    q_barrier: cute.Pointer
+    sO: cute.Tensor  # (64, d_v, warpgroup)
+    tiles: cute.Tensor  # (field, tile stage)
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
     pipe_K: pipeline.PipelineTmaAsync
     pipe_V: pipeline.PipelineTmaAsync
 
@@ -572,12 +690,11 @@ class _Shared:
 class _Work:
     """A multiplying warpgroup's operands, accumulators and state."""
 
-    tile: _Tile
-    first_query: Int32  # position of row 0 in its sequence
+    arguments: ForwardArguments
     warpgroup: Int32
     mma_S: cute.TiledMma
     mma_O: cute.TiledMma
-    tSrQ: cute.Tensor  # (MMA, 1, MMA_K)
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K) in registers, or (MMA, 1, MMA_K, tile stage)
     tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     acc_S: cute.Tensor
