@@ -28,6 +28,7 @@ def config(tile_d: int, tile_dv: int | None = None, **changes: Any) -> ForwardCo
         "tile_d": tile_d,
         "tile_dv": tile_dv or tile_d,
         **dict(zip(("tile_m", "tile_n", "stages"), shape, strict=True)),
+        "group": 1,
         "packed": False,
         "has_seqused_q": False,
         "has_seqused_k": False,
@@ -56,6 +57,7 @@ CONFIGS = {
     **{f"d{d}-everything": config(d, **EVERYTHING) for d in HEAD_DIMS},
     "d192-dv128": config(192, 128, has_right=True),
     "float16": config(128, dtype="float16"),
+    **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
 }
 
 
@@ -87,7 +89,7 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     # A pipeline that the assembler has serialised shows many more.
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (loops + 1) + between[1]
     assert "UTMALDG" in sass
-    assert "UTMASTG" in sass
+    assert ("UTMASTG" in sass) == (chosen.group == 1)
 
 
 def cuobjdump() -> str:
@@ -146,6 +148,24 @@ def test_head_dims(head_dims: tuple[int, int]) -> None:
     assert_matches_oracle(
         random_call(*LENGTHS, causal=True, dtype=torch.bfloat16, device="cuda", **shape), backend="sm90"
     )
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 2), (4, 4), (64, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 128, 256])
+def test_few_queries(packed: bool, heads: tuple[int, int], head_dim: int) -> None:
+    """Decoding, with and without grouping: few queries on many keys, and on none."""
+    nheads, nheads_k = heads
+    shape: dict[str, Any] = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim, "packed": packed}
+    for lengths in ([1, 1, 1, 1], [5, 0, 17, 1], [64, 64, 63, 33]):
+        for options in ({}, {"causal": True, "sink": True}, {"window_size": (70, 3)}):
+            call = random_call(
+                lengths, [513, 40, 1000, 1], seqused=True, dtype=torch.bfloat16, device="cuda", **shape | options
+            )
+            assert_matches_oracle(call, backend="sm90")
+    call = random_call([1] * 3, [129] * 3, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+    assert_matches_oracle(call, backend="sm90")
 
 
 EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]

@@ -20,6 +20,7 @@ _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
 # Keys and values of the heads that run at the same time: what fits the L2 cache beside everything else.
 _CACHE_BYTES = 40_000_000
+_FEW_QUERIES = 64
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -92,13 +93,15 @@ def _launch(
     packed = cu_seqlens_q is not None
     if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
-    config = _config(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None)
+    longest = inputs.max_seqlen_q if spec.packed else inputs.q.shape[1]
+    group = _group(spec, longest)
+    config = _config(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None, group)
     kernel = cache.forward_kernel(config)
     sink = inputs.learnable_sink
     bytes_a_head = 2 * k.shape[-3] * (spec.head_dim + spec.head_dim_v)
     # Sections of equal size: a small last one would start its longest tiles when the others have finished.
-    pairs = spec.nheads * (1 if packed else q.shape[0])
-    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // spec.nheads_k)))
+    pairs = spec.nheads // group * (1 if packed else q.shape[0])
+    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // group // spec.nheads_k)))
     heads_in_cache = -(-pairs // sections)
     # No window need be wider than this, and the kernel adds positions to it in 32 bits.
     widest = q.shape[-3] + k.shape[-3]
@@ -139,7 +142,7 @@ def _next_tile(device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)  # bounded: a spec holds numbers that can change with every call
-def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool) -> ForwardConfig:
+def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int) -> ForwardConfig:
     tile_dv = _tile_columns(spec.head_dim_v)
     tile_d = max(_tile_columns(spec.head_dim), tile_dv)
     has_left, has_right = spec.window_left is not None, spec.window_right is not None
@@ -152,6 +155,7 @@ def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_
         tile_m=tile_m,
         tile_n=tile_n,
         stages=stages,
+        group=group,
         packed=packed,
         has_seqused_q=has_seqused_q,
         has_seqused_k=has_seqused_k,
@@ -161,6 +165,12 @@ def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_
         has_sink=spec.has_sink,
         zero_padding=spec.zero_padding,
     )
+
+
+def _group(spec: AttentionSpec, seqlen_q: int) -> int:
+    """How many heads share a tile: those of a group, where queries alone would leave half of it empty."""
+    group = spec.nheads // spec.nheads_k
+    return group if seqlen_q <= _FEW_QUERIES and 64 % group == 0 else 1
 
 
 def _tile_columns(head_dim: int) -> int:

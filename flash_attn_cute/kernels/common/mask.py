@@ -13,6 +13,7 @@ def hide(
     acc_S: cute.Tensor,
     cS: cute.Tensor,
     first_query: Int32,
+    group: cutlass.Constexpr,
     first_key: Int32,
     seqlen_k: Int32,
     window: Window,
@@ -25,6 +26,7 @@ def hide(
         acc_S: a warpgroup's scores.
         cS: their (row, column) coordinates.
         first_query: the position of row 0 in its sequence.
+        group: how many rows in turn are heads of one query.
         first_key: the position of column 0.
         seqlen_k: the sequence's keys.
         window: which keys are visible.
@@ -33,7 +35,7 @@ def hide(
     """
     scores, coordinates = rows_and_columns(acc_S), rows_and_columns(cS)
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        position = first_query + coordinates[r, 0][0] + window.shift
+        position = first_query + coordinates[r, 0][0] // group + window.shift
         stop = seqlen_k - first_key
         if const_expr(window.right is not None):
             stop = cutlass.min(stop, position + window.right + 1 - first_key)

@@ -95,8 +95,11 @@ class OnlineSoftmax:
             sums[r] = low + high if const_expr(i < self.num_rows) else sums[r] + (low + high)
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sink: Float32 | None) -> None:
-        """Divides O by the sums (and the sink's weight) and fills lse, natural; a row that saw nothing gives 0."""
+    def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:
+        """Divides O by the sums, the weights of sinks (of each row, in base 2) included, and fills lse, natural.
+
+        A row that saw nothing gives 0.
+        """
         out = rows_and_columns(acc_O)
         for r in cutlass.range_constexpr(self.num_rows):
             total = self.total[r]
@@ -104,7 +107,8 @@ class OnlineSoftmax:
             total += cute.arch.shuffle_sync_bfly(total, 2)
             peak = self.reference[r]
             numerator = Float32(1.0)
-            if const_expr(sink is not None):
+            if const_expr(sinks is not None):
+                sink = sinks[r]
                 merged = cute.arch.fmax(peak, sink)
                 merged = merged if merged != -Float32.inf else Float32(0.0)
                 numerator = cute.math.exp2(peak - merged, fastmath=True)

@@ -10,9 +10,10 @@ class ForwardConfig:
     dtype: str  # "bfloat16" or "float16"
     tile_d: int  # head dimension of q and k, rounded up; TMA fills the rest with zeros
     tile_dv: int
-    tile_m: int  # queries a CTA, 64 a warpgroup
+    tile_m: int  # rows of a tile, 64 a warpgroup
     tile_n: int  # keys a block
     stages: int  # blocks of keys in flight
+    group: int  # query heads of a key head that are rows of one tile; 1, or a divisor of 64
     packed: bool
     has_seqused_q: bool
     has_seqused_k: bool

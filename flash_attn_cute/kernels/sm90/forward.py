@@ -89,7 +89,7 @@ class _Tile:
     """What the loading warp tells the others about a tile. The keys' rows matter to itself alone."""
 
     first_query: Int32
-    head: Int32
+    head: Int32  # of q, or of k where rows are the queries of a group of heads
     batch: Int32  # index into tensors: 0 if packed
     q: Rows
     k: Rows
@@ -116,6 +116,7 @@ class ForwardSm90:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
+        self.queries = 64 // config.group  # of a warpgroup
 
     def _layouts(self) -> "_Layouts":
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
@@ -166,6 +167,14 @@ class ForwardSm90:
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
         mQ, mK, mV, mO = (self._rows_first(x) for x in (a.mQ, a.mK, a.mV, a.mO))
+        if const_expr(c.group > 1):
+            # The heads of a group in turn, then the next query. Nothing clips such rows where a sequence ends: rows
+            # behind it give results that are not stored.
+            (rows, d, heads, batch), (row, column, head, entry) = mQ.shape, mQ.stride
+            layout = cute.make_layout(
+                ((c.group, rows), d, heads // c.group, batch), stride=((head, row), column, head * c.group, entry)
+            )
+            mQ = cute.make_tensor(mQ.iterator, layout)
         lse_layout = cute.select(a.mLSE.layout, mode=[1, 0] if const_expr(c.packed) else [2, 1, 0])
         if const_expr(c.packed):
             lse_layout = cute.make_layout((*lse_layout.shape, 1), stride=(*lse_layout.stride, 0))
@@ -183,7 +192,7 @@ class ForwardSm90:
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup and stage
-        tQ = make_row_tiles(load, mQ, sQ, (64, c.tile_d), c.packed)
+        tQ = make_row_tiles(load, mQ, sQ, (64, c.tile_d), c.packed and c.group == 1)
         tK = make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), c.packed)
         tV = make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), c.packed)
         tO = make_row_tiles(store, mO, sO, (64, c.tile_dv), c.packed)
@@ -201,12 +210,12 @@ class ForwardSm90:
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     def _num_tiles(self, a: ForwardArguments) -> Int32:
-        c = self.config
-        if const_expr(c.packed):
+        queries = self.queries * self.warpgroups
+        if const_expr(self.config.packed):
             rows, heads, _ = a.mQ.shape
-            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensQ.shape[0] - 1, c.tile_m)
+            return schedule.num_packed_tiles(rows, heads // self.config.group, a.mCuSeqlensQ.shape[0] - 1, queries)
         batch, rows, heads, _ = a.mQ.shape
-        return schedule.num_dense_tiles(rows, heads, batch, c.tile_m)
+        return schedule.num_dense_tiles(rows, heads // self.config.group, batch, queries)
 
     @cute.kernel
     def kernel(
@@ -249,7 +258,7 @@ class ForwardSm90:
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
-        tQ = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed)
+        tQ = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed and c.group == 1)
         tK = RowTiles(atom_K, tma_K, c.tile_n, c.tile_d, c.packed)
         tV = RowTiles(atom_V, tma_V, c.tile_n, c.tile_dv, c.packed)
         tO = RowTiles(atom_O, tma_O, 64, c.tile_dv, c.packed)
@@ -285,10 +294,10 @@ class ForwardSm90:
     @cute.jit
     def _tile(self, a: ForwardArguments, index: Int32) -> _Tile:
         """What tile ``index`` is."""
-        c = self.config
-        heads = a.mQ.shape[-2]
+        c, queries = self.config, self.queries * self.warpgroups
+        heads = a.mQ.shape[-2] // c.group
         if const_expr(c.packed):
-            work, q_start, q_slot = schedule.packed_tile(index, a.mQ.shape[0], heads, a.mCuSeqlensQ, c.tile_m)
+            work, q_start, q_slot = schedule.packed_tile(index, a.mQ.shape[0], heads, a.mCuSeqlensQ, queries)
             batch, q_length, k_start, k_length = Int32(0), Int32(0), Int32(0), Int32(0)
             if work.batch >= 0:
                 q_length = q_slot
@@ -300,9 +309,9 @@ class ForwardSm90:
                     k_length = a.mSeqUsedK[work.batch]
         else:
             count, q_slot, _, _ = a.mQ.shape
-            work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, c.tile_m)
+            work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, queries)
             batch, q_start, q_length, k_start, k_length = work.batch, Int32(0), q_slot, Int32(0), a.mK.shape[1]
-        num_queries = cutlass.min(q_length - work.first_query, c.tile_m)
+        num_queries = cutlass.min(q_length - work.first_query, queries)
         window = self._window(a, k_length - q_length)
         return _Tile(
             first_query=work.first_query,
@@ -323,7 +332,7 @@ class ForwardSm90:
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-        heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
+        heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
         num_tiles = self._num_tiles(a)
         index, _, _ = cute.arch.block_idx()
         while index < num_tiles:
@@ -365,9 +374,9 @@ class ForwardSm90:
         if some_keys:
             for w in cutlass.range_constexpr(self.warpgroups):
                 # A part behind the sequence's end is an empty box: it arrives as zeros.
-                start = tile.first_query + 64 * w
-                stop = cutlass.max(cutlass.min(start + 64, tile.q.length), start)
-                gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
+                start = tile.first_query + self.queries * w
+                stop = cutlass.max(cutlass.min(start + self.queries, tile.q.length), start)
+                gQ = tQ.at((tile.q.start + start) * c.group, tile.q.start + stop, tile.head, tile.batch)
                 tQ.load(gQ, shared.sQ[None, None, w, state.index], full)
 
     @cute.jit
@@ -606,8 +615,8 @@ class ForwardSm90:
         if const_expr(right_edge or left_edge):
             tile = _Tile.read(work.shared.tiles[None, stage])
             window = self._window(work.arguments, tile.k.length - tile.q.length)
-            first_query = tile.first_query + 64 * work.warpgroup
-            hide(acc_S, work.cS, first_query, n * c.tile_n, tile.k.length, window, right_edge, left_edge)
+            first_query = tile.first_query + self.queries * work.warpgroup
+            hide(acc_S, work.cS, first_query, c.group, n * c.tile_n, tile.k.length, window, right_edge, left_edge)
         work.softmax.step(acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
@@ -615,23 +624,49 @@ class ForwardSm90:
         self, work: "_Work", stage: Int32, tO: RowTiles, mO: cute.Tensor, mLSE: cute.Tensor, thread: Int32
     ) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
-        c, sO = self.config, work.shared.sO[None, None, work.warpgroup]
+        c = self.config
         tile = _Tile.read(work.shared.tiles[None, stage])
-        first_query = tile.first_query + 64 * work.warpgroup
-        mSink = work.arguments.mSink
+        first_query = tile.first_query + self.queries * work.warpgroup
+        stop = cutlass.min(first_query + self.queries, tile.q.length)
+        coordinates = rows_and_columns(work.cS)
+        rows = [first_query + coordinates[r, 0][0] // c.group for r in range(2)]
+        heads = [tile.head * c.group + coordinates[r, 0][0] % c.group for r in range(2)]
         lse = cute.make_rmem_tensor(2, Float32)
-        work.softmax.finish(
-            work.acc_O, lse, mSink[tile.head].to(Float32) * _LOG2_E if const_expr(mSink is not None) else None
-        )
+        sinks = None
+        if const_expr(work.arguments.mSink is not None):
+            sinks = cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                sinks[r] = work.arguments.mSink[heads[r]].to(Float32) * _LOG2_E
+        work.softmax.finish(work.acc_O, lse, sinks)
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
+        if const_expr(c.group == 1):
+            self._store_tile(work, tile, rO, tO, first_query, stop, thread)
+        for r in cutlass.range_constexpr(2):
+            if rows[r] < stop:
+                if thread % 4 == 0:
+                    mLSE[tile.q.start + rows[r], heads[r], tile.batch] = lse[r]
+                if const_expr(c.group > 1):
+                    self._store_row(rO, r, mO[tile.q.start + rows[r], None, heads[r], tile.batch], thread)
+        if const_expr(c.packed and c.zero_padding):
+            first = cutlass.max(first_query, tile.q.length)
+            padding = cutlass.min(first_query + self.queries, tile.q.slot) - first
+            for g in cutlass.range(c.group, unroll=1):
+                self._zero(mO, mLSE, tile, tile.head * c.group + g, first, padding, thread)
+
+    @cute.jit
+    def _store_tile(
+        self, work: "_Work", tile: _Tile, rO: cute.Tensor, tO: RowTiles, start: Int32, stop: Int32, thread: Int32
+    ) -> None:
+        """Rows start .. stop of out through shared memory and TMA."""
+        sO = work.shared.sO[None, None, work.warpgroup]
         tiled_copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_O
         )
         to_shared = tiled_copy.get_slice(thread)
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         together = {"barrier_id": _BARRIER_EPILOGUE + work.warpgroup, "number_of_threads": 128}
-        if const_expr(c.persistent):
+        if const_expr(self.config.persistent):
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(**together)  # the last tile's O has left shared memory
@@ -639,28 +674,35 @@ class ForwardSm90:
         cute.copy(tiled_copy, to_shared.retile(rO), to_shared.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
-        stop = cutlass.min(first_query + 64, tile.q.length)
-        if stores and first_query < stop:
-            gO = tO.at(tile.q.start + first_query, tile.q.start + stop, tile.head, tile.batch)
+        if stores and start < stop:
+            gO = tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
             tO.store(sO, gO)
             cute.arch.cp_async_bulk_commit_group()
 
-        coordinates = rows_and_columns(work.cS)
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            row = first_query + coordinates[r, 0][0]
-            if thread % 4 == 0 and row < tile.q.length:
-                mLSE[tile.q.start + row, tile.head, tile.batch] = lse[r]
-        if const_expr(c.packed and c.zero_padding):
-            first = cutlass.max(first_query, tile.q.length)
-            padding = cutlass.min(first_query + 64, tile.q.slot) - first
-            self._zero(mO, mLSE, tile, first, padding, thread)
+    @cute.jit
+    def _store_row(self, rO: cute.Tensor, r: cutlass.Constexpr, gO: cute.Tensor, thread: Int32) -> None:
+        """This thread's part of one row of out, from registers: pairs of columns, eight columns apart."""
+        out = rows_and_columns(rO)
+        for c in cutlass.range_constexpr(0, cute.size(out, mode=[1]), 2):
+            column = 4 * c + 2 * (thread % 4)
+            if column < gO.shape[0]:
+                cute.autovec_copy(
+                    cute.local_tile(out[r, None], (2,), (c // 2,)), cute.local_tile(gO, (2,), (column // 2,))
+                )
 
     @cute.jit
     def _zero(
-        self, mO: cute.Tensor, mLSE: cute.Tensor, tile: _Tile, first: Int32, num_rows: Int32, thread: Int32
+        self,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile: _Tile,
+        head: Int32,
+        first: Int32,
+        num_rows: Int32,
+        thread: Int32,
     ) -> None:
         """Zeros in rows first .. first + num_rows of out, 16 bytes a thread at a time, and -inf in lse."""
-        mO = mO[None, None, tile.head, tile.batch]
+        mO = mO[None, None, head, tile.batch]
         vectors = mO.shape[1] // 8
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
@@ -668,7 +710,7 @@ class ForwardSm90:
             row = tile.q.start + first + i // vectors
             cute.autovec_copy(zeros, cute.local_tile(mO, (1, 8), (row, i % vectors))[0, None])
         for i in cutlass.range(thread, num_rows, 128, unroll=1):
-            mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
+            mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
 
 @dataclass(frozen=True)
