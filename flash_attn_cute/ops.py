@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import dispatch, settings
+from flash_attn_cute import dispatch, profiling, settings
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.sequences import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -58,7 +58,10 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     backend, spec, inputs = _unpack(call)
     if settings.check_data():
         read_sequences(inputs)
-    return backend.forward(spec, inputs)
+    run = backend.forward
+    if settings.nvtx():
+        run = profiling.marked(f"forward {backend.name}", run)
+    return run(spec, inputs)
 
 
 @torch.library.register_fake("flash_attn_cute::forward")
@@ -79,9 +82,10 @@ def _backward(
     *call: Any,
 ) -> tuple[Tensor, ...]:
     backend, spec, inputs = _unpack(call)
-    *grads, dbias, dsink = backend.backward(
-        spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink
-    )
+    run = backend.backward
+    if settings.nvtx():
+        run = profiling.marked(f"backward {backend.name}", run)
+    *grads, dbias, dsink = run(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
     absent = lse.new_empty(0)
     return *grads, absent if dbias is None else dbias, absent.clone() if dsink is None else dsink
 

@@ -17,7 +17,7 @@ LEVELS = [
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
-    {"sequences", "spec", "settings"},
+    {"profiling", "sequences", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

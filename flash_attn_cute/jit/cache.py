@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from flash_attn_cute import profiling
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 
 _lock = threading.Lock()
@@ -29,9 +30,10 @@ def compile_count() -> int:
 
 def _compile(config: ForwardConfig) -> Any:
     global _compiles
-    # Not before it is needed: this is what imports cutlass.
-    from flash_attn_cute.jit.compile import compile_forward
+    with profiling.span(f"compile forward d{config.tile_d}/{config.tile_dv}"):
+        # Not before it is needed: this is what imports cutlass.
+        from flash_attn_cute.jit.compile import compile_forward
 
-    kernel = compile_forward(config)
+        kernel = compile_forward(config)
     _compiles += 1
     return kernel
