@@ -14,7 +14,7 @@ from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from tests.checks import random_call, run
 
-CONFIG = ForwardConfig("bfloat16", 192, 128, 128, 96, 2, *([False] * 8))
+CONFIG = ForwardConfig("bfloat16", 192, 128, 128, 96, 2, 1, *([False] * 8))
 
 
 @pytest.fixture

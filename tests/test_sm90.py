@@ -1,8 +1,11 @@
 """The Hopper kernels: what they are compiled to, on any machine, and what they compute, on a Hopper GPU."""
 
+import random
 import re
 import shutil
 import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +223,78 @@ def test_uneven_scores(profile: str, dtype: torch.dtype, head_dim: int) -> None:
             ("out", "lse"), results, oracle.attention(call.to(torch.float64)), low, strict=True
         ):
             assert_close(name, got, expected, rough, 2.0, expected[expected.isfinite()].abs().max().item())
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "left": {"window_size": (40, None)},
+    "right": {"window_size": (None, 3)},
+    "window": {"window_size": (90, 30)},
+    "softcap": {"causal": True, "softcap": 5.0},
+}
+
+
+def _lengths(draw: random.Random, batch: int) -> list[int]:
+    edge = draw.choice([8, 64, 96, 128, 192, 256, 400, 1000])
+    return [max(0, draw.choice([draw.randint(0, edge), edge - 1, edge, edge + 1])) for _ in range(batch)]
+
+
+def _strided(draw: random.Random, x: Tensor) -> Tensor:
+    """X itself or, with the same values, a slice of a wider tensor that TMA can read or cannot."""
+    if draw.random() < 0.7:
+        return x.detach()
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 16), torch.nan)
+    start = draw.choice([8, 3])
+    return wide[..., start : start + x.shape[-1]].copy_(x.detach())
+
+
+def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
+    batch, seqused = draw.randint(1, 4), draw.random() < 0.5
+    lengths_q, lengths_k = _lengths(draw, batch), _lengths(draw, batch)
+    if draw.random() < 0.5:
+        lengths_k = lengths_q
+    if not (packed or seqused):
+        lengths_q, lengths_k = lengths_q[:1] * batch, lengths_k[:1] * batch
+    nheads_k, group = draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
+    call = random_call(
+        lengths_q,
+        lengths_k,
+        packed=packed,
+        seqused=seqused,
+        nheads=nheads_k * group,
+        nheads_k=nheads_k,
+        head_dim=head_dim - 8 * draw.choice([0, 0, 1]),
+        head_dim_v=draw.choice([None, head_dim, 16]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        sink=draw.random() < 0.3,
+        softmax_scale=draw.choice([None, 0.05, 1.0]),
+        device="cuda",
+        generator=torch.Generator().manual_seed(draw.randrange(2**31)),
+        **mask,
+    )
+    q, k, v = (_strided(draw, x) for x in (call.q, call.k, call.v))
+    return replace(call, q=q, k=k, v=v)
+
+
+@needs_hopper
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
+    """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
+    stop, count = time.monotonic() + fuzz_seconds, 0
+    while time.monotonic() < stop or not count:
+        count += 1
+        call = _random_call(random.Random(f"{head_dim} {packed} {mask} {count}"), head_dim, packed, mask)
+        results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
+        truth = oracle.attention(call.to(torch.float64))
+        assert (results[0][~call.real_rows()[0].to("cuda")] == 0).all(), f"draw {count}"
+        for name, got, true, rough in zip(("out", "lse"), results, truth, low, strict=True):
+            finite = true[true.isfinite()].abs()
+            size = finite.max().item() if finite.numel() else 0.0
+            assert_close(f"draw {count}, {name}", got, true, rough, 3.0, max(1.0, size))
+    print(f"{count} calls")
 
 
 @needs_hopper
