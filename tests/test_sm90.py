@@ -118,6 +118,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "seqused": {"seqused": True, "causal": True, "sink": True},
     "mqa": {"nheads_k": 1, "causal": True},
     "scale": {"softmax_scale": 0.02},
+    "negative scale": {"softmax_scale": -0.3, "causal": True},
+    "no scale": {"softmax_scale": 0.0, "window_size": (90, 20)},
+    "negative scale, softcap": {"softmax_scale": -0.3, "softcap": 2.0, "causal": True},
 }
 
 
@@ -268,7 +271,7 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
         head_dim_v=draw.choice([None, head_dim, 16]),
         dtype=draw.choice([torch.bfloat16, torch.float16]),
         sink=draw.random() < 0.3,
-        softmax_scale=draw.choice([None, 0.05, 1.0]),
+        softmax_scale=draw.choice([None, 0.05, 1.0, -0.2, 0.0]),
         device="cuda",
         generator=torch.Generator().manual_seed(draw.randrange(2**31)),
         **mask,

@@ -21,6 +21,7 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 # Keys and values of the heads that run at the same time: what fits the L2 cache beside everything else.
 _CACHE_BYTES = 40_000_000
 _FEW_QUERIES = 64
+_NEARLY_ZERO = 1e-30
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -44,8 +45,6 @@ class Sm90Backend(PortableBackend):
         for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
             if d % 8 or d > _MAX_HEAD_DIM:
                 reasons.append(f"{name} = {d} (multiples of 8 up to {_MAX_HEAD_DIM})")
-        if spec.softmax_scale <= 0:
-            reasons.append("a softmax_scale of 0 or less")
         if not _HAS_COMPILER:
             reasons.append("the package nvidia-cutlass-dsl")
         return tuple(reasons)
@@ -116,7 +115,7 @@ def _launch(
         inputs.seqused_q,
         inputs.seqused_k,
         None if sink is None else sink.float(),
-        spec.softmax_scale,
+        spec.softmax_scale or _NEARLY_ZERO,
         spec.softcap,
         min(spec.window_left or 0, widest),
         min(spec.window_right or 0, widest),

@@ -11,6 +11,7 @@ from flash_attn_cute.kernels.common.sequence import Window
 @cute.jit
 def hide(
     acc_S: cute.Tensor,
+    hidden: Float32,
     cS: cute.Tensor,
     first_query: Int32,
     group: cutlass.Constexpr,
@@ -20,10 +21,11 @@ def hide(
     right_edge: cutlass.Constexpr,
     left_edge: cutlass.Constexpr,
 ) -> None:
-    """Sets the scores of keys outside the window, or behind the sequence, to -inf.
+    """Hides the scores of keys outside the window, or behind the sequence.
 
     Args:
         acc_S: a warpgroup's scores.
+        hidden: what they become: an infinity.
         cS: their (row, column) coordinates.
         first_query: the position of row 0 in its sequence.
         group: how many rows in turn are heads of one query.
@@ -45,6 +47,6 @@ def hide(
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             column = coordinates[0, c][1]
             if const_expr(right_edge):
-                scores[r, c] = scores[r, c] if column < stop else -Float32.inf
+                scores[r, c] = scores[r, c] if column < stop else hidden
             if const_expr(left_edge):
-                scores[r, c] = scores[r, c] if column >= start else -Float32.inf
+                scores[r, c] = scores[r, c] if column >= start else hidden

@@ -35,6 +35,11 @@ class OnlineSoftmax:
         self.reference = cute.make_rmem_tensor(num_rows, Float32)
         self.total = cute.make_rmem_tensor(num_rows, Float32)
 
+    @property
+    def hidden(self) -> Float32:
+        """A score without weight: what becomes -inf when it is scaled."""
+        return self.scale_log2 * -Float32.inf
+
     def reset(self) -> None:
         """Before the first block: nothing seen."""
         self.reference.fill(-Float32.inf)
@@ -68,12 +73,12 @@ class OnlineSoftmax:
         shifts = cute.make_rmem_tensor_like(self.reference)
         corrections = cute.make_rmem_tensor_like(self.reference)
         for r in cutlass.range_constexpr(self.num_rows):
-            peak = scores[r, 0]
+            peak = scores[r, 0] * self.scale_log2
             for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
-                peak = cute.arch.fmax(peak, scores[r, c])
+                peak = cute.arch.fmax(peak, scores[r, c] * self.scale_log2)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
-            reference = cute.arch.fmax(self.reference[r], peak * self.scale_log2)
+            reference = cute.arch.fmax(self.reference[r], peak)
             # A row that has still seen nothing gets weights of exp2(-inf - 0).
             shifts[r] = reference if reference != -Float32.inf else Float32(0.0)
             corrections[r] = cute.math.exp2(self.reference[r] - shifts[r], fastmath=True)

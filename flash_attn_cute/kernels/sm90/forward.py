@@ -68,7 +68,7 @@ class ForwardArguments(NamedTuple):
     mSeqUsedQ: cute.Tensor | None
     mSeqUsedK: cute.Tensor | None
     mSink: cute.Tensor | None
-    softmax_scale: Float32
+    softmax_scale: Float32  # not 0: a product with infinity must be infinite
     softcap: Float32
     window_left: Int32
     window_right: Int32
@@ -616,7 +616,18 @@ class ForwardSm90:
             tile = _Tile.read(work.shared.tiles[None, stage])
             window = self._window(work.arguments, tile.k.length - tile.q.length)
             first_query = tile.first_query + self.queries * work.warpgroup
-            hide(acc_S, work.cS, first_query, c.group, n * c.tile_n, tile.k.length, window, right_edge, left_edge)
+            hide(
+                acc_S,
+                work.softmax.hidden,
+                work.cS,
+                first_query,
+                c.group,
+                n * c.tile_n,
+                tile.k.length,
+                window,
+                right_edge,
+                left_edge,
+            )
         work.softmax.step(acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
