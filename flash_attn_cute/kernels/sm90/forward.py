@@ -37,6 +37,7 @@ from cutlass.tensor_utils import LayoutEnum
 from flash_attn_cute.kernels.common import schedule
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, rows_and_columns
 from flash_attn_cute.kernels.common.mask import hide
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
 from flash_attn_cute.kernels.common.softmax import OnlineSoftmax
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
@@ -153,20 +154,12 @@ class ForwardSm90:
 
         return Storage
 
-    def _rows_first(self, x: cute.Tensor) -> cute.Tensor:
-        """A user's tensor as (rows, d, heads, batch), a batch of one if packed."""
-        if const_expr(self.config.packed):
-            layout = cute.select(x.layout, mode=[0, 2, 1])
-            layout = cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0))
-        else:
-            layout = cute.select(x.layout, mode=[1, 3, 2, 0])
-        return cute.make_tensor(x.iterator, layout)
-
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
-        mQ, mK, mV, mO = (self._rows_first(x) for x in (a.mQ, a.mK, a.mV, a.mO))
+        mQ, mK, mV, mO = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mO))
+        mLSE = numbers_first(a.mLSE, c.packed)
         if const_expr(c.group > 1):
             # The heads of a group in turn, then the next query. Nothing clips such rows where a sequence ends: rows
             # behind it give results that are not stored.
@@ -175,11 +168,6 @@ class ForwardSm90:
                 ((c.group, rows), d, heads // c.group, batch), stride=((head, row), column, head * c.group, entry)
             )
             mQ = cute.make_tensor(mQ.iterator, layout)
-        lse_layout = cute.select(a.mLSE.layout, mode=[1, 0] if const_expr(c.packed) else [2, 1, 0])
-        if const_expr(c.packed):
-            lse_layout = cute.make_layout((*lse_layout.shape, 1), stride=(*lse_layout.stride, 0))
-        mLSE = cute.make_tensor(a.mLSE.iterator, lse_layout)
-
         layouts = self._layouts()
         self.Storage = self._shared_storage(layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
@@ -663,7 +651,10 @@ class ForwardSm90:
             first = cutlass.max(first_query, tile.q.length)
             padding = cutlass.min(first_query + self.queries, tile.q.slot) - first
             for g in cutlass.range(c.group, unroll=1):
-                self._zero(mO, mLSE, tile, tile.head * c.group + g, first, padding, thread)
+                head = tile.head * c.group + g
+                zero_rows(mO[None, None, head, tile.batch], tile.q.start + first, padding, thread, 128)
+                for i in cutlass.range(thread, padding, 128, unroll=1):
+                    mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
     @cute.jit
     def _store_tile(
@@ -700,28 +691,6 @@ class ForwardSm90:
                 cute.autovec_copy(
                     cute.local_tile(out[r, None], (2,), (c // 2,)), cute.local_tile(gO, (2,), (column // 2,))
                 )
-
-    @cute.jit
-    def _zero(
-        self,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        tile: _Tile,
-        head: Int32,
-        first: Int32,
-        num_rows: Int32,
-        thread: Int32,
-    ) -> None:
-        """Zeros in rows first .. first + num_rows of out, 16 bytes a thread at a time, and -inf in lse."""
-        mO = mO[None, None, head, tile.batch]
-        vectors = mO.shape[1] // 8
-        zeros = cute.make_rmem_tensor(8, self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range(thread, num_rows * vectors, 128, unroll=1):
-            row = tile.q.start + first + i // vectors
-            cute.autovec_copy(zeros, cute.local_tile(mO, (1, 8), (row, i % vectors))[0, None])
-        for i in cutlass.range(thread, num_rows, 128, unroll=1):
-            mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
 
 @dataclass(frozen=True)
