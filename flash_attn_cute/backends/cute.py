@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, tile_shape
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -142,25 +142,17 @@ def _next_tile(device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)  # bounded: a spec holds numbers that can change with every call
 def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int) -> ForwardConfig:
-    tile_dv = _tile_columns(spec.head_dim_v)
-    tile_d = max(_tile_columns(spec.head_dim), tile_dv)
-    has_left, has_right = spec.window_left is not None, spec.window_right is not None
-    has_softcap = spec.softcap > 0
-    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_right, has_softcap)
-    return ForwardConfig(
-        dtype=_DTYPES[spec.dtype],
-        tile_d=tile_d,
-        tile_dv=tile_dv,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        stages=stages,
+    return forward_config(
+        _DTYPES[spec.dtype],
+        spec.head_dim,
+        spec.head_dim_v,
         group=group,
         packed=packed,
         has_seqused_q=has_seqused_q,
         has_seqused_k=has_seqused_k,
-        has_left=has_left,
-        has_right=has_right,
-        has_softcap=has_softcap,
+        has_left=spec.window_left is not None,
+        has_right=spec.window_right is not None,
+        has_softcap=spec.softcap > 0,
         has_sink=spec.has_sink,
         zero_padding=spec.zero_padding,
     )
@@ -170,10 +162,6 @@ def _group(spec: AttentionSpec, seqlen_q: int) -> int:
     """How many heads share a tile: those of a group, where queries alone would leave half of it empty."""
     group = spec.nheads // spec.nheads_k
     return group if seqlen_q <= _FEW_QUERIES and 64 % group == 0 else 1
-
-
-def _tile_columns(head_dim: int) -> int:
-    return next(columns for columns in HEAD_DIMS if columns >= head_dim)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -70,3 +70,45 @@ def tile_shape(tile_d: int, has_left: bool, has_right: bool, has_softcap: bool) 
     if tile_d == 128 and not (has_left or has_right or has_softcap):
         return 192, 80, 2  # 4 % at 8k: a third less traffic of keys and values; under a window smaller tiles win
     return _TILES[tile_d]
+
+
+def forward_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    group: int = 1,
+    packed: bool = False,
+    has_seqused_q: bool = False,
+    has_seqused_k: bool = False,
+    has_left: bool = False,
+    has_right: bool = False,
+    has_softcap: bool = False,
+    has_sink: bool = False,
+    zero_padding: bool = True,
+) -> ForwardConfig:
+    """The configuration that serves a call: its kernel's tiles, and what is compiled into it."""
+    tile_dv = _tile_columns(head_dim_v)
+    tile_d = max(_tile_columns(head_dim), tile_dv)
+    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_right, has_softcap)
+    return ForwardConfig(
+        dtype=dtype,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        group=group,
+        packed=packed,
+        has_seqused_q=has_seqused_q,
+        has_seqused_k=has_seqused_k,
+        has_left=has_left,
+        has_right=has_right,
+        has_softcap=has_softcap,
+        has_sink=has_sink,
+        zero_padding=zero_padding,
+    )
+
+
+def _tile_columns(head_dim: int) -> int:
+    return next(columns for columns in HEAD_DIMS if columns >= head_dim)
