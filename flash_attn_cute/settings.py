@@ -6,10 +6,16 @@ FLASH_ATTN_CUTE_CHECK=1  Read cu_seqlens and seqused on every call, whatever the
 FLASH_ATTN_CUTE_NVTX=1   NVTX ranges around every forward and backward pass and around compiling, for
                          the timelines of profilers. Needs a PyTorch built with CUDA. Read once, by
                          the first call.
+FLASH_ATTN_CUTE_CACHE_DIR
+                         The folder of compiled kernels, an absolute path, or 0 to keep none on disk.
+                         Code is loaded from it: it must belong to the user, and nobody else may be
+                         able to write to it. Default: flash_attn_cute in $XDG_CACHE_HOME or ~/.cache.
+CUTE_DSL_*               Settings of the compiler. Kernels compiled under other ones are other kernels.
 """
 
 import functools
 import os
+from pathlib import Path
 
 
 def check_data() -> bool:
@@ -29,6 +35,33 @@ def nvtx() -> bool:
         ValueError: the variable holds anything but ``0`` or ``1``.
     """
     return _switch("FLASH_ATTN_CUTE_NVTX")
+
+
+def cache_dir() -> Path | None:
+    """The folder of compiled kernels (``FLASH_ATTN_CUTE_CACHE_DIR``); None if none are kept on disk.
+
+    Raises:
+        ValueError: the variable holds neither an absolute path nor ``0``.
+        FileNotFoundError: it is not set, and the user has no home.
+    """
+    value = os.environ.get("FLASH_ATTN_CUTE_CACHE_DIR")
+    if value is None:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):  # the XDG specification has relative ones ignored
+            base = os.path.expanduser("~/.cache")
+        if not os.path.isabs(base):
+            raise FileNotFoundError("no home folder: neither FLASH_ATTN_CUTE_CACHE_DIR nor XDG_CACHE_HOME nor HOME")
+        return Path(base, "flash_attn_cute")
+    if value == "0":
+        return None
+    if not os.path.isabs(value):
+        raise ValueError(f"FLASH_ATTN_CUTE_CACHE_DIR: expected an absolute path or 0, got {value!r}")
+    return Path(value)
+
+
+def compiler_environment() -> dict[str, str]:
+    """The variables that the compiler reads (``CUTE_DSL_*``)."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")}
 
 
 def _switch(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Fixtures that every test shares: seeds, poisoned memory, devices."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,6 +13,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Compiled kernels go to a folder of the session, never to the user's. Workers share that of the process above them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _kernels = tempfile.TemporaryDirectory(prefix="flash_attn_cute_tests_")
+    os.environ["FLASH_ATTN_CUTE_CACHE_DIR"] = _kernels.name
+
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
 

@@ -119,6 +119,9 @@ def test_range_encloses_compiling(events: list[str], monkeypatch: pytest.MonkeyP
         return "compiled"
 
     monkeypatch.setitem(sys.modules, "flash_attn_cute.jit.compile", SimpleNamespace(compile_forward=compile_forward))
+    as_it_is = SimpleNamespace(export=lambda kernel: kernel, load=lambda code: code)
+    monkeypatch.setitem(sys.modules, "flash_attn_cute.jit.code", as_it_is)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
     monkeypatch.setattr(cache, "_kernels", {})
     monkeypatch.setattr(cache, "_compiles", 0)
     if fail:

@@ -1,1 +1,1 @@
-"""Kernels made when they are first needed, and kept."""
+"""Kernels made when they are first needed, and kept in memory and on disk."""

@@ -1,10 +1,12 @@
-"""Compiled kernels by what they were compiled for, kept for the life of the process."""
+"""Compiled kernels by what they were compiled for: in memory for this process, on disk for those to come."""
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable
-from typing import Any
 
-from flash_attn_cute import profiling
+from flash_attn_cute import profiling, settings
+from flash_attn_cute.jit import disk, key
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 
 _lock = threading.Lock()
@@ -12,28 +14,82 @@ _kernels: dict[ForwardConfig, Callable[..., None]] = {}
 _compiles = 0
 
 
+class NotKeptWarning(RuntimeWarning):
+    """A kernel works, but could not be kept on disk: every process will compile it again."""
+
+
 def forward_kernel(config: ForwardConfig) -> Callable[..., None]:
-    """The kernel of a configuration, compiled if this process has not needed it yet."""
+    """The kernel of a configuration: from memory, from disk, or compiled.
+
+    Raises:
+        disk.UnsafeFolderError: others could have put code into the folder of compiled kernels.
+    """
     kernel = _kernels.get(config)
     if kernel is None:
         with _lock:
             kernel = _kernels.get(config)
             if kernel is None:
-                kernel = _kernels[config] = _compile(config)
+                # Not before it is needed: this is what imports cutlass.
+                from flash_attn_cute.jit.code import load
+
+                kernel = _kernels[config] = load(_code(config))
     return kernel
 
 
 def compile_count() -> int:
-    """How many kernels this process has compiled."""
+    """How many kernels this process has compiled; those that it read from disk do not count."""
     return _compiles
 
 
-def _compile(config: ForwardConfig) -> Any:
-    global _compiles
-    with profiling.span(f"compile forward d{config.tile_d}/{config.tile_dv}"):
-        # Not before it is needed: this is what imports cutlass.
-        from flash_attn_cute.jit.compile import compile_forward
+def _code(config: ForwardConfig) -> bytes:
+    """The code of a configuration, read from disk or compiled: by one process, while others that need it wait.
 
-        kernel = compile_forward(config)
+    A disk that fails (no home, a read-only or full file system) costs time, and a warning, but no result.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path = settings.cache_dir()
+            folder = None if path is None else stack.enter_context(disk.Folder(path))
+        except OSError as error:
+            _warn(error)
+            folder = None
+        if folder is None:
+            return _compile(config)
+        identity = key.identity(config)
+        name = key.name(identity)
+        code = folder.read(name)
+        if code is None:
+            try:
+                stack.enter_context(folder.lock(name))
+            except OSError as error:
+                _warn(error)
+                return _compile(config)
+            code = folder.read(name)
+        if code is None:
+            code = _compile(config)
+            if key.sources_unchanged():  # or it would be found under the name of other sources
+                try:
+                    folder.write(name, identity, code)
+                except OSError as error:
+                    _warn(error)
+        return code
+
+
+def _compile(config: ForwardConfig) -> bytes:
+    global _compiles
+    from flash_attn_cute.jit.code import export
+    from flash_attn_cute.jit.compile import compile_forward
+
+    with profiling.span(f"compile forward d{config.tile_d}/{config.tile_dv}"):
+        code = export(compile_forward(config))
     _compiles += 1
-    return kernel
+    return code
+
+
+def _warn(error: OSError) -> None:
+    warnings.warn(
+        f"compiled kernels are not kept on disk ({error}): set FLASH_ATTN_CUTE_CACHE_DIR to a folder that can be "
+        "written, or to 0 to do without",
+        NotKeptWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,93 @@
+"""What a compiled kernel depends on, and the name that follows from it."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flash_attn_cute import settings
+
+_PACKAGE = Path(__file__).parents[1]
+_COMPILERS = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """Everything that the code of a kernel follows from, as JSON: its configuration, the sources, the compiler.
+
+    The target is part of the sources: each kind of configuration is compiled for one. Imports cutlass.
+
+    Args:
+        config: a frozen dataclass of numbers, strings and booleans.
+    """
+    return {
+        "kind": f"{type(config).__module__}.{type(config).__qualname__}",
+        "config": dataclasses.asdict(config),
+        "sources": _SOURCES,
+        "compiler": _compiler(),
+        "compiler settings": settings.compiler_environment(),
+        "host": _host(),
+    }
+
+
+def name(identity: dict[str, Any]) -> str:
+    """A kernel's name: 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def sources_unchanged() -> bool:
+    """Whether the files from which kernels are compiled are still those that the process started with."""
+    return _hash_sources() == _SOURCES
+
+
+def _hash_sources() -> str:
+    total = hashlib.sha256()
+    files = [*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / "jit" / f"{part}.py" for part in ("compile", "code"))]
+    for path in sorted(files):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+    return total.hexdigest()
+
+
+# Taken when the package is imported: what is edited later is not what the modules in memory were made from.
+_SOURCES = _hash_sources()
+
+
+@functools.cache
+def _compiler() -> dict[str, str]:
+    # The DSL brings a compiler for each major version of CUDA and takes the one that suits the driver.
+    import cutlass
+
+    versions = {"CUDA": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"}
+    for distribution in _COMPILERS:
+        try:
+            versions[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:  # not every installation has them all
+            versions[distribution] = "absent"
+    return versions
+
+
+@functools.cache
+def _host() -> dict[str, str]:
+    """The launching code is compiled for the processor at hand, and the folder may be shared with other machines."""
+    return {
+        "machine": platform.machine(),
+        "processor": hashlib.sha256(_processor_features().encode()).hexdigest()[:16],
+        "python": str(sys.implementation.cache_tag),
+    }
+
+
+def _processor_features() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
