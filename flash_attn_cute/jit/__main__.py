@@ -1,0 +1,194 @@
+"""The command line of the folder of compiled kernels.
+
+    python -m flash_attn_cute.jit list     what is in the folder
+    python -m flash_attn_cute.jit warm     compile kernels before they are needed
+    python -m flash_attn_cute.jit clear    empty the folder
+
+The folder is named by FLASH_ATTN_CUTE_CACHE_DIR, and is flash_attn_cute in $XDG_CACHE_HOME or ~/.cache by default.
+No command needs a GPU. Kernels are compiled for the processor and the major CUDA version of the driver at hand, so
+warm a machine like the one that will run them.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_attn_cute import settings
+from flash_attn_cute.jit import cache, disk, warm
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
+
+MASKS: dict[str, dict[str, bool]] = {
+    "full": {},
+    "causal": {"has_right": True},
+    "window": {"has_left": True, "has_right": True},
+    "left": {"has_left": True},
+}
+LAYOUTS = ("dense", "packed")
+FEATURES: dict[str, dict[str, bool]] = {
+    "seqused_q": {"has_seqused_q": True, "packed": True},  # a dense batch with padding is packed
+    "seqused_k": {"has_seqused_k": True, "packed": True},
+    "softcap": {"has_softcap": True},
+    "sink": {"has_sink": True},
+    "unwritten_padding": {"zero_padding": False},
+}
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """A command-line argument ``d`` or ``d:d_v``."""
+    parts = text.split(":")
+    try:
+        d, d_v = map(int, parts * 2 if len(parts) == 1 else parts)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or two, such as 128 or 192:128, got {text!r}") from None
+    if not all(0 < x <= max(HEAD_DIMS) and x % 8 == 0 for x in (d, d_v)):
+        raise argparse.ArgumentTypeError(f"expected multiples of 8 up to {max(HEAD_DIMS)}, got {text!r}")
+    return d, d_v
+
+
+def group_size(text: str) -> int:
+    """A command-line argument: how many heads can share a tile."""
+    value = int(text)
+    if value < 1 or 64 % value:
+        raise argparse.ArgumentTypeError(f"expected a divisor of 64, got {value}")
+    return value
+
+
+def positive(text: str) -> int:
+    """A command-line number that must be 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def configurations(chosen: argparse.Namespace) -> list[ForwardConfig]:
+    """All that the command line asks for, each once: different head dimensions can share a kernel."""
+    features: dict[str, bool] = {}
+    for feature in chosen.features:
+        features |= FEATURES[feature]
+    asked_for = itertools.product(chosen.dtypes, chosen.head_dims, chosen.groups, chosen.masks, chosen.layouts)
+    return list(
+        dict.fromkeys(
+            forward_config(dtype, d, d_v, group=group, **{"packed": layout == "packed"} | MASKS[mask] | features)
+            for dtype, (d, d_v), group, mask, layout in asked_for
+        )
+    )
+
+
+def describe(fields: dict[str, Any]) -> str:
+    """A configuration in one line: what is off is left out."""
+    on = {name: value for name, value in fields.items() if value is not False}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in on.items())
+
+
+def run_list(path: Path) -> None:
+    """Prints every entry with its date, size, configuration and compiler."""
+    try:
+        with disk.Folder(path, create=False) as folder:
+            entries = folder.entries()
+    except FileNotFoundError:
+        entries = []
+    print(f"{path}: {len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB")
+    for entry in entries:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
+        line = f"{entry.name[:12]}  {made}  {entry.size / 1e3:4.0f} kB  "
+        if entry.identity is None:
+            print(line + "unusable: it will be made again, or goes with clear")
+            continue
+        kind = entry.identity["kind"].removeprefix("flash_attn_cute.kernels.")
+        compiler, host = entry.identity["compiler"], entry.identity["host"]
+        made_by = f"DSL {compiler['nvidia-cutlass-dsl']}, CUDA {compiler['CUDA']}, {host['python']}, {host['machine']}"
+        print(f"{line}{kind}  {describe(entry.identity['config'])}  ({made_by})")
+
+
+def run_warm(configs: list[ForwardConfig], jobs: int) -> None:
+    """Sees to it that the folder holds the kernels."""
+    for warmed in warm.warm(configs, jobs):
+        outcome = f"compiled in {warmed.seconds:.1f} s" if warmed.compiled else "was there"
+        print(f"{outcome:17}  {describe(vars(warmed.config))}", flush=True)
+
+
+def run_clear(path: Path) -> None:
+    """Empties the folder of what this package has put into it."""
+    try:
+        with disk.Folder(path, create=False) as folder:
+            removed = folder.clear()
+    except FileNotFoundError:
+        removed = 0
+    print(f"{path}: {removed} kernels removed")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m flash_attn_cute.jit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="list | warm | clear")
+    commands.add_parser("list", help="what is in the folder")
+    warming = commands.add_parser(
+        "warm",
+        help="compile kernels before they are needed",
+        description="Compiles the kernel of every combination of what is given, unless it is there already.",
+    )
+    warming.add_argument(
+        "--head-dims",
+        nargs="+",
+        type=head_dims,
+        metavar="D[:D_V]",
+        default=[(64, 64), (128, 128)],
+        help="of q and k, and of v (default: 64 128)",
+    )
+    warming.add_argument(
+        "--groups",
+        nargs="+",
+        type=group_size,
+        metavar="SIZE",
+        default=[1],
+        help="query heads of a key head, for kernels of few queries; 1 for those of many (default: 1)",
+    )
+    for option, names, default in (
+        ("--dtypes", ("bfloat16", "float16"), ["bfloat16"]),
+        ("--masks", tuple(MASKS), ["full", "causal"]),
+        ("--layouts", LAYOUTS, list(LAYOUTS)),
+        ("--features", tuple(FEATURES), []),
+    ):
+        text = f"out of {', '.join(names)} (default: {' '.join(default) or 'none'})"
+        warming.add_argument(option, nargs="+", choices=names, metavar=option[2:-1].upper(), default=default, help=text)
+    warming.add_argument(
+        "--jobs",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that compile at the same time (default: %(default)s, a processor each)",
+    )
+    commands.add_parser("clear", help="empty the folder")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line asks; returns the exit code."""
+    chosen = parser().parse_args(arguments)
+    try:
+        path = settings.cache_dir()
+        if path is None:
+            raise ValueError("FLASH_ATTN_CUTE_CACHE_DIR: no kernels are kept on disk while it is 0")
+        if chosen.command == "list":
+            run_list(path)
+        elif chosen.command == "warm":
+            run_warm(configurations(chosen), chosen.jobs)
+        else:
+            run_clear(path)
+    except (OSError, ValueError, disk.UnsafeFolderError, cache.NotKeptWarning) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

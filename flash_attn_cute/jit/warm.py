@@ -1,0 +1,42 @@
+"""Kernels compiled before they are needed, by several processes."""
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
+
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+
+
+class Warmed(NamedTuple):
+    """What it took to have a kernel on disk."""
+
+    config: ForwardConfig
+    compiled: bool  # False if it was there
+    seconds: float
+
+
+def warm(configs: Sequence[ForwardConfig], jobs: int) -> Iterator[Warmed]:
+    """Puts the kernels that are not on disk there, and reports each as soon as it is.
+
+    Raises:
+        cache.NotKeptWarning: calls can do without the disk, but here it is the purpose.
+    """
+    # Fresh interpreters: this one has threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(configs)), context, _insist_on_keeping) as pool:
+        for future in as_completed([pool.submit(_warm, config) for config in configs]):
+            yield future.result()
+
+
+def _insist_on_keeping() -> None:
+    warnings.simplefilter("error", cache.NotKeptWarning)
+
+
+def _warm(config: ForwardConfig) -> Warmed:
+    before, start = cache.compile_count(), time.perf_counter()
+    cache.forward_kernel(config)
+    return Warmed(config, cache.compile_count() > before, time.perf_counter() - start)

@@ -1,0 +1,709 @@
+"""Compiled kernels on disk: found again, never trusted blindly, made once. Only the last test needs a GPU."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from flash_attn_cute import settings
+from flash_attn_cute.jit import __main__ as command
+from flash_attn_cute.jit import cache, disk, key
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+CONFIG = forward_config("bfloat16", 64, 64)
+NAME = "0123456789abcdef" * 4
+IDENTITY = {"kind": "a kernel", "config": {"tile": 64}}
+
+PROCESS = """
+import json, time
+import cutlass.cute.runtime, tvm_ffi  # their imports are not our time
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.sm90.config import forward_config
+start = time.perf_counter()
+kernel = cache.forward_kernel(forward_config("bfloat16", 64, 64))
+seconds = time.perf_counter() - start
+try:
+    kernel(0)
+except TypeError as error:
+    print(json.dumps([cache.compile_count(), seconds, str(error)]))
+"""
+
+
+class Outcome(NamedTuple):
+    """What a process did to get the kernel of ``CONFIG``."""
+
+    compiles: int
+    seconds: float
+    signature: str  # what the kernel says to wrong arguments
+
+
+def start(code: str, folder: Path) -> "subprocess.Popen[str]":
+    environment = os.environ | {"FLASH_ATTN_CUTE_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def outcome(process: "subprocess.Popen[str]") -> Outcome:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return Outcome(*json.loads(output))
+
+
+class Warm(NamedTuple):
+    """A folder with the kernel of ``CONFIG``, and the processes that raced to fill it."""
+
+    folder: Path
+    outcomes: list[Outcome]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    folder = tmp_path_factory.mktemp("home") / "kernels"
+    processes = [start(PROCESS, folder) for _ in range(3)]
+    return Warm(folder, [outcome(process) for process in processes])
+
+
+class Compiler:
+    """Stands in for the compiler: hands out code that was compiled before, and counts."""
+
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+        self.calls = 0
+
+    def __call__(self, config: ForwardConfig) -> bytes:
+        self.calls += 1
+        return self.code
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warm: Warm) -> Compiler:
+    """A process that has no kernel in memory, an empty folder of its own, and the stand-in for the compiler."""
+    with disk.Folder(warm.folder) as folder:
+        code = folder.read(key.name(key.identity(CONFIG)))
+    assert code is not None
+    stand_in = Compiler(code)
+    monkeypatch.setattr(cache, "_compile", stand_in)
+    monkeypatch.setattr(cache, "_kernels", {})
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
+    return stand_in
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one entry."""
+    path = tmp_path / "kernels"
+    with disk.Folder(path) as opened:
+        opened.write(NAME, IDENTITY, b"code")
+    return path
+
+
+def read(path: Path, name: str = NAME) -> bytes | None:
+    with disk.Folder(path) as opened:
+        return opened.read(name)
+
+
+def test_tests_leave_the_users_folder_alone() -> None:
+    path = settings.cache_dir()
+    assert path is not None
+    assert path.name.startswith("flash_attn_cute_tests_")
+
+
+# Processes
+
+
+def test_cold_processes_compile_once(warm: Warm) -> None:
+    """The others wait for the one that does, and all have the same kernel."""
+    assert sorted(outcome.compiles for outcome in warm.outcomes) == [0, 0, 1]
+    assert len({outcome.signature for outcome in warm.outcomes}) == 1
+    assert "bfloat16" in warm.outcomes[0].signature
+
+
+def test_warm_processes_do_not_compile(warm: Warm) -> None:
+    second = outcome(start(PROCESS, warm.folder))
+    assert second.compiles == 0
+    assert second.signature == warm.outcomes[0].signature
+    assert second.seconds < 0.5
+
+
+def test_the_lock_ends_with_its_process(folder: Path) -> None:
+    code = f"""
+import fcntl, time
+lock = open({str(folder / f"{NAME}.lock")!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(300)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    acquired = threading.Event()
+
+    def wait() -> None:
+        with disk.Folder(folder) as opened, opened.lock(NAME):
+            acquired.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert not acquired.wait(0.3)
+    holder.kill()
+    assert acquired.wait(10)
+    waiter.join()
+    holder.communicate()
+
+
+def test_the_lock_is_let_go(folder: Path) -> None:
+    with disk.Folder(folder) as opened:
+        with pytest.raises(ZeroDivisionError), opened.lock(NAME):
+            1 / 0  # noqa: B018
+        with open(folder / f"{NAME}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_threads_compile_once(compiler: Compiler) -> None:
+    kernels: list[Any] = []
+    threads = [threading.Thread(target=lambda: kernels.append(cache.forward_kernel(CONFIG))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiler.calls == 1
+    assert len(kernels) == 8
+    assert len(set(map(id, kernels))) == 1
+
+
+# Entries
+
+
+def test_round_trip(folder: Path) -> None:
+    code = os.urandom(1000) + b"\n\n" + bytes(256)
+    with disk.Folder(folder) as opened:
+        opened.write(NAME[::-1], IDENTITY, code)
+        assert opened.read(NAME[::-1]) == code
+        assert opened.read(NAME) == b"code"
+        assert opened.read("f" * 64) is None
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert {path.suffix for path in folder.iterdir()} == {".kernel"}
+
+
+def test_damaged_entries_are_unusable(folder: Path) -> None:
+    entry = folder / f"{NAME}.kernel"
+    whole = entry.read_bytes()
+    for i in range(len(whole)):
+        entry.write_bytes(whole[:i])
+        assert read(folder) is None
+        entry.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+        assert read(folder) is None
+    entry.write_bytes(whole + b"\0")
+    assert read(folder) is None
+    entry.write_bytes(whole)
+    assert read(folder) == b"code"
+
+
+def test_an_entry_under_another_name_is_unusable(folder: Path) -> None:
+    shutil.copy(folder / f"{NAME}.kernel", folder / f"{'f' * 64}.kernel")
+    assert read(folder, "f" * 64) is None
+
+
+def test_entries_of_others_are_unusable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with disk.Folder(folder) as opened:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert opened.read(NAME) is None
+        monkeypatch.undo()
+        assert opened.read(NAME) == b"code"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_entries_that_others_can_write_are_unusable(folder: Path, mode: int) -> None:
+    (folder / f"{NAME}.kernel").chmod(mode)
+    assert read(folder) is None
+
+
+def replace_by_link(entry: Path) -> None:
+    entry.rename(entry.with_suffix(".elsewhere"))
+    entry.symlink_to(entry.with_suffix(".elsewhere"))
+
+
+def replace_by_pipe(entry: Path) -> None:
+    entry.unlink()
+    os.mkfifo(entry, 0o600)
+
+
+@pytest.mark.parametrize("replace", [replace_by_link, replace_by_pipe])
+def test_entries_that_are_no_files_are_replaced(folder: Path, replace: Callable[[Path], None]) -> None:
+    entry = folder / f"{NAME}.kernel"
+    replace(entry)
+    with disk.Folder(folder) as opened:
+        assert opened.read(NAME) is None
+        opened.write(NAME, IDENTITY, b"new")
+        assert opened.read(NAME) == b"new"
+    assert stat.S_ISREG(entry.lstat().st_mode)
+
+
+def test_failed_writes_leave_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with disk.Folder(folder) as opened, pytest.raises(OSError, match="No space"):
+        opened.write("f" * 64, IDENTITY, b"code")
+    assert [path.name for path in folder.iterdir()] == [f"{NAME}.kernel"]
+
+
+def test_entries_appear_whole(folder: Path) -> None:
+    """Whatever a reader meets while an entry is written again and again, it is one of the versions."""
+    versions = [bytes([i]) * 1_000_000 for i in range(2)]
+    done = threading.Event()
+
+    def rewrite() -> None:
+        try:
+            with disk.Folder(folder) as opened:
+                for _ in range(20):
+                    for version in versions:
+                        opened.write(NAME, IDENTITY, version)
+        finally:
+            done.set()
+
+    writer = threading.Thread(target=rewrite)
+    with disk.Folder(folder) as opened:
+        writer.start()
+        seen = []
+        while not done.is_set():
+            seen.append(opened.read(NAME))
+        writer.join()
+        assert opened.read(NAME) == versions[-1]
+    assert len(seen) > 1
+    assert set(seen) <= {b"code", *versions}
+
+
+def test_files_that_vanish_are_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing of the folder and the look at them: another process clears it, too."""
+    plain = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda place: [f"{'f' * 64}.kernel", *plain(place)])
+    with disk.Folder(folder) as opened:
+        assert [entry.name for entry in opened.entries()] == [NAME]
+        assert opened.clear() == 1
+    monkeypatch.undo()
+    assert not any(folder.iterdir())
+
+
+# The folder
+
+
+def test_folders_are_made_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        disk.Folder(tmp_path / "new" / "kernels").__exit__(None, None, None)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new" / "kernels").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
+def test_folders_that_others_can_write_are_refused(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    with pytest.raises(disk.UnsafeFolderError, match=rf"{folder} can be written by others \(mode {mode:04o}\)"):
+        disk.Folder(folder)
+    folder.chmod(0o755)
+    assert read(folder) == b"code"
+
+
+def test_folders_of_others_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(disk.UnsafeFolderError, match=f"belongs to user {os.getuid()}, not to 12345"):
+        disk.Folder(folder)
+
+
+@pytest.mark.parametrize("target", ["kernels", "nowhere"])
+def test_links_are_refused(folder: Path, target: str) -> None:
+    link = folder.with_name("link")
+    link.symlink_to(folder.with_name(target))
+    with pytest.raises(disk.UnsafeFolderError, match=f"{link} is a symbolic link"):
+        disk.Folder(link)
+    assert not folder.with_name("nowhere").exists()
+
+
+def test_the_folder_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def variables(**values: str) -> None:
+        for name in ("FLASH_ATTN_CUTE_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    variables(FLASH_ATTN_CUTE_CACHE_DIR=str(tmp_path), XDG_CACHE_HOME="/xdg")
+    assert settings.cache_dir() == tmp_path
+    variables(FLASH_ATTN_CUTE_CACHE_DIR="0")
+    assert settings.cache_dir() is None
+    for wrong in ("", "relative", "~/kernels"):
+        variables(FLASH_ATTN_CUTE_CACHE_DIR=wrong)
+        with pytest.raises(ValueError, match=f"expected an absolute path or 0, got '{wrong}'"):
+            settings.cache_dir()
+    variables(XDG_CACHE_HOME="/xdg", HOME="/home/me")
+    assert settings.cache_dir() == Path("/xdg/flash_attn_cute")
+    for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        variables(HOME="/home/me", **ignored)
+        assert settings.cache_dir() == Path("/home/me/.cache/flash_attn_cute")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where there is no home
+    with pytest.raises(FileNotFoundError, match="no home folder"):
+        settings.cache_dir()
+
+
+# Kernels out of the folder
+
+
+def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cache.forward_kernel(CONFIG)
+    assert cache.forward_kernel(CONFIG) is first
+    monkeypatch.setattr(cache, "_kernels", {})
+    again = cache.forward_kernel(CONFIG)
+    assert again is not first
+    assert compiler.calls == 1
+    for kernel in (first, again):
+        with pytest.raises(TypeError, match="bfloat16"):
+            kernel(0)
+
+
+def test_kernels_with_one_symbol_are_apart(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every object file calls its kernel the same; here two of them differ in rank."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    monkeypatch.setattr(cache, "_kernels", {})
+    before = cache.compile_count()
+    packed = cache.forward_kernel(forward_config("float16", 64, 64, packed=True))
+    dense = cache.forward_kernel(CONFIG)
+    assert cache.compile_count() == before + 1
+    with pytest.raises(TypeError, match=r"Tensor\(\[n0, n1, n2\], float16\)"):
+        packed(0)
+    with pytest.raises(TypeError, match=r"Tensor\(\[n0, n1, n2, n3\], bfloat16\)"):
+        dense(0)
+
+
+def test_damaged_kernels_are_compiled_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.forward_kernel(CONFIG)
+    path = settings.cache_dir()
+    assert path is not None
+    (entry,) = path.glob("*.kernel")
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-1])
+    for calls in (2, 2):  # made again, and found again
+        monkeypatch.setattr(cache, "_kernels", {})
+        cache.forward_kernel(CONFIG)
+        assert compiler.calls == calls
+    assert entry.read_bytes() == whole
+
+
+def test_unsafe_folders_raise(compiler: Compiler, tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    with pytest.raises(disk.UnsafeFolderError, match="FLASH_ATTN_CUTE_CACHE_DIR: the cache folder"):
+        cache.forward_kernel(CONFIG)
+    assert compiler.calls == 0
+
+
+def no_home(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLASH_ATTN_CUTE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+
+
+def no_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text("a file")
+
+
+def no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / f"{key.name(key.identity(CONFIG))}.lock").mkdir(parents=True)
+
+
+def no_space(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.Folder, "write", write)
+
+
+@pytest.mark.parametrize("failure", [no_home, no_folder, no_lock, no_space])
+def test_failing_disks_cost_a_warning(
+    compiler: Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Callable[[Path, pytest.MonkeyPatch], None],
+) -> None:
+    failure(tmp_path / "kernels", monkeypatch)
+    with pytest.warns(cache.NotKeptWarning, match="not kept on disk .*set FLASH_ATTN_CUTE_CACHE_DIR") as warned:
+        kernel = cache.forward_kernel(CONFIG)
+    assert len(warned) == 1
+    assert cache.forward_kernel(CONFIG) is kernel
+    assert compiler.calls == 1
+
+
+def test_a_warm_folder_need_not_be_writable(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.forward_kernel(CONFIG)
+    monkeypatch.setattr(cache, "_kernels", {})
+    # Permissions would not stop root.
+    plain = os.open
+
+    def read_only(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(30, "Read-only file system")
+        return plain(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    cache.forward_kernel(CONFIG)
+    assert compiler.calls == 1
+
+
+def test_the_disk_can_be_left_out(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
+    kernel = cache.forward_kernel(CONFIG)
+    assert cache.forward_kernel(CONFIG) is kernel
+    assert compiler.calls == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_edited_sources_are_not_kept(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled after an edit may be of either version."""
+    monkeypatch.setattr(key, "_hash_sources", lambda: "another")
+    cache.forward_kernel(CONFIG)
+    assert not list((tmp_path / "kernels").glob("*.kernel"))
+
+
+# Names
+
+
+def test_every_field_is_in_the_name() -> None:
+    fields = dataclasses.asdict(CONFIG)
+    names = {key.name(key.identity(CONFIG))}
+    for field, value in fields.items():
+        other = "float16" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+        names.add(key.name(key.identity(ForwardConfig(**fields | {field: other}))))
+    assert len(names) == 1 + len(fields)
+
+
+def test_other_kinds_have_other_names() -> None:
+    fields = dataclasses.asdict(CONFIG)
+    other = dataclasses.make_dataclass("BackwardConfig", list(fields), frozen=True)(**fields)
+    assert key.name(key.identity(other)) != key.name(key.identity(CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        ("importlib.metadata.version", lambda distribution: "4.8.99" if distribution.endswith("cu13") else "4.8.1"),
+        ("cutlass.CUDA_VERSION", type("Version", (), {"major": 99, "minor": 0})),
+        ("platform.machine", lambda: "riscv64"),
+        ("flash_attn_cute.jit.key._processor_features", lambda: "flags : of another processor"),
+        ("sys.implementation.cache_tag", "cpython-399"),
+    ],
+)
+def test_compiler_and_host_are_in_the_name(place: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget() -> None:
+        key._compiler.cache_clear()
+        key._host.cache_clear()
+
+    name = key.name(key.identity(CONFIG))
+    forget()
+    assert key.name(key.identity(CONFIG)) == name
+    forget()
+    monkeypatch.setattr(place, change)
+    changed = key.name(key.identity(CONFIG))
+    monkeypatch.undo()
+    forget()
+    assert changed != name
+
+
+def test_compiler_settings_are_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = key.name(key.identity(CONFIG))
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert key.name(key.identity(CONFIG)) != name
+
+
+def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(key._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(key, "_PACKAGE", package)
+    assert key.sources_unchanged()
+    with open(package / "ops.py", "a") as file:
+        file.write("# says nothing about kernels\n")
+    assert key.sources_unchanged()
+    for path in ("kernels/common/softmax.py", "kernels/sm90/config.py", "jit/compile.py", "jit/code.py"):
+        before = (package / path).read_text()
+        (package / path).write_text(before + "\n")
+        assert not key.sources_unchanged()
+        (package / path).write_text(before)
+    (package / "kernels/new.py").touch()
+    assert not key.sources_unchanged()
+    (package / "kernels/new.py").unlink()
+    (package / "kernels/common/mask.py").rename(package / "kernels/common/masks.py")
+    assert not key.sources_unchanged()
+
+    monkeypatch.undo()
+    name = key.name(key.identity(CONFIG))
+    monkeypatch.setattr(key, "_SOURCES", "another")
+    assert key.name(key.identity(CONFIG)) != name
+
+
+# The command line
+
+
+def test_list(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["list"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/kernels: 0 kernels, 0.0 MB\n"
+    assert not (tmp_path / "kernels").exists()
+
+    cache.forward_kernel(CONFIG)
+    (tmp_path / "kernels" / f"{NAME}.kernel").write_text("damaged")
+    (tmp_path / "kernels" / "notes.txt").write_text("not an entry")
+    assert command.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 kernels" in lines[0]
+    assert len(lines) == 3
+    for part in ("sm90.config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "zero_padding", "DSL 4.8", "CUDA 1"):
+        assert part in lines[1]
+    assert "packed" not in lines[1]
+    assert time.strftime("%Y-%m-%d") in lines[1]
+    assert "unusable" in lines[2]
+
+
+def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is not ours stays: it may be somebody's home that the variable names."""
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    ours = [f"{NAME}.kernel", f"{NAME}.lock", f"{NAME}.{'0' * 16}.tmp"]
+    others = ["notes.txt", "short.kernel", f"{NAME}.kernel.bak", f"x{NAME}.kernel", f"{NAME}.tmp"]
+    for name in ours + others:
+        (folder / name).touch()
+    assert command.main(["clear"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(others)
+    assert capsys.readouterr().out == f"{folder}: 1 kernels removed\n"
+    shutil.rmtree(folder)
+    assert command.main(["clear"]) == 0
+    assert capsys.readouterr().out == f"{folder}: 0 kernels removed\n"
+
+
+def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
+    arguments = ["warm", "--head-dims", "64", "40", "--masks", "full", "--layouts", "dense", "--jobs", "1"]
+    assert command.main(arguments) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("was there")
+    assert "tile_d=64" in line
+
+
+def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where calls would go on with a warning, there is nothing left to do."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "file"))
+    assert command.main(["warm", "--head-dims", "64", "--masks", "full", "--layouts", "dense"]) == 1
+    assert "not kept on disk" in capsys.readouterr().err
+
+
+def test_what_is_warmed() -> None:
+    def configs(*arguments: str) -> list[ForwardConfig]:
+        return command.configurations(command.parser().parse_args(["warm", *arguments]))
+
+    assert set(configs()) == {
+        forward_config("bfloat16", d, d, packed=packed, has_right=causal)
+        for d in (64, 128)
+        for packed in (False, True)
+        for causal in (False, True)
+    }
+    assert {config.group for config in configs("--groups", "1", "8")} == {1, 8}
+    one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16")
+    assert configs("--head-dims", "192:128", *one) == [
+        forward_config("float16", 192, 128, has_left=True, has_right=True)
+    ]
+    assert configs("--head-dims", "8", "--features", "seqused_q", "sink", "unwritten_padding", *one) == [
+        forward_config(
+            "float16",
+            8,
+            8,
+            packed=True,
+            has_seqused_q=True,
+            has_sink=True,
+            has_left=True,
+            has_right=True,
+            zero_padding=False,
+        )
+    ]
+    everything = configs(
+        "--head-dims", *map(str, HEAD_DIMS), "--dtypes", "bfloat16", "float16", "--masks", *command.MASKS
+    )
+    assert len(everything) == len(HEAD_DIMS) * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--head-dims", value) for value in ("0", "12", "264", "64:", "64:64:64", "d")),
+        *(("--groups", value) for value in ("0", "3", "128", "x")),
+        ("--jobs", "0"),
+        ("--masks", "round"),
+    ],
+)
+def test_wrong_options(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.parser().parse_args(["warm", option, value])
+    assert stopped.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["list", "warm", "clear"])
+@pytest.mark.parametrize(("value", "complaint"), [("0", "while it is 0"), ("here", "an absolute path")])
+def test_commands_need_a_folder(
+    name: str, value: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", value)
+    assert command.main([name]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_commands_refuse_unsafe_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+    folder.chmod(0o777)
+    for name in ("list", "clear"):
+        assert command.main([name]) == 1
+        assert "can be written by others" in capsys.readouterr().err
+    assert (folder / f"{NAME}.kernel").exists()
+
+
+# On a GPU
+
+CALL = """
+import json, time
+import cutlass.cute.runtime, torch, tvm_ffi
+from flash_attn_cute import flash_attn_func
+from flash_attn_cute.jit import cache
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
+start = time.perf_counter()
+out = flash_attn_func(q, k, v, backend="sm90")
+torch.cuda.synchronize()
+seconds = time.perf_counter() - start
+print(json.dumps([cache.compile_count(), seconds, out.view(torch.int16).cpu().numpy().tobytes().hex()]))
+"""
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_first_call_of_a_warm_process(tmp_path: Path) -> None:
+    """The same bits as where the kernel was compiled, and soon."""
+    cold, warm = (outcome(start(CALL, tmp_path / "kernels")) for _ in range(2))
+    assert (cold.compiles, warm.compiles) == (1, 0)
+    assert cold.signature == warm.signature
+    assert warm.seconds < 0.5
