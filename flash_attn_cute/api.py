@@ -4,8 +4,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from flash_attn_cute import dispatch, ops, validate
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute import ops, plan, validate
+from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Any
@@ -80,17 +80,8 @@ def flash_attn_func(
         zero_padding=zero_padding,
         backend=backend,
     )
-    inputs = validate.check_dense(
-        q,
-        k,
-        v,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        learnable_sink=learnable_sink,
-        mask=mask,
-        bias=bias,
-    )
-    return _attend(inputs, options, backend, return_lse)
+    tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
+    return _attend(tensors, (), options, backend, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -167,24 +158,19 @@ def flash_attn_varlen_func(
         zero_padding=zero_padding,
         backend=backend,
     )
-    inputs = validate.check_packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        learnable_sink=learnable_sink,
-        mask=mask,
-        bias=bias,
+    bounds = (
+        validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
+        validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    return _attend(inputs, options, backend, return_lse)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias)
+    return _attend(tensors, bounds, options, backend, return_lse)
 
 
-def _attend(inputs: AttentionInputs, options: Options, backend: str | None, return_lse: bool) -> Result:
-    selection = dispatch.select(AttentionSpec.of(inputs, options), inputs.q.device, backend)
-    out, lse = ops.attention(inputs, options, selection.name)
+def _attend(
+    tensors: plan.Tensors, bounds: plan.Bounds, options: Options, backend: str | None, return_lse: bool
+) -> Result:
+    watched = ops.is_watched(tensors)
+    chosen = (plan.make if watched else plan.recall)(tensors, bounds, options, backend)
+    inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens))
+    out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     return (out, lse) if return_lse else out

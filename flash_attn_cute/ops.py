@@ -1,19 +1,32 @@
-"""The two custom operators behind the API, their fakes, and the autograd formula between them.
+"""The way from a valid call to a backend: two custom operators, or the same code without them.
 
 ``flash_attn_cute::forward`` and ``flash_attn_cute::backward`` are opaque to torch.compile, which sees only the
 fakes, and compiles anew for a scale or softcap that it has not seen. Operator schemas know nothing but tensors and
 numbers, so a call crosses them flattened: the fields of ``AttentionInputs`` in their order, those of ``Options`` in
 theirs, and the backend's name.
+
+An operator takes the host longer than many a kernel takes the device. Where nobody is there to see it, as in all
+plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _any_requires_grad,
+    _dispatch_keys,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_local_include_set,
+    _is_torch_function_mode_enabled,
+)
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from flash_attn_cute import dispatch, profiling, settings
-from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.backends.base import Backend, Gradients
 from flash_attn_cute.sequences import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
@@ -25,7 +38,7 @@ _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
     "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, str backend"
 )
-_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionInputs))
+_FIELDS = AttentionInputs._fields
 _NUM_TENSORS = _FIELDS.index("max_seqlen_q")
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
 
@@ -37,14 +50,79 @@ torch.library.define(
 )
 
 
-def attention(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
-    """Out and lse of one valid call by the named backend, differentiable."""
-    result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(
-        *(getattr(inputs, name) for name in _FIELDS),
-        *options,
-        backend,
-    )
-    return result
+def attention(
+    inputs: AttentionInputs, options: Options, spec: AttentionSpec, backend: str, *, watched: bool
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of one valid call by the named backend, differentiable.
+
+    Raises:
+        NotImplementedError: an input carries a tangent of forward-mode differentiation.
+    """
+    leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
+    # Not all that follows would refuse tangents; some would take them for zero.
+    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
+        raise NotImplementedError("flash_attn_cute: forward-mode derivatives of attention are not implemented")
+    if watched:
+        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*inputs, *options, backend)
+        return result
+    if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
+        return _record(*leaves, (inputs, options, spec, backend))
+    return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _below_autograd() -> bool:
+    """Whether the dispatcher would skip autograd, as it does within a ``__torch_dispatch__`` or another operator."""
+    return _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
+
+
+def _key_bits(*keys: DispatchKey) -> int:
+    bits = 0
+    for key in keys:
+        bits |= DispatchKeySet(key).raw_repr()
+    return bits
+
+
+_PLAIN_TYPES = frozenset({Tensor, Parameter})
+# What the dispatcher would do for a plain tensor on these devices: run a kernel and, for our operators, autograd.
+_PLAIN_KEYS = _key_bits(
+    DispatchKey.CPU,
+    DispatchKey.CUDA,
+    DispatchKey.BackendSelect,
+    DispatchKey.ADInplaceOrView,
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutocastCPU,
+    DispatchKey.AutocastCUDA,
+)
+
+
+def is_watched(tensors: tuple[Any, ...]) -> bool:
+    """Whether anything but autograd and a backend would act on an operator called with these tensors (or None).
+
+    No single place in PyTorch knows of all that could, so several are asked:
+
+    - Dynamo, which reads this Python code and has to find the operator in it, takes ``is_compiling`` for a constant.
+    - Subclasses and modes with ``__torch_function__``. ``torch.set_default_device`` is such a mode.
+    - The dispatcher, whose steps are in the dispatch keys of the tensors and of this thread. A mode with
+      ``__torch_dispatch__`` (fake tensors, make_fx, export, selective checkpointing, FLOP counters), a transform of
+      torch.func, functionalization and torch.jit.trace each put a key into the thread. Lazily negated tensors,
+      wrappers that have outlived their transform, other layouts and other devices have keys of their own.
+
+    What is no tensor counts as watched, too: validation comes later.
+    """
+    if torch.compiler.is_compiling() or _is_torch_function_mode_enabled():
+        return True
+    keys = _dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        if x is not None:
+            if type(x) not in _PLAIN_TYPES:
+                return True
+            keys |= _dispatch_keys(x).raw_repr()
+    return keys & ~_PLAIN_KEYS != 0
 
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
@@ -53,15 +131,35 @@ def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInp
     return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, Options(*options)), inputs
 
 
-@torch.library.impl("flash_attn_cute::forward", "default")
-def _forward(*call: Any) -> tuple[Tensor, Tensor]:
-    backend, spec, inputs = _unpack(call)
-    if settings.check_data():
+def _run_forward(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    if (spec.packed or spec.has_seqused) and settings.check_data():
         read_sequences(inputs)
     run = backend.forward
     if settings.nvtx():
         run = profiling.marked(f"forward {backend.name}", run)
     return run(spec, inputs)
+
+
+def _run_backward(
+    backend: Backend,
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    need_dbias: bool,
+    need_dsink: bool,
+) -> Gradients:
+    run = backend.backward
+    if settings.nvtx():
+        run = profiling.marked(f"backward {backend.name}", run)
+    return run(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
+
+
+@torch.library.impl("flash_attn_cute::forward", "default")
+def _forward(*call: Any) -> tuple[Tensor, Tensor]:
+    return _run_forward(*_unpack(call))
 
 
 @torch.library.register_fake("flash_attn_cute::forward")
@@ -81,11 +179,7 @@ def _backward(
     need_dsink: bool,
     *call: Any,
 ) -> tuple[Tensor, ...]:
-    backend, spec, inputs = _unpack(call)
-    run = backend.backward
-    if settings.nvtx():
-        run = profiling.marked(f"backward {backend.name}", run)
-    *grads, dbias, dsink = run(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
+    *grads, dbias, dsink = _run_backward(*_unpack(call), out, lse, dout, dlse, need_dbias, need_dsink)
     absent = lse.new_empty(0)
     return *grads, absent if dbias is None else dbias, absent.clone() if dsink is None else dsink
 
@@ -106,23 +200,33 @@ def _fake_backward(
     return tuple(x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v, dbias, dsink))
 
 
+def _call_backward(
+    saved: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    need_dbias: bool,
+    need_dsink: bool,
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = saved
+    dq, dk, dv, dbias, dsink = torch.ops.flash_attn_cute.backward(
+        out, lse, dout, dlse, need_dbias, need_dsink, *tensors, *numbers
+    )
+    return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.numbers = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)
+    ctx.numbers = inputs[_NUM_TENSORS:]
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[-2]) if dout is None else dout
     need_dbias, need_dsink = ctx.needs_input_grad[_BIAS], ctx.needs_input_grad[_SINK]
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias, dsink = torch.ops.flash_attn_cute.backward(
-        out, lse, dout, dlse, need_dbias, need_dsink, *tensors, *ctx.numbers
-    )
     grads: list[Tensor | None] = [None] * (_NUM_TENSORS + len(ctx.numbers))
-    grads[:3] = dq, dk, dv
-    grads[_BIAS] = dbias if need_dbias else None
-    grads[_SINK] = dsink if need_dsink else None
+    *grads[:3], grads[_BIAS], grads[_SINK] = _call_backward(saved, ctx.numbers, dout, dlse, need_dbias, need_dsink)
     return tuple(grads)
 
 
@@ -132,3 +236,41 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("flash_attn_cute::backward", _refuse)
+
+
+class FlashAttention(torch.autograd.Function):
+    """What autograd records of an unwatched call, and the name that a profile shows."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Runs the call, the last argument; before it come its leaves, for autograd to see."""
+        inputs, options, spec, backend = arguments[-1]
+        output = _run_forward(dispatch.BACKENDS[backend], spec, inputs)
+        ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[_NUM_TENSORS:], options, spec, backend
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the leaves: q, k, v, learnable_sink and bias."""
+        saved = ctx.saved_tensors
+        bounds, options, spec, backend = ctx.call
+        *tensors, out, lse = saved
+        dout = torch.zeros_like(out) if dout is None else dout
+        need_dsink, need_dbias = ctx.needs_input_grad[3:5]
+        grads: tuple[Tensor | None, ...]
+        # Gradients that may be differentiated again come from the operator, which knows how to refuse.
+        if torch.is_grad_enabled() or is_watched((*saved, dout, dlse)):
+            grads = _call_backward(saved, (*bounds, *options, backend), dout, dlse, need_dbias, need_dsink)
+        else:
+            inputs = AttentionInputs(*tensors, *bounds)
+            grads = _run_backward(
+                dispatch.BACKENDS[backend], spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink
+            )
+        dq, dk, dv, dbias, dsink = grads
+        return dq, dk, dv, dsink, dbias, None
+
+
+# All that ``Function.apply`` adds to this is care for torch.func's transforms, which ``is_watched`` has ruled out.
+_record = super(torch.autograd.Function, FlashAttention).apply

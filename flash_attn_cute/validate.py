@@ -31,13 +31,13 @@ def check_options(
     backend: str | None,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
-    flags = {
-        "causal": causal,
-        "deterministic": deterministic,
-        "return_lse": return_lse,
-        "zero_padding": zero_padding,
-    }
-    for name, flag in flags.items():
+    flags = (
+        ("causal", causal),
+        ("deterministic", deterministic),
+        ("return_lse", return_lse),
+        ("zero_padding", zero_padding),
+    )
+    for name, flag in flags:
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected a bool, got {flag!r}")
     if backend is not None and not isinstance(backend, str):
@@ -48,12 +48,10 @@ def check_options(
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = _check_window(window_size)
-    if causal:
-        right = 0
     return Options(
         None if softmax_scale is None else float(softmax_scale),
         left,
-        right,
+        0 if causal else right,
         float(softcap),
         deterministic,
         zero_padding,
@@ -92,8 +90,8 @@ def check_packed(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     *,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
@@ -101,7 +99,10 @@ def check_packed(
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> AttentionInputs:
-    """Checks the tensors of a packed call."""
+    """Checks the tensors of a packed call, whose bounds ``check_max_seqlen`` has checked.
+
+    No length exceeds the number of rows, which stands in for a bound that is not known.
+    """
     _check_qkv(q, k, v, ("total_q", "nheads", "d"), ("total_k", "nheads_k", "d"))
     total_q, nheads, _ = q.shape
     _check_tensor("cu_seqlens_q", cu_seqlens_q, q)
@@ -113,12 +114,9 @@ def check_packed(
     _check_int32("cu_seqlens_k", cu_seqlens_k, q, "batch + 1", offsets)
     _check_int32("seqused_q", seqused_q, q, "batch", offsets - 1)
     _check_int32("seqused_k", seqused_k, q, "batch", offsets - 1)
-    bound_q = _check_max_seqlen("max_seqlen_q", max_seqlen_q, total_q)
-    bound_k = _check_max_seqlen("max_seqlen_k", max_seqlen_k, k.shape[0])
     _check_sink(learnable_sink, q)
-    # A bound that stays on the device is not compared: the keys' dimension of mask and bias stands as it is.
-    keys = None if isinstance(max_seqlen_k, Tensor) else bound_k
-    dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": keys}
+    # Without a bound the keys' dimension of mask and bias stands as it is.
+    dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": max_seqlen_k}
     _check_mask(mask, q, dims)
     _check_bias(bias, q, dims)
     return AttentionInputs(
@@ -132,13 +130,29 @@ def check_packed(
         learnable_sink,
         mask,
         bias,
-        bound_q,
-        bound_k,
+        total_q if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
     )
 
 
+def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
+    """Checks one bound of a packed call; None for a tensor, which may be on the device and is never read."""
+    if isinstance(value, Tensor):
+        if value.ndim or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: expected an int or a 0-d int32 or int64 tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
+    if not 0 <= value <= _MAX_INT32:
+        raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {value}")
+    return value
+
+
 def _check_number(name: str, value: object, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}: expected {expected}, got {value}")
@@ -146,31 +160,19 @@ def _check_number(name: str, value: object, expected: str) -> None:
 
 def _check_window(window_size: Window) -> Window:
     expected = "a pair (left, right), each an int or None"
-    if not isinstance(window_size, tuple | list):
+    if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
     if len(window_size) != 2:
         raise ValueError(f"window_size: expected {expected}, got {window_size!r}")
     for side in window_size:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
-    left, right = (None if side is None or not 0 <= side < _MAX_INT32 else side for side in window_size)
-    return left, right
+    left, right = window_size
+    return _bounded(left), _bounded(right)
 
 
-def _check_max_seqlen(name: str, value: int | Tensor, total: int) -> int:
-    """The bound as an int; for one that stays on the device, the number of rows, which no length exceeds."""
-    if isinstance(value, Tensor):
-        if value.ndim or value.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name}: expected an int or a 0-d int32 or int64 tensor, "
-                f"got {value.dtype} of shape {tuple(value.shape)}"
-            )
-        return total
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
-    if not 0 <= value <= _MAX_INT32:
-        raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {value}")
-    return value
+def _bounded(side: int | None) -> int | None:
+    return None if side is None or not 0 <= side < _MAX_INT32 else side
 
 
 def _check_tensor(name: str, x: object, q: Tensor) -> None:

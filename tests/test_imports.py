@@ -13,7 +13,7 @@ ROOT = Path(flash_attn_cute.__file__).parent
 LEVELS = [
     {"distributed", "integrations", "demo"},
     {"api"},
-    {"validate", "ops"},
+    {"validate", "plan", "ops"},
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},

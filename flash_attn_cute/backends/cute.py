@@ -6,6 +6,8 @@ inherited.
 
 import functools
 import importlib.util
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -65,6 +67,10 @@ class Sm90Backend(PortableBackend):
         return out, lse
 
 
+# PyTorch's own function looks for the driver and the device again each time.
+_device_properties = functools.cache(torch.cuda.get_device_properties)
+
+
 def _forward_as_packed(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor) -> tuple[Tensor, Tensor]:
     """A dense batch with padding is packed sequences whose slots are of one size."""
     batch, seqlen_q, nheads, _ = inputs.q.shape
@@ -94,16 +100,8 @@ def _launch(
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     longest = inputs.max_seqlen_q if spec.packed else inputs.q.shape[1]
     group = _group(spec, longest)
-    config = _config(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None, group)
-    kernel = cache.forward_kernel(config)
+    kernel, persistent = _kernel(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None, group)
     sink = inputs.learnable_sink
-    bytes_a_head = 2 * k.shape[-3] * (spec.head_dim + spec.head_dim_v)
-    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
-    pairs = spec.nheads // group * (1 if packed else q.shape[0])
-    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // group // spec.nheads_k)))
-    heads_in_cache = -(-pairs // sections)
-    # No window need be wider than this, and the kernel adds positions to it in 32 bits.
-    widest = q.shape[-3] + k.shape[-3]
     arguments = (
         _aligned(q),
         _aligned(k),
@@ -115,13 +113,9 @@ def _launch(
         inputs.seqused_q,
         inputs.seqused_k,
         None if sink is None else sink.float(),
-        spec.softmax_scale or _NEARLY_ZERO,
-        spec.softcap,
-        min(spec.window_left or 0, widest),
-        min(spec.window_right or 0, widest),
-        heads_in_cache,
-        _next_tile(q.device) if config.persistent else None,
-        torch.cuda.get_device_properties(q.device).multi_processor_count,
+        *_numbers(spec, packed, group, q.shape, k.shape),
+        _next_tile(q.device) if persistent else None,
+        _device_properties(q.device).multi_processor_count,
     )
     kernel(arguments)
 
@@ -133,14 +127,39 @@ def _next_tile(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)  # without making a Stream of it
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return counter
 
 
-@functools.lru_cache(maxsize=1024)  # bounded: a spec holds numbers that can change with every call
+# Caches are bounded, for specs and shapes hold numbers that can change with every call.
+@functools.lru_cache(maxsize=1024)
+def _kernel(
+    spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int
+) -> tuple[Callable[..., None], bool]:
+    """The kernel that serves a call, and whether it is persistent."""
+    config = _config(spec, packed, has_seqused_q, has_seqused_k, group)
+    return cache.forward_kernel(config), config.persistent
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(
+    spec: AttentionSpec, packed: bool, group: int, q_shape: torch.Size, k_shape: torch.Size
+) -> tuple[float, float, int, int, int]:
+    """The kernel's arguments from softmax_scale to heads_in_cache."""
+    bytes_a_head = 2 * k_shape[-3] * (spec.head_dim + spec.head_dim_v)
+    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
+    pairs = spec.nheads // group * (1 if packed else q_shape[0])
+    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // group // spec.nheads_k)))
+    heads_in_cache = -(-pairs // sections)
+    # No window need be wider than this, and the kernel adds positions to it in 32 bits.
+    widest = q_shape[-3] + k_shape[-3]
+    left, right = min(spec.window_left or 0, widest), min(spec.window_right or 0, widest)
+    return spec.softmax_scale or _NEARLY_ZERO, spec.softcap, left, right, heads_in_cache
+
+
 def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int) -> ForwardConfig:
     return forward_config(
         _DTYPES[spec.dtype],
@@ -167,6 +186,6 @@ def _group(spec: AttentionSpec, seqlen_q: int) -> int:
 def _aligned(x: Tensor) -> Tensor:
     """X itself if TMA can read it, else a copy: data and all strides but the last in multiples of 16 bytes."""
     per_vector = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and all(stride % per_vector == 0 for stride in x.stride()[:-1]):
+    if x.data_ptr() % 16 == 0 and math.gcd(per_vector, *x.stride()[:-1]) == per_vector:
         return x
     return x.clone(memory_format=torch.contiguous_format)

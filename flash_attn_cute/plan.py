@@ -1,0 +1,70 @@
+"""What a call comes to, found out once for all calls that look alike.
+
+Whether tensors are valid, what they ask for and which backend serves them follows from how they look and from the
+options; and a model makes the same call in layer after layer. To find out takes the host several times as long as to
+look, so the plans of valid calls are kept. An invalid call leaves nothing behind.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+from flash_attn_cute import dispatch, validate
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+# The tensors of ``AttentionInputs`` in their order, not yet checked.
+Tensors: TypeAlias = tuple[Any, ...]
+# (max_seqlen_q, max_seqlen_k) of a packed call, as ``validate.check_max_seqlen`` gives them; nothing for a dense one.
+Bounds: TypeAlias = tuple[int | None, ...]
+
+_KEPT_AT_MOST = 1024  # lengths may change with every call
+_kept: dict[tuple[Any, ...], "Plan"] = {}
+
+
+class Plan(NamedTuple):
+    """What a call asks for, the name of the backend that serves it, and max_seqlen_q and max_seqlen_k."""
+
+    spec: AttentionSpec
+    backend: str
+    max_seqlens: tuple[int, int]
+
+
+def make(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None) -> Plan:
+    """The plan of any call, found out.
+
+    Raises:
+        TypeError: a tensor of the wrong type or dtype.
+        ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call.
+    """
+    inputs = _check(tensors, bounds)
+    spec = AttentionSpec.of(inputs, options)
+    selection = dispatch.select(spec, inputs.q.device, backend)
+    return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
+
+
+def recall(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None) -> Plan:
+    """The same from memory, if a call that looks alike has been here; for unwatched tensors (``ops.is_watched``).
+
+    Those are strided and have numbers for sizes, so four properties are all that checks and backends can go by.
+    """
+    looks = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    key = (looks, bounds, options, backend, *dispatch.BACKENDS.values())
+    plan = _kept.get(key)
+    if plan is None:
+        plan = make(tensors, bounds, options, backend)
+        if len(_kept) >= _KEPT_AT_MOST:
+            _kept.clear()
+        _kept[key] = plan
+    return plan
+
+
+def _check(tensors: Tensors, bounds: Bounds) -> AttentionInputs:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias = tensors
+    extras = {
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "learnable_sink": learnable_sink,
+        "mask": mask,
+        "bias": bias,
+    }
+    if bounds:
+        return validate.check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, **extras)
+    return validate.check_dense(q, k, v, **extras)
