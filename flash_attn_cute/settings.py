@@ -2,7 +2,7 @@
 
 FLASH_ATTN_CUTE_CHECK=1  Read cu_seqlens and seqused on every call, whatever the backend, and raise
                          ValueError where they contradict the tensors. Debugging only: on a GPU it
-                         waits for the device.
+                         waits for the device. Read once, by the first call with offsets.
 FLASH_ATTN_CUTE_NVTX=1   NVTX ranges around every forward and backward pass and around compiling, for
                          the timelines of profilers. Needs a PyTorch built with CUDA. Read once, by
                          the first call.
@@ -18,6 +18,8 @@ import os
 from pathlib import Path
 
 
+# Both switches are read once: os.environ takes longer than a call can spare for something that is off.
+@functools.cache
 def check_data() -> bool:
     """Whether every call verifies the values of its offsets (``FLASH_ATTN_CUTE_CHECK``).
 
@@ -27,7 +29,7 @@ def check_data() -> bool:
     return _switch("FLASH_ATTN_CUTE_CHECK")
 
 
-@functools.cache  # os.environ takes longer than a call can spare for something that is off
+@functools.cache
 def nvtx() -> bool:
     """Whether passes and compiling are marked with NVTX ranges (``FLASH_ATTN_CUTE_NVTX``).
 

@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+from flash_attn_cute import settings
+
 # Workers that share the machine's cores leave them to one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -45,6 +47,16 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def _settings_reread() -> Iterator[None]:
+    """Environment variables are read anew, before the test and after it."""
+    for setting in (settings.check_data, settings.nvtx):
+        setting.cache_clear()
+    yield
+    for setting in (settings.check_data, settings.nvtx):
+        setting.cache_clear()
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

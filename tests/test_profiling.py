@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, profiling, settings
+from flash_attn_cute import dispatch, profiling
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
@@ -18,15 +18,7 @@ CONFIG = ForwardConfig("bfloat16", 192, 128, 128, 96, 2, 1, *([False] * 8))
 
 
 @pytest.fixture
-def _reread() -> Iterator[None]:
-    """The variable is read anew, before the test and after it."""
-    settings.nvtx.cache_clear()
-    yield
-    settings.nvtx.cache_clear()
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch, _reread: None) -> Iterator[list[str]]:
+def events(monkeypatch: pytest.MonkeyPatch, _settings_reread: None) -> Iterator[list[str]]:
     """Ranges are on; what was pushed (+ and its name) and popped (-). In the end nothing may be left open."""
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"+{name}"))
@@ -133,7 +125,7 @@ def test_range_encloses_compiling(events: list[str], monkeypatch: pytest.MonkeyP
     assert events == ["+flash_attn_cute compile forward d192/128", "+compiles", "-", "-"]
 
 
-@pytest.mark.usefixtures("_reread")
+@pytest.mark.usefixtures("_settings_reread")
 def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is pushed, and every block gets the one object that does nothing."""
 
@@ -146,7 +138,7 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiling.span("a") is profiling.span("b")
 
 
-@pytest.mark.usefixtures("_reread")
+@pytest.mark.usefixtures("_settings_reread")
 def test_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_NVTX", "on")
     with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_NVTX: expected 0 or 1, got 'on'"):
@@ -163,7 +155,7 @@ def has_nvtx() -> bool:
 
 
 @pytest.mark.skipif(has_nvtx(), reason="this PyTorch has NVTX")
-@pytest.mark.usefixtures("_reread")
+@pytest.mark.usefixtures("_settings_reread")
 def test_without_nvtx_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_NVTX", "1")
     with pytest.raises(RuntimeError, match="FLASH_ATTN_CUTE_NVTX: expected 0, as this PyTorch has no NVTX"):
@@ -171,7 +163,7 @@ def test_without_nvtx_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not has_nvtx(), reason="this PyTorch has no NVTX")
-@pytest.mark.usefixtures("_reread")
+@pytest.mark.usefixtures("_settings_reread")
 def test_real_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own functions take the names, and close what they opened."""
     monkeypatch.setenv("FLASH_ATTN_CUTE_NVTX", "1")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, sequences, validate
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, sequences, settings, validate
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.spec import AttentionSpec, Feature, Options
 
@@ -207,6 +207,7 @@ def test_max_seqlen_may_stay_on_the_device() -> None:
         assert torch.equal(flash_attn_varlen_func(**call | {"max_seqlen_q": bound, "max_seqlen_k": bound}), expected)
 
 
+@pytest.mark.usefixtures("_settings_reread")
 def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLASH_ATTN_CUTE_CHECK=1 verifies the offsets before the backend runs; anything but 0 and 1 is refused."""
 
@@ -219,9 +220,11 @@ def test_check_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="launched"):
         flash_attn_varlen_func(**call)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
+    settings.check_data.cache_clear()
     with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets that never decrease"):
         flash_attn_varlen_func(**call)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "yes")
+    settings.check_data.cache_clear()
     with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_CHECK: expected 0 or 1, got 'yes'"):
         flash_attn_varlen_func(**call)
 

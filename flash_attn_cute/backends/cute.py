@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
@@ -140,6 +139,8 @@ def _kernel(
     spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int
 ) -> tuple[Callable[..., None], bool]:
     """The kernel that serves a call, and whether it is persistent."""
+    from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
+
     config = _config(spec, packed, has_seqused_q, has_seqused_k, group)
     return cache.forward_kernel(config), config.persistent
 

@@ -1,9 +1,11 @@
 """From a configuration to a callable: fake tensors in, compiled code out. Needs no GPU."""
 
+import warnings
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
@@ -49,7 +51,9 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
     )
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)
-    return cute.compile[chosen](kernel, arguments, stream)
+    with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        return cute.compile[chosen](kernel, arguments, stream)
 
 
 def _strides(rank: int, divisibility: int) -> list[Any]:
