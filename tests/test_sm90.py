@@ -425,6 +425,7 @@ def test_concurrent_streams() -> None:
 def test_lengths_do_not_recompile() -> None:
     shape: dict[str, Any] = {"causal": True, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     run(random_call([100, 20], **shape), backend="sm90")
+    run(random_call([10, 20], nheads=4, nheads_k=1, **shape), backend="sm90")  # few queries
     before = cache.compile_count()
     for lengths in ([7], [300, 2, 2], [64] * 9):
         run(random_call(lengths, nheads=4, nheads_k=1, softmax_scale=0.3, **shape), backend="sm90")
