@@ -54,7 +54,7 @@ class ForwardConfig:
 # Head dimensions that tiles are made for, and (tile_m, tile_n, stages) of each. Shared memory: Q and all K and V
 # stages within 227 KiB. Registers: S and P of tile_n and O of tile_dv columns within the budget above.
 _TILES = {
-    64: (192, 128, 2),
+    64: (192, 128, 3),
     96: (128, 128, 2),
     128: (128, 128, 2),
     192: (128, 96, 2),
