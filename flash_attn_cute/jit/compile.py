@@ -8,8 +8,13 @@ import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments, PostprocessConfig
+from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments, PreprocessConfig
+from flash_attn_cute.kernels.sm90.backward import BackwardArguments, BackwardSm90
+from flash_attn_cute.kernels.sm90.config import BackwardConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
+
+_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def compile_forward(config: ForwardConfig, *options: Any) -> Any:
@@ -20,40 +25,102 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
     """
     kernel = ForwardSm90(config)
     rank = 3 if config.packed else 4
-
-    def rows() -> Any:
-        shape = [cute.sym_int() for _ in range(rank)]
-        return make_fake_tensor(kernel.dtype, shape, _strides(rank, 16 // 2), assumed_align=16)
-
-    def ints(present: bool) -> Any:
-        return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) if present else None
-
-    lse_rank = rank - 1
-    lse = make_fake_tensor(cutlass.Float32, [cute.sym_int() for _ in range(lse_rank)], _strides(lse_rank, 1))
     arguments = ForwardArguments(
-        mQ=rows(),
-        mK=rows(),
-        mV=rows(),
-        mO=rows(),
-        mLSE=lse,
-        mCuSeqlensQ=ints(config.packed),
-        mCuSeqlensK=ints(config.packed),
-        mSeqUsedQ=ints(config.has_seqused_q),
-        mSeqUsedK=ints(config.has_seqused_k),
+        mQ=_rows(kernel.dtype, rank),
+        mK=_rows(kernel.dtype, rank),
+        mV=_rows(kernel.dtype, rank),
+        mO=_rows(kernel.dtype, rank),
+        mLSE=_numbers(rank - 1),
+        mCuSeqlensQ=_ints(config.packed),
+        mCuSeqlensK=_ints(config.packed),
+        mSeqUsedQ=_ints(config.has_seqused_q),
+        mSeqUsedK=_ints(config.has_seqused_k),
         mSink=make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),)) if config.has_sink else None,
         softmax_scale=cutlass.Float32(1.0),
         softcap=cutlass.Float32(1.0),
         window_left=cutlass.Int32(0),
         window_right=cutlass.Int32(0),
         heads_in_cache=cutlass.Int32(1),
-        mNextTile=ints(config.persistent),
+        mNextTile=_ints(config.persistent),
         num_ctas=cutlass.Int32(1),
     )
+    return _compile(kernel, arguments, *options)
+
+
+def compile_backward(config: BackwardConfig, *options: Any) -> Any:
+    """Compiles the backward kernel of a configuration; call the result with ``BackwardArguments`` of torch tensors."""
+    kernel = BackwardSm90(config)
+    rank = 3 if config.packed else 4
+    numbers = config.tile_m * config.tile_d
+    arguments = BackwardArguments(
+        *(_rows(kernel.dtype, rank) for _ in range(6)),
+        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), numbers),
+        mCuSeqlensQ=_ints(config.packed),
+        mCuSeqlensK=_ints(config.packed),
+        mSeqUsedQ=_ints(config.has_seqused_q),
+        mSeqUsedK=_ints(config.has_seqused_k),
+        softmax_scale=cutlass.Float32(1.0),
+        softcap=cutlass.Float32(1.0),
+        window_left=cutlass.Int32(0),
+        window_right=cutlass.Int32(0),
+        heads_in_cache=cutlass.Int32(1),
+    )
+    return _compile(kernel, arguments, *options)
+
+
+def compile_preprocess(config: PreprocessConfig, *options: Any) -> Any:
+    """Compiles what goes before the backward kernel; call the result with ``PreprocessArguments`` of torch tensors."""
+    rank, dtype = 3 if config.packed else 4, _DTYPES[config.dtype]
+    arguments = PreprocessArguments(
+        mO=_rows(dtype, rank),
+        mdO=_rows(dtype, rank),
+        mLSE=_numbers(rank - 1),
+        mdLSE=_numbers(rank - 1) if config.has_dlse else None,
+        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mCuSeqlensQ=_ints(config.packed),
+        mSeqUsedQ=_ints(config.has_seqused_q),
+    )
+    return _compile(Preprocess(config), arguments, *options)
+
+
+def compile_postprocess(config: PostprocessConfig, *options: Any) -> Any:
+    """Compiles what follows the backward kernel; call the result with ``PostprocessArguments`` of torch tensors."""
+    arguments = PostprocessArguments(
+        mdQ=_rows(_DTYPES[config.dtype], 3 if config.packed else 4),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mCuSeqlensQ=_ints(config.packed),
+        mSeqUsedQ=_ints(config.has_seqused_q),
+        softmax_scale=cutlass.Float32(1.0),
+    )
+    return _compile(Postprocess(config), arguments, *options)
+
+
+def _compile(kernel: Any, arguments: Any, *options: Any) -> Any:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)
     with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
         warnings.simplefilter("ignore", DSLOptimizationWarning)
         return cute.compile[chosen](kernel, arguments, stream)
+
+
+def _rows(dtype: Any, rank: int) -> Any:
+    shape = [cute.sym_int() for _ in range(rank)]
+    return make_fake_tensor(dtype, shape, _strides(rank, 16 // 2), assumed_align=16)
+
+
+def _numbers(rank: int) -> Any:
+    return make_fake_tensor(cutlass.Float32, [cute.sym_int() for _ in range(rank)], _strides(rank, 1))
+
+
+def _ints(present: bool) -> Any:
+    return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) if present else None
+
+
+def _workspace(*shape: Any) -> Any:
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
 
 
 def _strides(rank: int, divisibility: int) -> list[Any]:

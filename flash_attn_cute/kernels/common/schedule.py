@@ -8,16 +8,20 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 
 @dataclass(frozen=True)
 class WorkTile:
-    """Rows ``first_query .. first_query + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none."""
+    """Rows ``first_query .. first_query + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
+
+    ``block`` numbers the tiles of a head, over all sequences.
+    """
 
     first_query: Int32
     head: Int32
     batch: Int32
+    block: Int32
 
 
 def num_dense_tiles(seqlen_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
@@ -36,7 +40,7 @@ def dense_tile(
     heads_here = cutlass.min(heads_in_cache, heads * batch - section * heads_in_cache)
     m_block = num_m - 1 - within // heads_here
     pair = section * heads_in_cache + within % heads_here
-    return WorkTile(m_block * tile_m, pair % heads, pair // heads)
+    return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
 
 
 def num_packed_tiles(total_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
@@ -76,4 +80,26 @@ def packed_tile(
         stop = cu_seqlens[low]
     batch = low - 1 if low < num_sequences - 1 else Int32(-1)
     first = (position - start // tile_m - low) * tile_m
-    return WorkTile(first, index % heads, batch), start, stop - start
+    return WorkTile(first, index % heads, batch, position), start, stop - start
+
+
+@cute.jit
+def query_block(
+    index: Int32,
+    mX: cute.Tensor,
+    packed: cutlass.Constexpr,
+    cu_seqlens: cute.Tensor | None,
+    seqused: cute.Tensor | None,
+    tile_m: cutlass.Constexpr,
+) -> tuple[WorkTile, Int32, Int32, Int32]:
+    """Tile ``index`` of queries mX: it, and of its sequence the first row, the real rows and the rows that it owns."""
+    if const_expr(packed):
+        work, start, slot = packed_tile(index, mX.shape[0], mX.shape[-2], cu_seqlens, tile_m)
+        length = Int32(0)
+        if work.batch >= 0:
+            length = seqused[work.batch] if const_expr(seqused is not None) else slot
+    else:
+        count, slot, heads, _ = mX.shape
+        work = dense_tile(index, slot, heads, count, heads * count, tile_m)
+        start, length = Int32(0), slot
+    return work, start, length, slot

@@ -112,3 +112,31 @@ def forward_config(
 
 def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What a compiled backward kernel is made for."""
+
+    dtype: str
+    tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
+    tile_m: int  # queries a block
+    tile_n: int  # keys a CTA, 64 a warpgroup
+    stages: int  # blocks of queries in flight
+    packed: bool
+    has_seqused_q: bool
+    has_seqused_k: bool
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    zero_padding: bool
+
+    @property
+    def num_mma_warpgroups(self) -> int:
+        """Warpgroups that multiply; one more loads, and adds dQ."""
+        return self.tile_n // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the first warpgroup and of the others."""
+        return 24, 240

@@ -1,0 +1,1 @@
+"""Kernels before and after the backward kernel, for any architecture."""

@@ -1,0 +1,97 @@
+"""What the backward kernel needs of every query beside Q and dO, and a workspace of zeros.
+
+delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row shares, and lse in base 2. A query that
+has seen no key, or that is none, gets an lse of inf: its weights vanish.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.common import schedule
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+
+_LOG2_E = 1.4426950408889634
+_THREADS = 256
+
+
+class PreprocessArguments(NamedTuple):
+    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace (see there)."""
+
+    mO: cute.Tensor
+    mdO: cute.Tensor
+    mLSE: cute.Tensor
+    mdLSE: cute.Tensor | None
+    mStats: cute.Tensor
+    mdQaccum: cute.Tensor
+    mCuSeqlensQ: cute.Tensor | None
+    mSeqUsedQ: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """What a compiled kernel is made for."""
+
+    dtype: str
+    tile_m: int  # queries a block
+    tile_d: int
+    packed: bool
+    has_seqused_q: bool
+    has_dlse: bool
+
+
+class Preprocess:
+    """One CTA a block of queries of one head; a row by as many threads as it has vectors of 16 bytes."""
+
+    def __init__(self, config: PreprocessConfig):
+        self.tile_m, self.packed = config.tile_m, config.packed
+        self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
+
+    @cute.jit
+    def __call__(self, a: PreprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        _, heads, blocks, _ = a.mStats.shape
+        self.kernel(a).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: PreprocessArguments) -> None:
+        """One block."""
+        index, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)
+        mLSE = numbers_first(a.mLSE, self.packed)
+        work, start, length, _ = schedule.query_block(index, a.mO, self.packed, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m)
+        batch = Int32(0) if const_expr(self.packed) else work.batch
+        rows_a_pass = _THREADS // self.lanes
+        lane = thread % self.lanes
+        for i in cutlass.range_constexpr(-(-self.tile_m // rows_a_pass)):
+            within = i * rows_a_pass + thread // self.lanes
+            row = work.first_query + within
+            delta, lse = Float32(0.0), Float32.inf
+            if row < length:
+                gO, gdO = (x[start + row, None, work.head, batch] for x in (mO, mdO))
+                for vector in cutlass.range(lane, gO.shape[0] // 8, self.lanes, unroll=1):
+                    o, do = cute.make_rmem_tensor(8, gO.element_type), cute.make_rmem_tensor(8, gO.element_type)
+                    cute.autovec_copy(cute.local_tile(gO, (8,), (vector,)), o)
+                    cute.autovec_copy(cute.local_tile(gdO, (8,), (vector,)), do)
+                    for j in cutlass.range_constexpr(8):
+                        delta += o[j].to(Float32) * do[j].to(Float32)
+                lse = mLSE[start + row, work.head, batch] * _LOG2_E
+                lse = lse if lse != -Float32.inf else Float32.inf
+            for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                delta += cute.arch.shuffle_sync_bfly(delta, 1 << j)
+            if lane == 0:
+                if const_expr(a.mdLSE is not None):
+                    mdLSE = numbers_first(a.mdLSE, self.packed)
+                    if row < length:
+                        delta -= mdLSE[start + row, work.head, batch]
+                a.mStats[0, work.head, work.block, within] = lse
+                a.mStats[1, work.head, work.block, within] = delta
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        accum = a.mdQaccum[work.head, work.block, None]
+        for i in cutlass.range(thread, accum.shape[0] // 4, _THREADS):
+            cute.autovec_copy(zeros, cute.local_tile(accum, (4,), (i,)))

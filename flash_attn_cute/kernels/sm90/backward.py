@@ -1,0 +1,681 @@
+"""Attention backward on Hopper: gradients of keys and values whole, those of queries as sums in float32.
+
+Roles (one CTA a block of ``tile_n`` keys of one key head; it walks over the queries that see it, head by head of the
+group):
+    warpgroup 0         warp 0 loads by TMA: K and V once, then Q, dO and two numbers a query, block by block.
+                        Warps 1 .. add dQ to the workspace by TMA, one warp for each multiplying warpgroup.
+    warpgroups 1 ..     multiply, 64 keys each.
+
+Pipelines:
+    kv     mbarrier, one phase: warp 0 -> all multiplying warpgroups.
+    q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
+           delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
+    dq     named barriers, full and empty, between a multiplying warpgroup and the warp that adds its part.
+
+A step of a multiplying warpgroup (transposed: rows are keys, columns are queries):
+    S' = K Q', dP' = V dO'; P' = exp2(S' - lse), in registers; dV += P' dO; dS' = P' (dP' - delta), in registers and,
+    for all warpgroups, in shared memory; dK += dS' Q; this warpgroup's part of dQ = dS K, to the workspace.
+
+Not in use yet: the order of additions to dQ is not fixed, d > 128 has no tiles, and ``backends`` does not launch it.
+
+Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
+and how they are ordered, is ``common.workspace``'s business.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, pack
+from flash_attn_cute.kernels.common.mask import hide
+from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+
+_LOG2_E = 1.4426950408889634
+
+# Named barriers; 0 is the whole CTA's.
+_BARRIER_DS = 1  # all multiplying warpgroups
+_BARRIER_FULL = 2  # one a warpgroup: its part of dQ is in shared memory
+_BARRIER_EMPTY = 4  # one a warpgroup: and has left it
+_BARRIER_EPILOGUE = 6  # one a warpgroup
+
+
+class BackwardArguments(NamedTuple):
+    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
+    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mCuSeqlensQ: cute.Tensor | None
+    mCuSeqlensK: cute.Tensor | None
+    mSeqUsedQ: cute.Tensor | None
+    mSeqUsedK: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    heads_in_cache: Int32
+
+
+class _Layouts(NamedTuple):
+    sK: cute.ComposedLayout  # (64, d, warpgroup)
+    sV: cute.ComposedLayout  # (64, d_v, warpgroup)
+    sQ: cute.ComposedLayout  # (tile_m, d, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d_v, stage)
+    sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
+
+    first_key: Int32
+    head: Int32  # of k
+    batch: Int32
+    q: Rows
+    k: Rows
+    first_block: Int32  # of its sequence, in the workspace
+    window: Window  # queries and keys exchanged
+    blocks: KeyBlocks
+
+
+class BackwardSm90:
+    """The backward kernel of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.warpgroups = config.num_mma_warpgroups
+        self.threads = 128 * (self.warpgroups + 1)
+        self.columns_dQ = config.tile_d // self.warpgroups  # of a warpgroup's part
+
+    def _layouts(self) -> _Layouts:
+        c = self.config
+
+        # No swizzled atom of K may hold columns of two parts of dQ.
+        def layout(columns: int, *shape: int) -> cute.ComposedLayout:
+            kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
+            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+            return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
+
+        return _Layouts(
+            sK=layout(self.columns_dQ, 64, c.tile_d, self.warpgroups),
+            sV=layout(c.tile_d, 64, c.tile_d, self.warpgroups),
+            sQ=layout(c.tile_d, c.tile_m, c.tile_d, c.stages),
+            sdO=layout(c.tile_d, c.tile_m, c.tile_d, c.stages),
+            sdS=layout(c.tile_m, 64, c.tile_m, self.warpgroups, 2),
+        )
+
+    def _shared_storage(self, layouts: _Layouts) -> type:
+        c, dtype = self.config, self.dtype
+
+        @cute.struct
+        class Storage:
+            kv_barrier: cute.struct.MemRange[Int64, 1]
+            q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
+            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.tile_d], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
+
+        return Storage
+
+    @cute.jit
+    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, a, dtype = self.config, arguments, self.dtype
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        layouts = self._layouts()
+        self.Storage = self._shared_storage(layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+        def mma(major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object) -> cute.TiledMma:
+            return sm90.make_trivial_tiled_mma(
+                dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a
+            )
+
+        mma_S = mma(k_major, k_major, c.tile_m, shared)
+        mma_dV = mma(k_major, mn_major, c.tile_d, registers)
+        mma_dK = mma(k_major, mn_major, c.tile_d, registers)
+        mma_dQ = mma(mn_major, mn_major, self.columns_dQ, shared)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sK, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
+        tdO = make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), c.packed)
+        tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
+        tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
+        tdK = make_row_tiles(store, mdK, sK, (64, c.tile_d), c.packed)
+        tdV = make_row_tiles(store, mdV, sV, (64, c.tile_d), c.packed)
+        dq = workspace.adder(a.mdQaccum, self.warpgroups)
+
+        score_scale = Float32(1.0)
+        scale_log2 = a.softmax_scale * _LOG2_E
+        if const_expr(c.has_softcap):
+            score_scale = a.softmax_scale / a.softcap
+            scale_log2 = a.softcap * _LOG2_E
+        rows, _, heads, batch = mK.shape
+        if const_expr(c.packed):
+            ctas = schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, c.tile_n)
+        else:
+            ctas = schedule.num_dense_tiles(rows, heads, batch, c.tile_n)
+        self.kernel(
+            mma_S,
+            mma_dV,
+            mma_dK,
+            mma_dQ,
+            *tQ.operands,
+            *tdO.operands,
+            *tK.operands,
+            *tV.operands,
+            *tdK.operands,
+            *tdV.operands,
+            *dq,
+            mdK,
+            mdV,
+            a,
+            score_scale,
+            scale_log2,
+        ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_S: cute.TiledMma,
+        mma_dV: cute.TiledMma,
+        mma_dK: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+        atom_Q: cute.CopyAtom,
+        tma_Q: cute.Tensor,
+        atom_dO: cute.CopyAtom,
+        tma_dO: cute.Tensor,
+        atom_K: cute.CopyAtom,
+        tma_K: cute.Tensor,
+        atom_V: cute.CopyAtom,
+        tma_V: cute.Tensor,
+        atom_dK: cute.CopyAtom,
+        tma_dK: cute.Tensor,
+        atom_dV: cute.CopyAtom,
+        tma_dV: cute.Tensor,
+        atom_dQ: cute.CopyAtom,
+        tma_dQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        arguments: BackwardArguments,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """Sets up shared memory and pipelines, then splits into roles."""
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom in (atom_Q, atom_dO, atom_K, atom_V, atom_dK, atom_dV, atom_dQ):
+                cpasync.prefetch_descriptor(atom)
+        layouts = self._layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        kv_barrier = storage.kv_barrier.data_ptr()
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(kv_barrier, 1)
+        pipe_Q = self._make_pipeline(storage.q_barriers.data_ptr(), c.tile_d)
+        pipe_dO = self._make_pipeline(storage.do_barriers.data_ptr(), c.tile_d)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        tiles = {
+            "Q": RowTiles(atom_Q, tma_Q, c.tile_m, c.tile_d, c.packed),
+            "dO": RowTiles(atom_dO, tma_dO, c.tile_m, c.tile_d, c.packed),
+            "K": RowTiles(atom_K, tma_K, 64, c.tile_d, c.packed),
+            "V": RowTiles(atom_V, tma_V, 64, c.tile_d, c.packed),
+        }
+        shared = _Shared(
+            **{
+                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+                for name, layout in layouts._asdict().items()
+            },
+            sdQ=storage.sdQ.get_tensor(cute.make_layout((c.tile_m * self.columns_dQ, self.warpgroups))),
+            stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
+            kv_barrier=kv_barrier,
+            pipe_Q=pipe_Q,
+            pipe_dO=pipe_dO,
+        )
+        tile = self._tile(arguments)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp_idx == 0:
+                self.load(arguments, tile, tiles, shared)
+            elif warp_idx <= self.warpgroups:
+                self.add(arguments, tile, warp_idx - 1, (atom_dQ, tma_dQ), shared)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            stores = (
+                RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
+                RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
+            )
+            self.multiply(
+                arguments, tile, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, mdK, mdV, score_scale, scale_log2
+            )
+
+    def _make_pipeline(self, barriers: cute.Pointer, columns: int) -> pipeline.PipelineTmaAsync:
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=self.config.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups),
+            tx_count=self.config.tile_m * (2 * columns + 4),
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
+
+    @cute.jit
+    def _tile(self, a: BackwardArguments) -> _Tile:
+        """What this CTA works on."""
+        c = self.config
+        index, _, _ = cute.arch.block_idx()
+        heads = a.mK.shape[-2]
+        if const_expr(c.packed):
+            work, k_start, k_slot = schedule.packed_tile(index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n)
+            batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            if work.batch >= 0:
+                k_length = k_slot
+                q_start = a.mCuSeqlensQ[work.batch]
+                q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
+                first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
+                if const_expr(c.has_seqused_q):
+                    q_length = a.mSeqUsedQ[work.batch]
+                if const_expr(c.has_seqused_k):
+                    k_length = a.mSeqUsedK[work.batch]
+        else:
+            count, k_slot, _, _ = a.mK.shape
+            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n)
+            batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
+            first_block = batch * cute.ceil_div(q_length, c.tile_m)
+        first_key = work.first_query
+        num_keys = cutlass.min(k_length - first_key, c.tile_n)
+        window = Window(
+            a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length
+        )
+        blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
+        full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
+        # Keys behind the sequence are hidden in every block.
+        full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
+        return _Tile(
+            first_key=first_key,
+            head=work.head,
+            batch=batch,
+            q=Rows(q_start, q_length),
+            k=Rows(k_start, k_length, k_slot),
+            first_block=first_block,
+            window=window,
+            blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
+        )
+
+    @cute.jit
+    def load(self, a: BackwardArguments, tile: _Tile, tiles: dict, shared: "_Shared") -> None:
+        """Warp 0: all loads, in the order in which they are consumed."""
+        c, blocks = self.config, tile.blocks
+        tQ, tdO, tK, tV = (tiles[name] for name in ("Q", "dO", "K", "V"))
+        group = a.mQ.shape[-2] // a.mK.shape[-2]
+        if blocks.stop > blocks.start:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, 2 * c.tile_n * (c.tile_d + c.tile_d))
+            for w in cutlass.range_constexpr(self.warpgroups):
+                start = tile.first_key + 64 * w
+                stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
+                for t, s in ((tK, shared.sK), (tV, shared.sV)):
+                    g = t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch)
+                    t.load(g, s[None, None, w], shared.kv_barrier)
+            numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+            for member in cutlass.range(group, unroll=1):
+                head = tile.head * group + member
+                for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
+                    start = m * c.tile_m
+                    stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
+                    start += tile.q.start
+                    for i, (t, s, pipe) in enumerate(
+                        ((tQ, shared.sQ, shared.pipe_Q), (tdO, shared.sdO, shared.pipe_dO))
+                    ):
+                        pipe.producer_acquire(state)  # all warpgroups have released this stage
+                        barrier = pipe.producer_get_barrier(state)
+                        t.load(t.at(start, stop, head, tile.batch), s[None, None, state.index], barrier)
+                        with cute.arch.elect_one():
+                            cute.copy(
+                                numbers,
+                                a.mStats[i, head, tile.first_block + m, None],
+                                shared.stats[None, i, state.index],
+                                mbar_ptr=barrier,
+                            )
+                    state.advance()
+            # The scores of the block behind the last are started like all others: of any queries will do.
+            shared.pipe_Q.producer_acquire(state)
+            barrier = shared.pipe_Q.producer_get_barrier(state)
+            start = tile.q.start + blocks.start * c.tile_m
+            tQ.load(
+                tQ.at(start, tile.q.start + tile.q.length, tile.head * group, tile.batch),
+                shared.sQ[None, None, state.index],
+                barrier,
+            )
+            with cute.arch.elect_one():
+                cute.copy(numbers, a.mStats[0, 0, 0, None], shared.stats[None, 0, state.index], mbar_ptr=barrier)
+
+    @cute.jit
+    def add(self, a: BackwardArguments, tile: _Tile, w: Int32, dq: tuple, shared: "_Shared") -> None:
+        """Warp 1 + w: adds the parts of dQ of multiplying warpgroup w to the workspace."""
+        atom, tensor = dq
+        group, blocks = a.mQ.shape[-2] // a.mK.shape[-2], tile.blocks
+        num_blocks = a.mdQaccum.shape[1]
+        cute.arch.barrier_arrive(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)
+        for member in cutlass.range(group, unroll=1):
+            head = tile.head * group + member
+            for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
+                part = (head * num_blocks + tile.first_block + m) * self.warpgroups + w
+                cute.arch.barrier(barrier_id=_BARRIER_FULL + w, number_of_threads=160)
+                workspace.add(atom, tensor, shared.sdQ[None, w], part)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier_arrive(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)
+
+    @cute.jit
+    def multiply(
+        self,
+        a: BackwardArguments,
+        tile: _Tile,
+        mma_S: cute.TiledMma,
+        mma_dV: cute.TiledMma,
+        mma_dK: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+        stores: tuple,
+        shared: "_Shared",
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """A multiplying warpgroup: 64 keys, over all queries that see the block."""
+        c, blocks = self.config, tile.blocks
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        slice_S, slice_dV, slice_dK, slice_dQ = (mma.get_slice(thread) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
+        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        whole_S, whole_dV, whole_dK, whole_dQ = (mma.get_slice(0) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
+
+        def transposed(x: cute.Tensor) -> cute.Tensor:
+            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+        sK_part = cute.local_tile(shared.sK, (64, self.columns_dQ, self.warpgroups), (0, w, 0))
+        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_m)), Float32)
+        acc_dP = cute.make_rmem_tensor_like(acc_S)
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        work = _Work(
+            arguments=a,
+            tile=tile,
+            warpgroup=w,
+            thread=thread,
+            mma_S=mma_S,
+            mma_dV=mma_dV,
+            mma_dK=mma_dK,
+            mma_dQ=mma_dQ,
+            tSrK=mma_S.make_fragment_A(whole_S.partition_A(shared.sK)),
+            tSrQ=mma_S.make_fragment_B(whole_S.partition_B(shared.sQ)),
+            tPrV=mma_S.make_fragment_A(whole_S.partition_A(shared.sV)),
+            tPrdO=mma_S.make_fragment_B(whole_S.partition_B(shared.sdO)),
+            tVrdO=mma_dV.make_fragment_B(whole_dV.partition_B(transposed(shared.sdO))),
+            tKrQ=mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ))),
+            tQrdS=mma_dQ.make_fragment_A(whole_dQ.partition_A(transposed(shared.sdS))),
+            tQrK=mma_dQ.make_fragment_B(whole_dQ.partition_B(transposed(sK_part))),
+            acc_S=acc_S,
+            acc_dP=acc_dP,
+            acc_dV=cute.make_rmem_tensor(slice_dV.partition_shape_C((64, c.tile_d)), Float32),
+            acc_dK=cute.make_rmem_tensor(slice_dK.partition_shape_C((64, c.tile_d)), Float32),
+            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, self.columns_dQ)), Float32),
+            rP=rP,
+            rW=cute.make_rmem_tensor_like(rP) if c.has_softcap else rP,
+            rdS=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
+            score_scale=score_scale,
+            scale_log2=scale_log2,
+            shared=shared,
+        )
+        work.acc_dV.fill(0.0)
+        work.acc_dK.fill(0.0)
+        if blocks.stop > blocks.start:
+            cute.arch.mbarrier_wait(shared.kv_barrier, 0)  # from warp 0: K and V have arrived
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+            self._start_S(work, state)
+            warpgroup.wait_group(0)
+            full_start = cutlass.max(cutlass.min(blocks.full_start, blocks.stop), blocks.start)
+            full_stop = cutlass.min(cutlass.max(blocks.full_stop, full_start), blocks.stop)
+            for _ in cutlass.range(a.mQ.shape[-2] // a.mK.shape[-2], unroll=1):
+                for m in cutlass.range(blocks.start, full_start, unroll=1):
+                    self._step(work, m, state, True, c.has_right, c.has_left)
+                    state.advance()
+                for m in cutlass.range(full_start, full_stop, unroll=1):
+                    self._step(work, m, state, False, False, False)
+                    state.advance()
+                if const_expr(c.has_left):
+                    for m in cutlass.range(full_stop, blocks.stop, unroll=1):
+                        self._step(work, m, state, False, False, True)
+                        state.advance()
+        self._store(work, stores, mdK, mdV)
+
+    @cute.jit
+    def _step(
+        self,
+        work: "_Work",
+        m: Int32,
+        state: pipeline.PipelineState,
+        tail: cutlass.Constexpr,
+        lower_edge: cutlass.Constexpr,
+        upper_edge: cutlass.Constexpr,
+    ) -> None:
+        """One block of queries; ``tail``: keys may end, edges: queries at which the keys' windows begin and end.
+
+        The scores are those that the step before has left; this one leaves those of the block that follows.
+        """
+        shared, w, stage = work.shared, work.warpgroup, state.index
+        shared.pipe_dO.consumer_wait(state)
+        self._gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, w], work.tPrdO[None, None, None, stage], True)
+        self._weigh(work, m, stage, tail, lower_edge, upper_edge)
+        warpgroup.wait_group(0)
+        self._gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
+        self._differentiate(work, stage)
+        sdS = shared.sdS[None, None, w, stage]  # two buffers, for two stages
+        tiled_copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_S
+        )
+        to_shared = tiled_copy.get_slice(work.thread)
+        cute.copy(tiled_copy, to_shared.retile(work.rdS), to_shared.partition_D(sdS))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
+        following = state.clone()
+        following.advance()
+        self._start_S(work, following)
+        # All warpgroups' dS is there. And as each has come this far, none reads the other buffer any more.
+        cute.arch.barrier(barrier_id=_BARRIER_DS, number_of_threads=128 * self.warpgroups)
+        warpgroup.wait_group(1)
+        shared.pipe_dO.consumer_release(state)
+        shared.pipe_Q.consumer_release(state)
+        for i in cutlass.range_constexpr(self.warpgroups):
+            tQrdS, tQrK = work.tQrdS[None, None, None, i, stage], work.tQrK[None, None, None, i]
+            self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0)
+        warpgroup.wait_group(0)
+        cute.arch.barrier(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)  # the part before has left
+        workspace.write_part(work.acc_dQ, shared.sdQ[None, w], work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=_BARRIER_FULL + w, number_of_threads=160)
+
+    @cute.jit
+    def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
+        """Scores of a block, in flight on return."""
+        work.shared.pipe_Q.consumer_wait(state)
+        tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, state.index]
+        self._gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
+
+    @cute.jit
+    def _gemm(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, is_first: cutlass.Constexpr
+    ) -> None:
+        """Acc (+)= a b, in flight on return."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not is_first)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _weigh(
+        self,
+        work: "_Work",
+        m: Int32,
+        stage: Int32,
+        tail: cutlass.Constexpr,
+        lower_edge: cutlass.Constexpr,
+        upper_edge: cutlass.Constexpr,
+    ) -> None:
+        """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
+        c, acc_S, tile = self.config, work.acc_S, work.tile
+        if const_expr(c.has_softcap):
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
+        if const_expr(tail or lower_edge or upper_edge):
+            hide(
+                acc_S,
+                work.scale_log2 * -Float32.inf,
+                work.cS,
+                tile.first_key + 64 * work.warpgroup,
+                1,
+                m * c.tile_m,
+                tile.q.length,
+                tile.window,
+                upper_edge,
+                lower_edge,
+                tile.k.length if const_expr(tail) else None,
+            )
+        packed_P, packed_W = cute.recast_tensor(work.rP, Int32), cute.recast_tensor(work.rW, Int32)
+        for i in cutlass.range_constexpr(0, cute.size(acc_S), 4):  # two keys by two queries
+            lse = self._numbers(work, 0, stage, i // 4)
+            for j in cutlass.range_constexpr(0, 4, 2):
+                x, y = acc_S[i + j], acc_S[i + j + 1]
+                low = cute.math.exp2(x * work.scale_log2 - lse[0], fastmath=True)
+                high = cute.math.exp2(y * work.scale_log2 - lse[1], fastmath=True)
+                packed_P[(i + j) // 2] = pack(low, high, self.dtype)
+                if const_expr(c.has_softcap):  # x and y are infinite where the weights are 0
+                    low = low * (1.0 - x * x) if low != 0.0 else Float32(0.0)
+                    high = high * (1.0 - y * y) if high != 0.0 else Float32(0.0)
+                    packed_W[(i + j) // 2] = pack(low, high, self.dtype)
+
+    @cute.jit
+    def _differentiate(self, work: "_Work", stage: Int32) -> None:
+        """Gradients of the scores, but for their scale, rounded into rdS."""
+        packed = cute.recast_tensor(work.rdS, Int32)
+        for i in cutlass.range_constexpr(0, cute.size(work.acc_dP), 4):
+            delta = self._numbers(work, 1, stage, i // 4)
+            for j in cutlass.range_constexpr(0, 4, 2):
+                low, high = (work.rW[i + j + n].to(Float32) * (work.acc_dP[i + j + n] - delta[n]) for n in range(2))
+                packed[(i + j) // 2] = pack(low, high, self.dtype)
+
+    def _numbers(self, work: "_Work", which: int, stage: Int32, group: int) -> cute.Tensor:
+        """The numbers of this thread's two queries in a group of eight."""
+        numbers = cute.make_rmem_tensor(2, Float32)
+        stats = work.shared.stats[None, which, stage]
+        cute.autovec_copy(cute.local_tile(stats, (2,), (4 * group + work.thread % 4,)), numbers)
+        return numbers
+
+    @cute.jit
+    def _store(self, work: "_Work", stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
+        """DK and dV through shared memory and TMA, in the place of K and V, and zeros into the padding."""
+        c, tile, w, thread, shared = self.config, work.tile, work.warpgroup, work.thread, work.shared
+        for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
+            work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
+        # Only this warpgroup reads its part of V, but all of them its part of K.
+        cute.arch.barrier(barrier_id=_BARRIER_DS, number_of_threads=128 * self.warpgroups)
+        for acc, mma, sX in ((work.acc_dK, work.mma_dK, shared.sK), (work.acc_dV, work.mma_dV, shared.sV)):
+            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+            convert(acc, rounded)
+            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
+            to_shared = tiled_copy.get_slice(thread)
+            cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX[None, None, w]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + w, number_of_threads=128)
+        start = tile.first_key + 64 * w
+        stop = cutlass.min(start + 64, tile.k.length)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
+            for t, sX in zip(stores, (shared.sK, shared.sV), strict=True):
+                t.store(sX[None, None, w], t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch))
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+        if const_expr(c.packed and c.zero_padding):
+            first = cutlass.max(start, tile.k.length)
+            padding = cutlass.min(start + 64, tile.k.slot) - first
+            for mX in (mdK, mdV):
+                zero_rows(mX[None, None, tile.head, tile.batch], tile.k.start + first, padding, thread, 128)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Shared memory and what guards it."""
+
+    sK: cute.Tensor  # (64, d, warpgroup)
+    sV: cute.Tensor  # (64, d_v, warpgroup)
+    sQ: cute.Tensor  # (tile_m, d, stage)
+    sdO: cute.Tensor  # (tile_m, d_v, stage)
+    sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
+    sdQ: cute.Tensor  # (number, warpgroup)
+    stats: cute.Tensor  # (tile_m, lse and delta, stage)
+    kv_barrier: cute.Pointer
+    pipe_Q: pipeline.PipelineTmaAsync
+    pipe_dO: pipeline.PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A multiplying warpgroup's operands and accumulators. ``t<product>r<operand>``, V, K and Q being gradients."""
+
+    arguments: BackwardArguments
+    tile: _Tile
+    warpgroup: Int32
+    thread: Int32
+    mma_S: cute.TiledMma
+    mma_dV: cute.TiledMma
+    mma_dK: cute.TiledMma
+    mma_dQ: cute.TiledMma
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup)
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, PIPE)
+    tQrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup)
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
+    acc_dV: cute.Tensor
+    acc_dK: cute.Tensor
+    acc_dQ: cute.Tensor
+    rP: cute.Tensor  # weights rounded, laid out as acc_S
+    rW: cute.Tensor  # times the derivative of a softcap
+    rdS: cute.Tensor
+    cS: cute.Tensor  # coordinates of acc_S
+    score_scale: Float32  # into tanh, with a softcap
+    scale_log2: Float32
+    shared: _Shared
