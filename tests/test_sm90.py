@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, BackwardConfig, ForwardConfig, tile_shape
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, BackwardConfig, ForwardConfig, forward_config
 from tests import oracle
 from tests.checks import assert_close, assert_matches_oracle, bitwise_equal, random_call, run
 from tests.oracle import Call
@@ -27,23 +27,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def config(tile_d: int, tile_dv: int | None = None, **changes: Any) -> ForwardConfig:
-    shape = tile_shape(tile_d, *(changes.get(name, False) for name in ("has_left", "has_right", "has_softcap")))
-    plain: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "tile_d": tile_d,
-        "tile_dv": tile_dv or tile_d,
-        **dict(zip(("tile_m", "tile_n", "stages"), shape, strict=True)),
-        "group": 1,
-        "packed": False,
-        "has_seqused_q": False,
-        "has_seqused_k": False,
-        "has_left": False,
-        "has_right": False,
-        "has_softcap": False,
-        "has_sink": False,
-        "zero_padding": True,
-    }
-    return ForwardConfig(**plain | changes)
+    return forward_config(changes.pop("dtype", "bfloat16"), tile_d, tile_dv or tile_d, **changes)
 
 
 EVERYTHING = {

@@ -30,13 +30,13 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, pack
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
@@ -106,18 +106,13 @@ class BackwardSm90:
     def _layouts(self) -> _Layouts:
         c = self.config
 
-        # No swizzled atom of K may hold columns of two parts of dQ.
-        def layout(columns: int, *shape: int) -> cute.ComposedLayout:
-            kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
-            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-            return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
-
         return _Layouts(
-            sK=layout(self.columns_dQ, 64, c.tile_d, self.warpgroups),
-            sV=layout(c.tile_d, 64, c.tile_d, self.warpgroups),
-            sQ=layout(c.tile_d, c.tile_m, c.tile_d, c.stages),
-            sdO=layout(c.tile_d, c.tile_m, c.tile_d, c.stages),
-            sdS=layout(c.tile_m, 64, c.tile_m, self.warpgroups, 2),
+            # No swizzled atom of K may hold columns of two parts of dQ.
+            sK=swizzled(self.dtype, self.columns_dQ, (64, c.tile_d, self.warpgroups)),
+            sV=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
+            sQ=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
+            sdO=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
+            sdS=swizzled(self.dtype, c.tile_m, (64, c.tile_m, self.warpgroups, 2)),
         )
 
     def _shared_storage(self, layouts: _Layouts) -> type:
@@ -235,8 +230,10 @@ class BackwardSm90:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(kv_barrier, 1)
-        pipe_Q = self._make_pipeline(storage.q_barriers.data_ptr(), c.tile_d)
-        pipe_dO = self._make_pipeline(storage.do_barriers.data_ptr(), c.tile_d)
+        pipe_Q, pipe_dO = (
+            tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, c.tile_m * (2 * c.tile_d + 4))
+            for barriers in (storage.q_barriers, storage.do_barriers)
+        )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -273,16 +270,6 @@ class BackwardSm90:
             self.multiply(
                 arguments, tile, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, mdK, mdV, score_scale, scale_log2
             )
-
-    def _make_pipeline(self, barriers: cute.Pointer, columns: int) -> pipeline.PipelineTmaAsync:
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=self.config.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups),
-            tx_count=self.config.tile_m * (2 * columns + 4),
-            barrier_storage=barriers,
-            defer_sync=True,
-        )
 
     @cute.jit
     def _tile(self, a: BackwardArguments) -> _Tile:
@@ -416,9 +403,6 @@ class BackwardSm90:
         slice_S, slice_dV, slice_dK, slice_dQ = (mma.get_slice(thread) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         whole_S, whole_dV, whole_dK, whole_dQ = (mma.get_slice(0) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
-
-        def transposed(x: cute.Tensor) -> cute.Tensor:
-            return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
 
         sK_part = cute.local_tile(shared.sK, (64, self.columns_dQ, self.warpgroups), (0, w, 0))
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_m)), Float32)

@@ -32,13 +32,13 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from flash_attn_cute.kernels.common import schedule
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, rows_and_columns
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed
 from flash_attn_cute.kernels.common.softmax import OnlineSoftmax
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
@@ -123,16 +123,11 @@ class ForwardSm90:
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
         c = self.config
 
-        def layout(columns: int, *shape: int) -> cute.ComposedLayout:
-            kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
-            atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
-            return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
-
         return _Layouts(
-            sQ=layout(c.tile_d, 64, c.tile_d, self.warpgroups, c.tile_stages),
-            sK=layout(c.tile_d, c.tile_n, c.tile_d, c.stages),
-            sV=layout(c.tile_dv, c.tile_n, c.tile_dv, c.stages),
-            sO=layout(c.tile_dv, 64, c.tile_dv, self.warpgroups),
+            sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups, c.tile_stages)),
+            sK=swizzled(self.dtype, c.tile_d, (c.tile_n, c.tile_d, c.stages)),
+            sV=swizzled(self.dtype, c.tile_dv, (c.tile_n, c.tile_dv, c.stages)),
+            sO=swizzled(self.dtype, c.tile_dv, (64, c.tile_dv, self.warpgroups)),
         )
 
     def _shared_storage(self, layouts: "_Layouts") -> type:
@@ -241,8 +236,10 @@ class ForwardSm90:
                 for i in cutlass.range_constexpr(c.tile_stages):
                     cute.arch.mbarrier_init(tile_full + i, 1)
                     cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups)
-        pipe_K = self._make_pipeline(storage.k_barriers.data_ptr(), layouts.sK)
-        pipe_V = self._make_pipeline(storage.v_barriers.data_ptr(), layouts.sV)
+        pipe_K, pipe_V = (
+            tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, 2 * c.tile_n * columns)
+            for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
+        )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -268,16 +265,6 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.multiply(arguments, mma_S, mma_O, tO, shared, mO, mLSE, score_scale, scale_log2)
-
-    def _make_pipeline(self, barriers: cute.Pointer, layout: cute.ComposedLayout) -> pipeline.PipelineTmaAsync:
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=self.config.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.warpgroups),
-            tx_count=cute.size_in_bytes(self.dtype, cute.select(layout, mode=[0, 1])),
-            barrier_storage=barriers,
-            defer_sync=True,
-        )
 
     @cute.jit
     def _tile(self, a: ForwardArguments, index: Int32) -> _Tile:
@@ -401,7 +388,6 @@ class ForwardSm90:
         slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
-        sV_transposed = cute.make_tensor(shared.sV.iterator, cute.select(shared.sV.layout, mode=[1, 0, 2]))
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
         if const_expr(c.q_in_registers):
@@ -415,7 +401,7 @@ class ForwardSm90:
             mma_O=mma_O,
             tSrQ=tSrQ,
             tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
-            tOrV=mma_O.make_fragment_B(whole_O.partition_B(sV_transposed)),
+            tOrV=mma_O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
             acc_S=acc_S,
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),

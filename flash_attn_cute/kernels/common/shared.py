@@ -1,0 +1,30 @@
+"""Shared memory: how tiles lie in it for TMA and the tensor cores, and what guards them."""
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import pipeline
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+
+def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:
+    """(rows, columns, ...), each row contiguous, in the widest swizzled atoms that ``columns`` is a multiple of."""
+    kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, tuple(range(len(shape))))
+
+
+def transposed(x: cute.Tensor) -> cute.Tensor:
+    """The same tile with its first two modes exchanged."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+def tma_pipeline(barriers: cute.Pointer, stages: int, consumer_warps: int, num_bytes: int) -> pipeline.PipelineTmaAsync:
+    """From one warp that loads ``num_bytes`` a stage by TMA to others, each of which releases a stage by itself."""
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
+        tx_count=num_bytes,
+        barrier_storage=barriers,
+        defer_sync=True,
+    )
