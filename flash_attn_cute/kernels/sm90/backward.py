@@ -15,6 +15,7 @@ Pipelines:
 A step of a multiplying warpgroup (transposed: rows are keys, columns are queries):
     S' = K Q', dP' = V dO'; P' = exp2(S' - lse), in registers; dV += P' dO; dS' = P' (dP' - delta), in registers and,
     for all warpgroups, in shared memory; dK += dS' Q; this warpgroup's part of dQ = dS K, to the workspace.
+The next block's S' is started before this block's dQ, so that the tensor cores have work while dS changes hands.
 
 Not in use yet: the order of additions to dQ is not fixed, d > 128 has no tiles, and ``backends`` does not launch it.
 
@@ -322,7 +323,7 @@ class BackwardSm90:
         group = a.mQ.shape[-2] // a.mK.shape[-2]
         if blocks.stop > blocks.start:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, 2 * c.tile_n * (c.tile_d + c.tile_d))
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, 4 * c.tile_n * c.tile_d)
             for w in cutlass.range_constexpr(self.warpgroups):
                 start = tile.first_key + 64 * w
                 stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
