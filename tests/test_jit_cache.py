@@ -20,7 +20,7 @@ import torch
 from flash_attn_cute import settings
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache, disk, key
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, backward_configs, forward_config
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -34,7 +34,7 @@ import cutlass.cute.runtime, tvm_ffi  # their imports are not our time
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import forward_config
 start = time.perf_counter()
-kernel = cache.forward_kernel(forward_config("bfloat16", 64, 64))
+kernel = cache.kernel(forward_config("bfloat16", 64, 64))
 seconds = time.perf_counter() - start
 try:
     kernel(0)
@@ -174,7 +174,7 @@ def test_the_lock_is_let_go(folder: Path) -> None:
 
 def test_threads_compile_once(compiler: Compiler) -> None:
     kernels: list[Any] = []
-    threads = [threading.Thread(target=lambda: kernels.append(cache.forward_kernel(CONFIG))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: kernels.append(cache.kernel(CONFIG))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -364,10 +364,10 @@ def test_the_folder_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_kernels_come_from_the_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cache.forward_kernel(CONFIG)
-    assert cache.forward_kernel(CONFIG) is first
+    first = cache.kernel(CONFIG)
+    assert cache.kernel(CONFIG) is first
     monkeypatch.setattr(cache, "_kernels", {})
-    again = cache.forward_kernel(CONFIG)
+    again = cache.kernel(CONFIG)
     assert again is not first
     assert compiler.calls == 1
     for kernel in (first, again):
@@ -380,8 +380,8 @@ def test_kernels_with_one_symbol_are_apart(warm: Warm, monkeypatch: pytest.Monke
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
     monkeypatch.setattr(cache, "_kernels", {})
     before = cache.compile_count()
-    packed = cache.forward_kernel(forward_config("float16", 64, 64, packed=True))
-    dense = cache.forward_kernel(CONFIG)
+    packed = cache.kernel(forward_config("float16", 64, 64, packed=True))
+    dense = cache.kernel(CONFIG)
     assert cache.compile_count() == before + 1
     with pytest.raises(TypeError, match=r"Tensor\(\[n0, n1, n2\], float16\)"):
         packed(0)
@@ -390,7 +390,7 @@ def test_kernels_with_one_symbol_are_apart(warm: Warm, monkeypatch: pytest.Monke
 
 
 def test_damaged_kernels_are_compiled_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.forward_kernel(CONFIG)
+    cache.kernel(CONFIG)
     path = settings.cache_dir()
     assert path is not None
     (entry,) = path.glob("*.kernel")
@@ -398,7 +398,7 @@ def test_damaged_kernels_are_compiled_again(compiler: Compiler, monkeypatch: pyt
     entry.write_bytes(whole[:-1])
     for calls in (2, 2):  # made again, and found again
         monkeypatch.setattr(cache, "_kernels", {})
-        cache.forward_kernel(CONFIG)
+        cache.kernel(CONFIG)
         assert compiler.calls == calls
     assert entry.read_bytes() == whole
 
@@ -407,7 +407,7 @@ def test_unsafe_folders_raise(compiler: Compiler, tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels").chmod(0o777)
     with pytest.raises(disk.UnsafeFolderError, match="FLASH_ATTN_CUTE_CACHE_DIR: the cache folder"):
-        cache.forward_kernel(CONFIG)
+        cache.kernel(CONFIG)
     assert compiler.calls == 0
 
 
@@ -441,14 +441,14 @@ def test_failing_disks_cost_a_warning(
 ) -> None:
     failure(tmp_path / "kernels", monkeypatch)
     with pytest.warns(cache.NotKeptWarning, match="not kept on disk .*set FLASH_ATTN_CUTE_CACHE_DIR") as warned:
-        kernel = cache.forward_kernel(CONFIG)
+        kernel = cache.kernel(CONFIG)
     assert len(warned) == 1
-    assert cache.forward_kernel(CONFIG) is kernel
+    assert cache.kernel(CONFIG) is kernel
     assert compiler.calls == 1
 
 
 def test_a_warm_folder_need_not_be_writable(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.forward_kernel(CONFIG)
+    cache.kernel(CONFIG)
     monkeypatch.setattr(cache, "_kernels", {})
     # Permissions would not stop root.
     plain = os.open
@@ -459,14 +459,14 @@ def test_a_warm_folder_need_not_be_writable(compiler: Compiler, monkeypatch: pyt
         return plain(path, flags, *arguments, **options)
 
     monkeypatch.setattr(os, "open", read_only)
-    cache.forward_kernel(CONFIG)
+    cache.kernel(CONFIG)
     assert compiler.calls == 1
 
 
 def test_the_disk_can_be_left_out(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
-    kernel = cache.forward_kernel(CONFIG)
-    assert cache.forward_kernel(CONFIG) is kernel
+    kernel = cache.kernel(CONFIG)
+    assert cache.kernel(CONFIG) is kernel
     assert compiler.calls == 1
     assert not list(tmp_path.iterdir())
 
@@ -474,7 +474,7 @@ def test_the_disk_can_be_left_out(compiler: Compiler, tmp_path: Path, monkeypatc
 def test_edited_sources_are_not_kept(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compiled after an edit may be of either version."""
     monkeypatch.setattr(key, "_hash_sources", lambda: "another")
-    cache.forward_kernel(CONFIG)
+    cache.kernel(CONFIG)
     assert not list((tmp_path / "kernels").glob("*.kernel"))
 
 
@@ -563,7 +563,7 @@ def test_list(
     assert capsys.readouterr().out == f"{tmp_path}/kernels: 0 kernels, 0.0 MB\n"
     assert not (tmp_path / "kernels").exists()
 
-    cache.forward_kernel(CONFIG)
+    cache.kernel(CONFIG)
     (tmp_path / "kernels" / f"{NAME}.kernel").write_text("damaged")
     (tmp_path / "kernels" / "notes.txt").write_text("not an entry")
     assert command.main(["list"]) == 0
@@ -595,9 +595,10 @@ def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
     arguments = ["warm", "--head-dims", "64", "40", "--masks", "full", "--layouts", "dense", "--jobs", "1"]
-    assert command.main(arguments) == 0
+    assert command.main([*arguments, "--passes", "forward"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("was there")
+    assert "ForwardConfig" in line
     assert "tile_d=64" in line
 
 
@@ -610,17 +611,21 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_what_is_warmed() -> None:
-    def configs(*arguments: str) -> list[ForwardConfig]:
+    def configs(*arguments: str) -> list[Any]:
         return command.configurations(command.parser().parse_args(["warm", *arguments]))
 
-    assert set(configs()) == {
-        forward_config("bfloat16", d, d, packed=packed, has_right=causal)
+    common: list[dict[str, Any]] = [
+        {"head_dim": d, "head_dim_v": d, "packed": packed, "has_right": causal}
         for d in (64, 128)
         for packed in (False, True)
         for causal in (False, True)
-    }
-    assert {config.group for config in configs("--groups", "1", "8")} == {1, 8}
-    one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16")
+    ]
+    backward = [config for options in common for config in backward_configs("bfloat16", **options)]
+    assert set(configs()) == {*(forward_config("bfloat16", **options) for options in common), *backward}
+    assert set(configs("--passes", "backward")) == set(backward)
+    assert configs("--passes", "backward", "--head-dims", "256") == []
+    assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
+    one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
     assert configs("--head-dims", "192:128", *one) == [
         forward_config("float16", 192, 128, has_left=True, has_right=True)
     ]
@@ -637,8 +642,16 @@ def test_what_is_warmed() -> None:
             zero_padding=False,
         )
     ]
+    dlse = configs(
+        "--passes", "backward", "--masks", "full", "--layouts", "dense", "--features", "sink", "lse_gradient"
+    )
+    assert dlse == [
+        *backward_configs("bfloat16", 64, 64, has_dlse=True),
+        *backward_configs("bfloat16", 128, 128, has_dlse=True),
+    ]
     everything = configs(
-        "--head-dims", *map(str, HEAD_DIMS), "--dtypes", "bfloat16", "float16", "--masks", *command.MASKS
+        *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),
+        *("--dtypes", "bfloat16", "float16", "--masks", *command.MASKS),
     )
     assert len(everything) == len(HEAD_DIMS) * 2 * 4 * 2
 

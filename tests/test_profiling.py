@@ -103,14 +103,14 @@ def test_names(events: list[str], lengths: list[int], options: dict[str, Any], s
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_range_encloses_compiling(events: list[str], monkeypatch: pytest.MonkeyPatch, fail: bool) -> None:
-    def compile_forward(config: ForwardConfig) -> str:
+    def compile_kernel(config: ForwardConfig) -> str:
         events.append("+compiles")
         events.append("-")
         if fail:
             raise ArithmeticError
         return "compiled"
 
-    monkeypatch.setitem(sys.modules, "flash_attn_cute.jit.compile", SimpleNamespace(compile_forward=compile_forward))
+    monkeypatch.setitem(sys.modules, "flash_attn_cute.jit.compile", SimpleNamespace(compile_kernel=compile_kernel))
     as_it_is = SimpleNamespace(export=lambda kernel: kernel, load=lambda code: code)
     monkeypatch.setitem(sys.modules, "flash_attn_cute.jit.code", as_it_is)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
@@ -118,11 +118,11 @@ def test_range_encloses_compiling(events: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cache, "_compiles", 0)
     if fail:
         with pytest.raises(ArithmeticError):
-            cache.forward_kernel(CONFIG)
+            cache.kernel(CONFIG)
     else:
-        cache.forward_kernel(CONFIG)
-        cache.forward_kernel(CONFIG)
-    assert events == ["+flash_attn_cute compile forward d192/128", "+compiles", "-", "-"]
+        cache.kernel(CONFIG)
+        cache.kernel(CONFIG)
+    assert events == ["+flash_attn_cute compile forward d192", "+compiles", "-", "-"]
 
 
 @pytest.mark.usefixtures("_settings_reread")

@@ -6,7 +6,6 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ from torch import Tensor
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, BackwardConfig, ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.config import (
+    BACKWARD_HEAD_DIMS,
+    HEAD_DIMS,
+    BackwardConfigs,
+    ForwardConfig,
+    backward_configs,
+    forward_config,
+)
 from tests import oracle
 from tests.checks import assert_close, assert_matches_oracle, bitwise_equal, random_call, run
 from tests.oracle import Call
@@ -50,11 +56,12 @@ CONFIGS = {
 }
 
 
-def machine_code(compile_kernel: Callable[..., Any], chosen: Any, folder: Path) -> str:
+def machine_code(chosen: Any, folder: Path) -> str:
     """The disassembled kernel of a configuration, which must not spill."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
-    kernel = compile_kernel(chosen, cute.KeepCUBIN, cute.KeepPTX, compiler.DumpDir(str(folder)))
+    compile_module = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
+    kernel = compile_module.compile_kernel(chosen, cute.KeepCUBIN, cute.KeepPTX, compiler.DumpDir(str(folder)))
     assert ".local" not in kernel.artifacts.PTX
     tool = cuobjdump()
     cubin = folder / "kernel.cubin"
@@ -67,8 +74,7 @@ def machine_code(compile_kernel: Callable[..., Any], chosen: Any, folder: Path) 
 @pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
 def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     """No spills, products on the tensor cores and never waiting for one another, loads and stores by TMA."""
-    compile_module = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
-    sass = machine_code(compile_module.compile_forward, chosen, tmp_path)
+    sass = machine_code(chosen, tmp_path)
     products = len(re.findall(r"\bHGMMA\b", sass))
     # Outside the loops: the scores of the first block and the output of the last one, of the same tile, or of this
     # and the next one together, each with a fence, and a wait for both.
@@ -82,38 +88,24 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) == (chosen.group == 1)
 
 
-def backward_config(tile_d: int, **changes: Any) -> BackwardConfig:
-    plain: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "tile_d": tile_d,
-        "tile_m": 64,
-        "tile_n": 128,
-        "stages": 2,
-        "packed": False,
-        "has_seqused_q": False,
-        "has_seqused_k": False,
-        "has_left": False,
-        "has_right": False,
-        "has_softcap": False,
-        "zero_padding": True,
-    }
-    return BackwardConfig(**plain | changes)
+def backward(tile_d: int, **changes: Any) -> BackwardConfigs:
+    return backward_configs(changes.pop("dtype", "bfloat16"), tile_d, tile_d, **changes)
 
 
-BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"}
+BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"} | {"has_dlse": True}
 BACKWARD_CONFIGS = {
-    **{f"d{d}": backward_config(d) for d in (64, 128)},
-    **{f"d{d}-packed-causal": backward_config(d, has_right=True, packed=True) for d in (64, 128)},
-    **{f"d{d}-everything": backward_config(d, **BACKWARD_EVERYTHING) for d in (64, 128)},
-    "float16": backward_config(128, dtype="float16"),
+    **{f"d{d}": backward(d) for d in BACKWARD_HEAD_DIMS},
+    **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
+    **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in BACKWARD_HEAD_DIMS},
+    "float16": backward(128, dtype="float16"),
 }
 
 
-@pytest.mark.parametrize("chosen", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
-def test_compiled_backward(chosen: BackwardConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
+def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     """No spills, products in flight together, dQ added by TMA."""
-    compile_module = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
-    sass = machine_code(compile_module.compile_backward, chosen, tmp_path)
+    chosen = configs.main
+    sass = machine_code(chosen, tmp_path)
     loops = 2 + chosen.has_left
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
     products = len(re.findall(r"\bHGMMA\b", sass))
@@ -125,15 +117,11 @@ def test_compiled_backward(chosen: BackwardConfig, tmp_path: Path) -> None:
     assert "UTMAREDG" in sass
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("tile_d", [64, 128])
-def test_compiled_before_and_after(tile_d: int, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
+def test_compiled_before_and_after(configs: BackwardConfigs, tmp_path: Path) -> None:
     """The kernels around the backward kernel move 16 bytes a thread at a time."""
-    c = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
-    before = c.PreprocessConfig("bfloat16", 64, tile_d, packed, packed, packed)
-    after = c.PostprocessConfig("bfloat16", 64, tile_d, 2, packed, packed, True)
-    for compile_kernel, chosen in ((c.compile_preprocess, before), (c.compile_postprocess, after)):
-        sass = machine_code(compile_kernel, chosen, tmp_path)
+    for chosen in (configs.preprocess, configs.postprocess):
+        sass = machine_code(chosen, tmp_path)
         assert re.search(r"\bLDG\.E\.128", sass)
         assert re.search(r"\bSTG\.E\.128", sass)
 

@@ -1,33 +1,41 @@
 """The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
 
-cutlass is imported when the first kernel is compiled, not before. The backward pass is still the portable one, and
-inherited.
+cutlass is imported when the first kernel is compiled, not before. Backward passes with deterministic=True or a head
+dimension above 128 are the portable ones, and inherited.
 """
 
 import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.config import (
+    BACKWARD_HEAD_DIMS,
+    HEAD_DIMS,
+    backward_configs,
+    forward_config,
+)
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
-# Keys and values of the heads that run at the same time: what fits the L2 cache beside everything else.
+# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else.
 _CACHE_BYTES = 40_000_000
 _FEW_QUERIES = 64
 _NEARLY_ZERO = 1e-30
+_LOG2_E = math.log2(math.e)
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 class Sm90Backend(PortableBackend):
-    """A warp-specialised forward kernel for Hopper GPUs, float16 and bfloat16, head dimensions up to 256."""
+    """Warp-specialised kernels for Hopper GPUs, float16 and bfloat16, head dimensions up to 256."""
 
     name = "sm90"
     features = frozenset(Feature) - {Feature.MASK, Feature.BIAS}
@@ -52,71 +60,138 @@ class Sm90Backend(PortableBackend):
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
-        q, k, v = inputs.q, inputs.k, inputs.v
+        q, k = inputs.q, inputs.k
         out = q.new_empty(*q.shape[:-1], spec.head_dim_v)
         if spec.has_seqused and not spec.packed:
-            return _forward_as_packed(spec, inputs, out)
+            batch, seqlen_q, nheads, _ = q.shape
+            lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
+            if out.numel():
+                _launch_forward(spec, _as_packed(inputs), out.flatten(0, 1), lse.flatten(1, 2))
+            return out, lse.transpose(0, 1).contiguous()
         lse = q.new_empty(inputs.lse_shape, dtype=torch.float32)
         if not out.numel():
             return out, lse
         if not k.numel() and not spec.packed:
             sink = inputs.learnable_sink
             return out.zero_(), lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
-        _launch(spec, inputs, q, k, v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        _launch_forward(spec, inputs, out, lse)
         return out, lse
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        inputs: AttentionInputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        *,
+        need_dbias: bool,
+        need_dsink: bool,
+    ) -> Gradients:
+        """See ``Backend.backward``."""
+        served = max(spec.head_dim, spec.head_dim_v) <= max(BACKWARD_HEAD_DIMS) and not spec.deterministic
+        if not (served and inputs.q.numel() and inputs.k.numel()):
+            return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+        if spec.has_seqused and not spec.packed:
+            lse = lse.transpose(0, 1).flatten(1)
+            dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+            flat = (x.flatten(0, 1) for x in (dq, dk, dv))
+            stats = _launch_backward(spec, _as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse, *flat)
+        else:
+            stats = _launch_backward(spec, inputs, out, lse, dout, dlse, dq, dk, dv)
+        sink = inputs.learnable_sink
+        dsink = None
+        if need_dsink and sink is not None:
+            lse_log2, delta = stats.flatten(2)
+            dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
+        return Gradients(dq, dk, dv, None, dsink)
+
+
+class _ForwardLaunch(NamedTuple):
+    """What a forward call launches, but for its tensors."""
+
+    kernel: Callable[..., None]
+    persistent: bool
+    numbers: tuple[float, float, int, int, int]  # its arguments from softmax_scale to heads_in_cache
+
+
+class _BackwardLaunch(NamedTuple):
+    """What a backward call launches, but for its tensors."""
+
+    preprocess: Callable[..., None]
+    main: Callable[..., None]
+    postprocess: Callable[..., None]
+    stats_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...]
+    numbers: tuple[float, float, int, int, int]
 
 
 # PyTorch's own function looks for the driver and the device again each time.
 _device_properties = functools.cache(torch.cuda.get_device_properties)
 
 
-def _forward_as_packed(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor) -> tuple[Tensor, Tensor]:
+def _as_packed(inputs: AttentionInputs) -> AttentionInputs:
     """A dense batch with padding is packed sequences whose slots are of one size."""
-    batch, seqlen_q, nheads, _ = inputs.q.shape
-    lse = inputs.q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
-    if out.numel():
-        cu_q, cu_k = (
-            torch.arange(batch + 1, dtype=torch.int32, device=out.device).mul_(x.shape[1]) for x in (inputs.q, inputs.k)
-        )
-        q, k, v = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-        _launch(spec, inputs, q, k, v, out.flatten(0, 1), lse.flatten(1, 2), cu_q, cu_k)
-    return out, lse.transpose(0, 1).contiguous()
+    q, k, v = inputs.q, inputs.k, inputs.v
+    cu_q, cu_k = (torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device).mul_(x.shape[1]) for x in (q, k))
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def _launch(
-    spec: AttentionSpec,
-    inputs: AttentionInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> None:
-    packed = cu_seqlens_q is not None
+def _launch_forward(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
     if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
-    longest = inputs.max_seqlen_q if spec.packed else inputs.q.shape[1]
-    group = _group(spec, longest)
-    kernel, persistent = _kernel(spec, packed, inputs.seqused_q is not None, inputs.seqused_k is not None, group)
-    sink = inputs.learnable_sink
+    seqused_q, seqused_k, sink = inputs.seqused_q, inputs.seqused_k, inputs.learnable_sink
+    few_queries = inputs.max_seqlen_q <= _FEW_QUERIES
+    launch = _forward_launch(spec, q.shape, k.shape, seqused_q is not None, seqused_k is not None, few_queries)
     arguments = (
         _aligned(q),
         _aligned(k),
         _aligned(v),
         out,
         lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        inputs.seqused_q,
-        inputs.seqused_k,
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        seqused_q,
+        seqused_k,
         None if sink is None else sink.float(),
-        *_numbers(spec, packed, group, q.shape, k.shape),
-        _next_tile(q.device) if persistent else None,
+        *launch.numbers,
+        _next_tile(q.device) if launch.persistent else None,
         _device_properties(q.device).multi_processor_count,
     )
-    kernel(arguments)
+    launch.kernel(arguments)
+
+
+def _launch_backward(
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """Fills dq, dk and dv, and returns lse in base 2 and delta, (2, nheads, blocks, queries a block)."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    cu_q, cu_k, seqused_q, seqused_k = inputs[3:7]
+    sequences = 0 if cu_q is None else cu_q.shape[0] - 1
+    launch = _backward_launch(
+        spec, q.shape, k.shape, sequences, seqused_q is not None, seqused_k is not None, dlse is not None
+    )
+    stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
+    dout = _aligned(dout)
+    if dlse is not None and dlse.stride(-1) != 1:
+        dlse = dlse.contiguous()
+    launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
+    tensors = (_aligned(q), _aligned(k), _aligned(v), dout, dk, dv, stats, sums, cu_q, cu_k, seqused_q, seqused_k)
+    launch.main((*tensors, *launch.numbers))
+    launch.postprocess((dq, sums, cu_q, seqused_q, launch.numbers[0]))
+    return stats
 
 
 def _next_tile(device: torch.device) -> Tensor:
@@ -135,58 +210,101 @@ def _next_tile(device: torch.device) -> Tensor:
 
 # Caches are bounded, for specs and shapes hold numbers that can change with every call.
 @functools.lru_cache(maxsize=1024)
-def _kernel(
-    spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int
-) -> tuple[Callable[..., None], bool]:
-    """The kernel that serves a call, and whether it is persistent."""
+def _forward_launch(
+    spec: AttentionSpec,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    has_seqused_q: bool,
+    has_seqused_k: bool,
+    few_queries: bool,
+) -> _ForwardLaunch:
     from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
-    config = _config(spec, packed, has_seqused_q, has_seqused_k, group)
-    return cache.forward_kernel(config), config.persistent
-
-
-@functools.lru_cache(maxsize=1024)
-def _numbers(
-    spec: AttentionSpec, packed: bool, group: int, q_shape: torch.Size, k_shape: torch.Size
-) -> tuple[float, float, int, int, int]:
-    """The kernel's arguments from softmax_scale to heads_in_cache."""
-    bytes_a_head = 2 * k_shape[-3] * (spec.head_dim + spec.head_dim_v)
-    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
-    pairs = spec.nheads // group * (1 if packed else q_shape[0])
-    sections = -(-pairs // (max(1, _CACHE_BYTES // bytes_a_head) * (spec.nheads // group // spec.nheads_k)))
-    heads_in_cache = -(-pairs // sections)
-    # No window need be wider than this, and the kernel adds positions to it in 32 bits.
-    widest = q_shape[-3] + k_shape[-3]
-    left, right = min(spec.window_left or 0, widest), min(spec.window_right or 0, widest)
-    return spec.softmax_scale or _NEARLY_ZERO, spec.softcap, left, right, heads_in_cache
-
-
-def _config(spec: AttentionSpec, packed: bool, has_seqused_q: bool, has_seqused_k: bool, group: int) -> ForwardConfig:
-    return forward_config(
+    # Heads of a group share a tile where queries alone would leave half of it empty.
+    group = spec.nheads // spec.nheads_k
+    group = group if few_queries and 64 % group == 0 else 1
+    config = forward_config(
         _DTYPES[spec.dtype],
         spec.head_dim,
         spec.head_dim_v,
         group=group,
-        packed=packed,
-        has_seqused_q=has_seqused_q,
-        has_seqused_k=has_seqused_k,
-        has_left=spec.window_left is not None,
-        has_right=spec.window_right is not None,
-        has_softcap=spec.softcap > 0,
         has_sink=spec.has_sink,
-        zero_padding=spec.zero_padding,
+        **_features(spec, q_shape, has_seqused_q, has_seqused_k),
+    )
+    heads = spec.nheads // group
+    bytes_a_head = 2 * k_shape[-3] * (spec.head_dim + spec.head_dim_v)
+    heads_in_cache = _heads_in_cache(heads * math.prod(q_shape[:-3]), bytes_a_head, heads // spec.nheads_k)
+    return _ForwardLaunch(cache.kernel(config), config.persistent, (*_numbers(spec, q_shape, k_shape), heads_in_cache))
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    spec: AttentionSpec,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    sequences: int,
+    has_seqused_q: bool,
+    has_seqused_k: bool,
+    has_dlse: bool,
+) -> _BackwardLaunch:
+    from flash_attn_cute.jit import cache
+
+    configs = backward_configs(
+        _DTYPES[spec.dtype],
+        spec.head_dim,
+        spec.head_dim_v,
+        has_dlse=has_dlse,
+        **_features(spec, q_shape, has_seqused_q, has_seqused_k),
+    )
+    tile_m, tile_d, rows = configs.main.tile_m, configs.main.tile_d, q_shape[-3]
+    blocks = rows // tile_m + sequences + 2 if len(q_shape) == 3 else q_shape[0] * -(-rows // tile_m)
+    bytes_a_head = rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d) * spec.nheads // spec.nheads_k
+    heads_in_cache = _heads_in_cache(spec.nheads_k * math.prod(q_shape[:-3]), bytes_a_head, 1)
+    return _BackwardLaunch(
+        cache.kernel(configs.preprocess),
+        cache.kernel(configs.main),
+        cache.kernel(configs.postprocess),
+        stats_shape=(2, spec.nheads, blocks, tile_m),
+        sums_shape=(spec.nheads, blocks, tile_m * tile_d),
+        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache),
     )
 
 
-def _group(spec: AttentionSpec, seqlen_q: int) -> int:
-    """How many heads share a tile: those of a group, where queries alone would leave half of it empty."""
-    group = spec.nheads // spec.nheads_k
-    return group if seqlen_q <= _FEW_QUERIES and 64 % group == 0 else 1
+def _features(spec: AttentionSpec, q_shape: torch.Size, has_seqused_q: bool, has_seqused_k: bool) -> dict[str, bool]:
+    """What is compiled into the kernels of both passes."""
+    return {
+        "packed": len(q_shape) == 3,
+        "has_seqused_q": has_seqused_q,
+        "has_seqused_k": has_seqused_k,
+        "has_left": spec.window_left is not None,
+        "has_right": spec.window_right is not None,
+        "has_softcap": spec.softcap > 0,
+        "zero_padding": spec.zero_padding,
+    }
+
+
+def _numbers(spec: AttentionSpec, q_shape: torch.Size, k_shape: torch.Size) -> tuple[float, float, int, int]:
+    """The kernels' arguments from softmax_scale to window_right."""
+    # No window need be wider than this, and the kernels add positions to it in 32 bits.
+    widest = q_shape[-3] + k_shape[-3]
+    left, right = min(spec.window_left or 0, widest), min(spec.window_right or 0, widest)
+    return spec.softmax_scale or _NEARLY_ZERO, spec.softcap, left, right
+
+
+def _heads_in_cache(heads: int, bytes_a_head: int, heads_sharing: int) -> int:
+    """How many heads run together, so that what they read again, and ``heads_sharing`` of them share, stays cached."""
+    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
+    sections = -(-heads // (max(1, _CACHE_BYTES // bytes_a_head) * heads_sharing))
+    return -(-heads // sections)
 
 
 def _aligned(x: Tensor) -> Tensor:
     """X itself if TMA can read it, else a copy: data and all strides but the last in multiples of 16 bytes."""
-    per_vector = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and math.gcd(per_vector, *x.stride()[:-1]) == per_vector:
+    if x.data_ptr() % 16 == 0 and _fits(x.stride(), 16 // x.element_size()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits(strides: tuple[int, ...], per_vector: int) -> bool:
+    return strides[-1] == 1 and math.gcd(per_vector, *strides[:-1]) == per_vector

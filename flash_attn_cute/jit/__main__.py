@@ -20,7 +20,7 @@ from typing import Any
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, warm
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, forward_config
+from flash_attn_cute.kernels.sm90.config import BACKWARD_HEAD_DIMS, HEAD_DIMS, backward_configs, forward_config
 
 MASKS: dict[str, dict[str, bool]] = {
     "full": {},
@@ -28,12 +28,14 @@ MASKS: dict[str, dict[str, bool]] = {
     "window": {"has_left": True, "has_right": True},
     "left": {"has_left": True},
 }
+PASSES = ("forward", "backward")
 LAYOUTS = ("dense", "packed")
 FEATURES: dict[str, dict[str, bool]] = {
     "seqused_q": {"has_seqused_q": True, "packed": True},  # a dense batch with padding is packed
     "seqused_k": {"has_seqused_k": True, "packed": True},
     "softcap": {"has_softcap": True},
-    "sink": {"has_sink": True},
+    "sink": {"has_sink": True},  # of the forward pass alone
+    "lse_gradient": {"has_dlse": True},  # of the backward pass alone
     "unwritten_padding": {"zero_padding": False},
 }
 
@@ -66,18 +68,22 @@ def positive(text: str) -> int:
     return value
 
 
-def configurations(chosen: argparse.Namespace) -> list[ForwardConfig]:
+def configurations(chosen: argparse.Namespace) -> list[Any]:
     """All that the command line asks for, each once: different head dimensions can share a kernel."""
     features: dict[str, bool] = {}
     for feature in chosen.features:
         features |= FEATURES[feature]
-    asked_for = itertools.product(chosen.dtypes, chosen.head_dims, chosen.groups, chosen.masks, chosen.layouts)
-    return list(
-        dict.fromkeys(
-            forward_config(dtype, d, d_v, group=group, **{"packed": layout == "packed"} | MASKS[mask] | features)
-            for dtype, (d, d_v), group, mask, layout in asked_for
-        )
-    )
+    found: list[Any] = []
+    for dtype, (d, d_v), mask, layout in itertools.product(
+        chosen.dtypes, chosen.head_dims, chosen.masks, chosen.layouts
+    ):
+        options = {"packed": layout == "packed"} | MASKS[mask] | features
+        has_sink, has_dlse = options.pop("has_sink", False), options.pop("has_dlse", False)
+        if "forward" in chosen.passes:
+            found += [forward_config(dtype, d, d_v, group=g, has_sink=has_sink, **options) for g in chosen.groups]
+        if "backward" in chosen.passes and max(d, d_v) <= max(BACKWARD_HEAD_DIMS):
+            found += backward_configs(dtype, d, d_v, has_dlse=has_dlse, **options)
+    return list(dict.fromkeys(found))
 
 
 def describe(fields: dict[str, Any]) -> str:
@@ -106,11 +112,11 @@ def run_list(path: Path) -> None:
         print(f"{line}{kind}  {describe(entry.identity['config'])}  ({made_by})")
 
 
-def run_warm(configs: list[ForwardConfig], jobs: int) -> None:
+def run_warm(configs: list[Any], jobs: int) -> None:
     """Sees to it that the folder holds the kernels."""
     for warmed in warm.warm(configs, jobs):
         outcome = f"compiled in {warmed.seconds:.1f} s" if warmed.compiled else "was there"
-        print(f"{outcome:17}  {describe(vars(warmed.config))}", flush=True)
+        print(f"{outcome:17}  {type(warmed.config).__name__}  {describe(vars(warmed.config))}", flush=True)
 
 
 def run_clear(path: Path) -> None:
@@ -154,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
         help="query heads of a key head, for kernels of few queries; 1 for those of many (default: 1)",
     )
     for option, names, default in (
+        ("--passes", PASSES, list(PASSES)),
         ("--dtypes", ("bfloat16", "float16"), ["bfloat16"]),
         ("--masks", tuple(MASKS), ["full", "causal"]),
         ("--layouts", LAYOUTS, list(LAYOUTS)),

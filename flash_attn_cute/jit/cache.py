@@ -4,13 +4,13 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from flash_attn_cute import profiling, settings
 from flash_attn_cute.jit import disk, key
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
 
 _lock = threading.Lock()
-_kernels: dict[ForwardConfig, Callable[..., None]] = {}
+_kernels: dict[Any, Callable[..., None]] = {}
 _compiles = 0
 
 
@@ -18,22 +18,22 @@ class NotKeptWarning(RuntimeWarning):
     """A kernel works, but could not be kept on disk: every process will compile it again."""
 
 
-def forward_kernel(config: ForwardConfig) -> Callable[..., None]:
-    """The kernel of a configuration: from memory, from disk, or compiled.
+def kernel(config: Any) -> Callable[..., None]:
+    """The kernel of a configuration (a frozen dataclass, see ``jit.key``): from memory, from disk, or compiled.
 
     Raises:
         disk.UnsafeFolderError: others could have put code into the folder of compiled kernels.
     """
-    kernel = _kernels.get(config)
-    if kernel is None:
+    found = _kernels.get(config)
+    if found is None:
         with _lock:
-            kernel = _kernels.get(config)
-            if kernel is None:
+            found = _kernels.get(config)
+            if found is None:
                 # Not before it is needed: this is what imports cutlass.
                 from flash_attn_cute.jit.code import load
 
-                kernel = _kernels[config] = load(_code(config))
-    return kernel
+                found = _kernels[config] = load(_code(config))
+    return found
 
 
 def compile_count() -> int:
@@ -41,7 +41,7 @@ def compile_count() -> int:
     return _compiles
 
 
-def _code(config: ForwardConfig) -> bytes:
+def _code(config: Any) -> bytes:
     """The code of a configuration, read from disk or compiled: by one process, while others that need it wait.
 
     A disk that fails (no home, a read-only or full file system) costs time, and a warning, but no result.
@@ -75,13 +75,14 @@ def _code(config: ForwardConfig) -> bytes:
         return code
 
 
-def _compile(config: ForwardConfig) -> bytes:
+def _compile(config: Any) -> bytes:
     global _compiles
     from flash_attn_cute.jit.code import export
-    from flash_attn_cute.jit.compile import compile_forward
+    from flash_attn_cute.jit.compile import compile_kernel
 
-    with profiling.span(f"compile forward d{config.tile_d}/{config.tile_dv}"):
-        code = export(compile_forward(config))
+    kind = type(config).__name__.removesuffix("Config").lower()
+    with profiling.span(f"compile {kind} d{config.tile_d}"):
+        code = export(compile_kernel(config))
     _compiles += 1
     return code
 

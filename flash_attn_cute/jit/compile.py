@@ -8,8 +8,9 @@ import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments, PostprocessConfig
-from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments, PreprocessConfig
+from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
+from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments
+from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments
 from flash_attn_cute.kernels.sm90.backward import BackwardArguments, BackwardSm90
 from flash_attn_cute.kernels.sm90.config import BackwardConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
@@ -17,12 +18,21 @@ from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
-def compile_forward(config: ForwardConfig, *options: Any) -> Any:
-    """Compiles the forward kernel of a configuration; call the result with ``ForwardArguments`` of torch tensors.
+def compile_kernel(config: Any, *options: Any) -> Any:
+    """Compiles the kernel of a configuration; call the result with its kind's arguments, of torch tensors.
 
     Shapes and strides stay open. What TMA needs (16-byte alignment of the data and of every stride but the last)
     is part of the signature, so that a tensor without it raises instead of being read wrongly.
     """
+    kernel, arguments = _KINDS[type(config)](config)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)
+    with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        return cute.compile[chosen](kernel, arguments, stream)
+
+
+def _forward(config: ForwardConfig) -> tuple[Any, Any]:
     kernel = ForwardSm90(config)
     rank = 3 if config.packed else 4
     arguments = ForwardArguments(
@@ -44,11 +54,10 @@ def compile_forward(config: ForwardConfig, *options: Any) -> Any:
         mNextTile=_ints(config.persistent),
         num_ctas=cutlass.Int32(1),
     )
-    return _compile(kernel, arguments, *options)
+    return kernel, arguments
 
 
-def compile_backward(config: BackwardConfig, *options: Any) -> Any:
-    """Compiles the backward kernel of a configuration; call the result with ``BackwardArguments`` of torch tensors."""
+def _backward(config: BackwardConfig) -> tuple[Any, Any]:
     kernel = BackwardSm90(config)
     rank = 3 if config.packed else 4
     numbers = config.tile_m * config.tile_d
@@ -66,11 +75,10 @@ def compile_backward(config: BackwardConfig, *options: Any) -> Any:
         window_right=cutlass.Int32(0),
         heads_in_cache=cutlass.Int32(1),
     )
-    return _compile(kernel, arguments, *options)
+    return kernel, arguments
 
 
-def compile_preprocess(config: PreprocessConfig, *options: Any) -> Any:
-    """Compiles what goes before the backward kernel; call the result with ``PreprocessArguments`` of torch tensors."""
+def _preprocess(config: PreprocessConfig) -> tuple[Any, Any]:
     rank, dtype = 3 if config.packed else 4, _DTYPES[config.dtype]
     arguments = PreprocessArguments(
         mO=_rows(dtype, rank),
@@ -82,11 +90,10 @@ def compile_preprocess(config: PreprocessConfig, *options: Any) -> Any:
         mCuSeqlensQ=_ints(config.packed),
         mSeqUsedQ=_ints(config.has_seqused_q),
     )
-    return _compile(Preprocess(config), arguments, *options)
+    return Preprocess(config), arguments
 
 
-def compile_postprocess(config: PostprocessConfig, *options: Any) -> Any:
-    """Compiles what follows the backward kernel; call the result with ``PostprocessArguments`` of torch tensors."""
+def _postprocess(config: PostprocessConfig) -> tuple[Any, Any]:
     arguments = PostprocessArguments(
         mdQ=_rows(_DTYPES[config.dtype], 3 if config.packed else 4),
         mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
@@ -94,15 +101,15 @@ def compile_postprocess(config: PostprocessConfig, *options: Any) -> Any:
         mSeqUsedQ=_ints(config.has_seqused_q),
         softmax_scale=cutlass.Float32(1.0),
     )
-    return _compile(Postprocess(config), arguments, *options)
+    return Postprocess(config), arguments
 
 
-def _compile(kernel: Any, arguments: Any, *options: Any) -> Any:
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    chosen = (cute.EnableTVMFFI, cute.GPUArch("sm_90a"), *options)
-    with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
-        warnings.simplefilter("ignore", DSLOptimizationWarning)
-        return cute.compile[chosen](kernel, arguments, stream)
+_KINDS = {
+    ForwardConfig: _forward,
+    PreprocessConfig: _preprocess,
+    BackwardConfig: _backward,
+    PostprocessConfig: _postprocess,
+}
 
 
 def _rows(dtype: Any, rank: int) -> Any:

@@ -5,21 +5,20 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
 
 
 class Warmed(NamedTuple):
     """What it took to have a kernel on disk."""
 
-    config: ForwardConfig
+    config: Any
     compiled: bool  # False if it was there
     seconds: float
 
 
-def warm(configs: Sequence[ForwardConfig], jobs: int) -> Iterator[Warmed]:
+def warm(configs: Sequence[Any], jobs: int) -> Iterator[Warmed]:
     """Puts the kernels that are not on disk there, and reports each as soon as it is.
 
     Raises:
@@ -36,7 +35,7 @@ def _insist_on_keeping() -> None:
     warnings.simplefilter("error", cache.NotKeptWarning)
 
 
-def _warm(config: ForwardConfig) -> Warmed:
+def _warm(config: Any) -> Warmed:
     before, start = cache.compile_count(), time.perf_counter()
-    cache.forward_kernel(config)
+    cache.kernel(config)
     return Warmed(config, cache.compile_count() > before, time.perf_counter() - start)

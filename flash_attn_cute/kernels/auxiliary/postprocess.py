@@ -1,12 +1,12 @@
 """dQ from the float32 workspace: scaled, rounded, and zero in the padding."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.rows import rows_first
 
@@ -21,19 +21,6 @@ class PostprocessArguments(NamedTuple):
     mCuSeqlensQ: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
     softmax_scale: Float32
-
-
-@dataclass(frozen=True)
-class PostprocessConfig:
-    """What a compiled kernel is made for."""
-
-    dtype: str
-    tile_m: int  # queries a block
-    tile_d: int
-    parts: int  # of a block
-    packed: bool
-    has_seqused_q: bool
-    zero_padding: bool
 
 
 class Postprocess:

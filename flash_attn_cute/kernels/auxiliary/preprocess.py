@@ -4,13 +4,13 @@ delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row
 has seen no key, or that is none, gets an lse of inf: its weights vanish.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
 from flash_attn_cute.kernels.common import schedule
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 
@@ -29,18 +29,6 @@ class PreprocessArguments(NamedTuple):
     mdQaccum: cute.Tensor
     mCuSeqlensQ: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class PreprocessConfig:
-    """What a compiled kernel is made for."""
-
-    dtype: str
-    tile_m: int  # queries a block
-    tile_d: int
-    packed: bool
-    has_seqused_q: bool
-    has_dlse: bool
 
 
 class Preprocess:
@@ -88,6 +76,7 @@ class Preprocess:
                     mdLSE = numbers_first(a.mdLSE, self.packed)
                     if row < length:
                         delta -= mdLSE[start + row, work.head, batch]
+                delta = delta if lse != Float32.inf else Float32(0.0)  # dO and dlse may be NaN there
                 a.mStats[0, work.head, work.block, within] = lse
                 a.mStats[1, work.head, work.block, within] = delta
         zeros = cute.make_rmem_tensor(4, Float32)

@@ -1,7 +1,7 @@
-"""Which tile of queries a CTA works on: one tile a CTA, in an order that starts the longest ones first.
+"""Which tile a CTA works on: one tile a CTA, in an order that starts the longest ones first.
 
-Under a causal mask a sequence's last tiles see the most keys. Hardware starts CTAs in the order of their index, so
-tiles are numbered from the back.
+Hardware starts CTAs in the order of their index. Under a causal mask a sequence's last queries see the most keys, so
+tiles of queries are numbered from the back; its first keys are seen by the most queries, so those of keys are not.
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,22 @@ def num_dense_tiles(seqlen_q: Int32, heads: Int32, batch: Int32, tile_m: int) ->
 
 @cute.jit
 def dense_tile(
-    index: Int32, seqlen_q: Int32, heads: Int32, batch: Int32, heads_in_cache: Int32, tile_m: cutlass.Constexpr
+    index: Int32,
+    seqlen_q: Int32,
+    heads: Int32,
+    batch: Int32,
+    heads_in_cache: Int32,
+    tile_m: cutlass.Constexpr,
+    last_first: cutlass.Constexpr = True,
 ) -> WorkTile:
-    """Tile of a dense batch: ``heads_in_cache`` heads together, so that their keys and values stay in the L2 cache."""
+    """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache."""
     num_m = cute.ceil_div(seqlen_q, tile_m)
     section = index // (heads_in_cache * num_m)
     within = index - section * heads_in_cache * num_m
     heads_here = cutlass.min(heads_in_cache, heads * batch - section * heads_in_cache)
-    m_block = num_m - 1 - within // heads_here
+    m_block = within // heads_here
+    if const_expr(last_first):
+        m_block = num_m - 1 - m_block
     pair = section * heads_in_cache + within % heads_here
     return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
 
@@ -50,7 +58,12 @@ def num_packed_tiles(total_q: Int32, heads: Int32, batch: Int32, tile_m: int) ->
 
 @cute.jit
 def packed_tile(
-    index: Int32, total_q: Int32, heads: Int32, cu_seqlens: cute.Tensor, tile_m: cutlass.Constexpr
+    index: Int32,
+    total_q: Int32,
+    heads: Int32,
+    cu_seqlens: cute.Tensor,
+    tile_m: cutlass.Constexpr,
+    last_first: cutlass.Constexpr = True,
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 
@@ -60,7 +73,9 @@ def packed_tile(
     searches 32 candidates at a time. At most one tile a sequence is left with nothing to do.
     """
     num_sequences = cu_seqlens.shape[0] + 1
-    position = (total_q // tile_m + num_sequences) - 1 - index // heads
+    position = index // heads
+    if const_expr(last_first):
+        position = (total_q // tile_m + num_sequences) - 1 - position
     low, size = Int32(0), num_sequences
     while size > 1:
         step = cute.ceil_div(size, 32)

@@ -279,7 +279,9 @@ class BackwardSm90:
         index, _, _ = cute.arch.block_idx()
         heads = a.mK.shape[-2]
         if const_expr(c.packed):
-            work, k_start, k_slot = schedule.packed_tile(index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n)
+            work, k_start, k_slot = schedule.packed_tile(
+                index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n, last_first=False
+            )
             batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             if work.batch >= 0:
                 k_length = k_slot
@@ -292,7 +294,7 @@ class BackwardSm90:
                     k_length = a.mSeqUsedK[work.batch]
         else:
             count, k_slot, _, _ = a.mK.shape
-            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n)
+            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=False)
             batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
             first_block = batch * cute.ceil_div(q_length, c.tile_m)
         first_key = work.first_query

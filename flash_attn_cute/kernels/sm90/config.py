@@ -1,6 +1,9 @@
 """Tile sizes of the Hopper kernels, and all else that changes their code."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,52 @@ class BackwardConfig:
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the first warpgroup and of the others."""
         return 24, 240
+
+
+class BackwardConfigs(NamedTuple):
+    """The three kernels of a backward pass, in their order."""
+
+    preprocess: PreprocessConfig
+    main: BackwardConfig
+    postprocess: PostprocessConfig
+
+
+# Head dimensions that there is a backward kernel for.
+BACKWARD_HEAD_DIMS = (64, 96, 128)
+
+
+def backward_configs(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    packed: bool = False,
+    has_seqused_q: bool = False,
+    has_seqused_k: bool = False,
+    has_left: bool = False,
+    has_right: bool = False,
+    has_softcap: bool = False,
+    has_dlse: bool = False,
+    zero_padding: bool = True,
+) -> BackwardConfigs:
+    """The configurations that serve a call: their tiles, and what is compiled into them."""
+    tile_d = _tile_columns(max(head_dim, head_dim_v))
+    main = BackwardConfig(
+        dtype=dtype,
+        tile_d=tile_d,
+        tile_m=64,
+        tile_n=128,
+        stages=2,
+        packed=packed,
+        has_seqused_q=has_seqused_q,
+        has_seqused_k=has_seqused_k,
+        has_left=has_left,
+        has_right=has_right,
+        has_softcap=has_softcap,
+        zero_padding=zero_padding,
+    )
+    return BackwardConfigs(
+        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
+        main,
+        PostprocessConfig(dtype, tile_d, main.tile_m, main.num_mma_warpgroups, packed, has_seqused_q, zero_padding),
+    )

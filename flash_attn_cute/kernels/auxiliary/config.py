@@ -1,0 +1,28 @@
+"""What the kernels before and after the backward kernel are compiled for."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """A kernel that comes before the backward kernel."""
+
+    dtype: str
+    tile_d: int
+    tile_m: int  # queries a block
+    packed: bool
+    has_seqused_q: bool
+    has_dlse: bool
+
+
+@dataclass(frozen=True)
+class PostprocessConfig:
+    """A kernel that follows the backward kernel."""
+
+    dtype: str
+    tile_d: int
+    tile_m: int  # queries a block
+    parts: int  # of a block
+    packed: bool
+    has_seqused_q: bool
+    zero_padding: bool
