@@ -48,15 +48,17 @@ class Postprocess:
         gdQ = mdQ[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         stop = slot if const_expr(self.zero_padding) else length
         numbers_a_part = self.tile_m * self.tile_d // self.parts
-        vectors = self.tile_d // self.parts // 8  # of a row of a part
-        for i in cutlass.range_constexpr(self.tile_m * self.tile_d // 16 // _THREADS):
+        columns = numbers_a_part // 64
+        vectors, parts_a_row = columns // 8, self.tile_d // columns
+        units = self.tile_m * self.tile_d // 16
+        for i in cutlass.range_constexpr(-(-units // _THREADS)):
             unit = i * _THREADS + thread
             group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
             row = row // 8 * 16 + row % 8
             numbers = cute.local_tile(a.mdQaccum[work.head, work.block, None], (numbers_a_part,), (part,))
-            first = work.first_query + row
-            vector = group + part * vectors
-            if vector * 8 < gdQ.shape[1] and first < stop:
+            first = work.first_query + part // parts_a_row * 64 + row
+            vector = group + part % parts_a_row * vectors
+            if unit < units and vector * 8 < gdQ.shape[1] and first < stop:
                 for n, source in enumerate(workspace.read_rows(numbers, row, group)):
                     query = first + 8 * n
                     rounded = cute.make_rmem_tensor(8, gdQ.element_type)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
-from flash_attn_cute.kernels.common import schedule
+from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 
 _LOG2_E = 1.4426950408889634
@@ -77,8 +77,8 @@ class Preprocess:
                     if row < length:
                         delta -= mdLSE[start + row, work.head, batch]
                 delta = delta if lse != Float32.inf else Float32(0.0)  # dO and dlse may be NaN there
-                a.mStats[0, work.head, work.block, within] = lse
-                a.mStats[1, work.head, work.block, within] = delta
+                a.mStats[0, work.head, work.block, workspace.permuted(within)] = lse
+                a.mStats[1, work.head, work.block, workspace.permuted(within)] = delta
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         accum = a.mdQaccum[work.head, work.block, None]

@@ -60,3 +60,20 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
     packed = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(packed)):
         packed[i] = pack(source[2 * i], source[2 * i + 1], target.element_type)
+
+
+@dsl_user_op
+def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """X itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
+    same = llvm.inline_asm(
+        T.i32(),
+        [x.ir_value(loc=loc, ip=ip)],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(same)

@@ -2,18 +2,17 @@
 
 Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
 numbered as their tiles are (``schedule.packed_tile``), so that no block holds queries of two sequences: batch *
-ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences + 2. A block of dQ
-is in parts, of as many columns each, one for every warpgroup that multiplies. Within a part numbers lie as the
-warpgroup's accumulator holds them, four a thread in turn: what is added together is contiguous, and shared memory is
-written without conflicts.
+ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences + 2. A block of dQ is in parts, one for every
+warpgroup that multiplies: first along its rows, 64 a part, then along its columns. Within a part numbers lie as the
+warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time. The numbers of a
+block's queries are permuted, so that a thread finds those of the queries that are its columns four at a time.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
-
-_COLUMNS = 256  # of the workspace, as TMA sees it
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
@@ -21,36 +20,38 @@ def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
     return first_row // tile_m + sequence + 1
 
 
-def adder(mdQaccum: cute.Tensor, parts: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """A TMA atom that adds parts of blocks to the workspace (heads, blocks, numbers), its tensor of coordinates."""
-    heads, blocks, numbers = mdQaccum.shape
-    rows = cute.make_layout((heads * blocks * (numbers // _COLUMNS), _COLUMNS), stride=(_COLUMNS, 1))
-    tile = (numbers // parts // _COLUMNS, _COLUMNS)
-    layout = cute.make_layout(tile, stride=(_COLUMNS, 1))
-    info = cpasync.make_tiled_tma_atom(
-        cpasync.CopyReduceBulkTensorTileS2GOp(), cute.make_tensor(mdQaccum.iterator, rows), layout, tile
-    )
-    return info.atom, info.tma_tensor
+def permuted(row: Int32) -> Int32:
+    """Where the numbers of a block's row are: those of the threads' pairs of columns in two groups of eight in turn."""
+    return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
-def add(atom: cute.CopyAtom, tensor: cute.Tensor, sPart: cute.Tensor, part: Int32) -> None:
-    """Adds a part from shared memory, by one converged warp."""
-    tile = (cute.size(sPart) // _COLUMNS, _COLUMNS)
-    shared = cute.make_tensor(sPart.iterator, cute.make_layout(tile, stride=(_COLUMNS, 1)))
-    target = cute.local_tile(tensor, tile, (part, 0))
-    shared, target = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(target, 0, 2)
-    )
-    cute.copy(atom, shared, target)
+def four_stats(stats: cute.Tensor, thread: Int32, i: int) -> cute.Tensor:
+    """Those of a thread's four queries in the i-th group of sixteen."""
+    return cute.local_tile(stats, (4,), (4 * i + thread,))
 
 
 @cute.jit
-def write_part(acc: cute.Tensor, sPart: cute.Tensor, thread: Int32) -> None:
-    """A warpgroup's accumulator into shared memory."""
-    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
-    target = cute.make_tensor(sPart.iterator, cute.make_layout((4, 128, cute.size(acc) // 4), stride=(1, 4, 512)))
+def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
+    """Adds a warpgroup's accumulator to a part of the workspace."""
+    target = cute.make_tensor(part.iterator, cute.make_layout((4, 128, cute.size(acc) // 4), stride=(1, 4, 512)))
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        cute.autovec_copy(quads[None, i], target[None, thread, i])
+        _add_four(target[None, thread, i].iterator, *(acc[4 * i + j] for j in range(4)))
+
+
+@dsl_user_op
+def _add_four(pointer: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Adds to four numbers in global memory. In assembly, as nothing in the DSL adds vectors."""
+    llvm.inline_asm(
+        None,
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), *(x.ir_value(loc=loc, ip=ip) for x in (a, b, c, d))],
+        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @cute.jit

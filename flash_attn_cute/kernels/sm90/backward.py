@@ -3,21 +3,22 @@
 Roles (one CTA a block of ``tile_n`` keys of one key head; it walks over the queries that see it, head by head of the
 group):
     warpgroup 0         warp 0 loads by TMA: K and V once, then Q, dO and two numbers a query, block by block.
-                        Warps 1 .. add dQ to the workspace by TMA, one warp for each multiplying warpgroup.
-    warpgroups 1 ..     multiply, 64 keys each.
+    warpgroups 1, 2     multiply, 64 keys each.
 
 Pipelines:
-    kv     mbarrier, one phase: warp 0 -> all multiplying warpgroups.
+    kv     mbarrier, one phase: warp 0 -> both multiplying warpgroups.
     q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
            delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
-    dq     named barriers, full and empty, between a multiplying warpgroup and the warp that adds its part.
+    ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
 
-A step of a multiplying warpgroup (transposed: rows are keys, columns are queries):
-    S' = K Q', dP' = V dO'; P' = exp2(S' - lse), in registers; dV += P' dO; dS' = P' (dP' - delta), in registers and,
-    for all warpgroups, in shared memory; dK += dS' Q; this warpgroup's part of dQ = dS K, to the workspace.
-The next block's S' is started before this block's dQ, so that the tensor cores have work while dS changes hands.
-
-Not in use yet: the order of additions to dQ is not fixed, d > 128 has no tiles, and ``backends`` does not launch it.
+A step of a multiplying warpgroup (transposed: rows are keys, columns are queries), its products in their order:
+    dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
+    dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
+                       warpgroups, into shared memory
+    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
+    dK += dS' Q        in flight while dQ is added to the workspace, from registers
+    S' = K Q'          of the step to come
+The tensor cores are one warpgroup's while the other computes.
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``common.workspace``'s business.
@@ -33,7 +34,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, workspace
-from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, pack
+from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, opaque, pack
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
@@ -44,10 +45,8 @@ from flash_attn_cute.kernels.sm90.config import BackwardConfig
 _LOG2_E = 1.4426950408889634
 
 # Named barriers; 0 is the whole CTA's.
-_BARRIER_DS = 1  # all multiplying warpgroups
-_BARRIER_FULL = 2  # one a warpgroup: its part of dQ is in shared memory
-_BARRIER_EMPTY = 4  # one a warpgroup: and has left it
-_BARRIER_EPILOGUE = 6  # one a warpgroup
+_BARRIER_DONE = 1  # both multiplying warpgroups: K is read no more
+_BARRIER_EPILOGUE = 2  # one a warpgroup
 
 
 class BackwardArguments(NamedTuple):
@@ -102,14 +101,13 @@ class BackwardSm90:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
-        self.columns_dQ = config.tile_d // self.warpgroups  # of a warpgroup's part
 
     def _layouts(self) -> _Layouts:
         c = self.config
 
         return _Layouts(
             # No swizzled atom of K may hold columns of two parts of dQ.
-            sK=swizzled(self.dtype, self.columns_dQ, (64, c.tile_d, self.warpgroups)),
+            sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d, self.warpgroups)),
             sV=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
             sQ=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
             sdO=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
@@ -124,8 +122,8 @@ class BackwardSm90:
             kv_barrier: cute.struct.MemRange[Int64, 1]
             q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            ds_barriers: cute.struct.MemRange[Int64, 2]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
-            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.tile_d], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
@@ -152,7 +150,7 @@ class BackwardSm90:
         mma_S = mma(k_major, k_major, c.tile_m, shared)
         mma_dV = mma(k_major, mn_major, c.tile_d, registers)
         mma_dK = mma(k_major, mn_major, c.tile_d, registers)
-        mma_dQ = mma(mn_major, mn_major, self.columns_dQ, shared)
+        mma_dQ = mma(mn_major, mn_major, c.columns_dQ, shared)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
@@ -161,8 +159,6 @@ class BackwardSm90:
         tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
         tdK = make_row_tiles(store, mdK, sK, (64, c.tile_d), c.packed)
         tdV = make_row_tiles(store, mdV, sV, (64, c.tile_d), c.packed)
-        dq = workspace.adder(a.mdQaccum, self.warpgroups)
-
         score_scale = Float32(1.0)
         scale_log2 = a.softmax_scale * _LOG2_E
         if const_expr(c.has_softcap):
@@ -184,7 +180,6 @@ class BackwardSm90:
             *tV.operands,
             *tdK.operands,
             *tdV.operands,
-            *dq,
             mdK,
             mdV,
             a,
@@ -211,8 +206,6 @@ class BackwardSm90:
         tma_dK: cute.Tensor,
         atom_dV: cute.CopyAtom,
         tma_dV: cute.Tensor,
-        atom_dQ: cute.CopyAtom,
-        tma_dQ: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         arguments: BackwardArguments,
@@ -223,14 +216,16 @@ class BackwardSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in (atom_Q, atom_dO, atom_K, atom_V, atom_dK, atom_dV, atom_dQ):
+            for atom in (atom_Q, atom_dO, atom_K, atom_V, atom_dK, atom_dV):
                 cpasync.prefetch_descriptor(atom)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        kv_barrier = storage.kv_barrier.data_ptr()
+        kv_barrier, ds_barriers = storage.kv_barrier.data_ptr(), storage.ds_barriers.data_ptr()
         if warp_idx == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(kv_barrier, 1)
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
         pipe_Q, pipe_dO = (
             tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, c.tile_m * (2 * c.tile_d + 4))
             for barriers in (storage.q_barriers, storage.do_barriers)
@@ -249,9 +244,9 @@ class BackwardSm90:
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
                 for name, layout in layouts._asdict().items()
             },
-            sdQ=storage.sdQ.get_tensor(cute.make_layout((c.tile_m * self.columns_dQ, self.warpgroups))),
             stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
             kv_barrier=kv_barrier,
+            ds_barriers=ds_barriers,
             pipe_Q=pipe_Q,
             pipe_dO=pipe_dO,
         )
@@ -260,8 +255,6 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
                 self.load(arguments, tile, tiles, shared)
-            elif warp_idx <= self.warpgroups:
-                self.add(arguments, tile, warp_idx - 1, (atom_dQ, tma_dQ), shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             stores = (
@@ -367,23 +360,6 @@ class BackwardSm90:
                 cute.copy(numbers, a.mStats[0, 0, 0, None], shared.stats[None, 0, state.index], mbar_ptr=barrier)
 
     @cute.jit
-    def add(self, a: BackwardArguments, tile: _Tile, w: Int32, dq: tuple, shared: "_Shared") -> None:
-        """Warp 1 + w: adds the parts of dQ of multiplying warpgroup w to the workspace."""
-        atom, tensor = dq
-        group, blocks = a.mQ.shape[-2] // a.mK.shape[-2], tile.blocks
-        num_blocks = a.mdQaccum.shape[1]
-        cute.arch.barrier_arrive(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)
-        for member in cutlass.range(group, unroll=1):
-            head = tile.head * group + member
-            for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
-                part = (head * num_blocks + tile.first_block + m) * self.warpgroups + w
-                cute.arch.barrier(barrier_id=_BARRIER_FULL + w, number_of_threads=160)
-                workspace.add(atom, tensor, shared.sdQ[None, w], part)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier_arrive(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)
-
-    @cute.jit
     def multiply(
         self,
         a: BackwardArguments,
@@ -407,15 +383,18 @@ class BackwardSm90:
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         whole_S, whole_dV, whole_dK, whole_dQ = (mma.get_slice(0) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
 
-        sK_part = cute.local_tile(shared.sK, (64, self.columns_dQ, self.warpgroups), (0, w, 0))
+        parts_a_row = c.tile_d // c.columns_dQ
+        sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups), (0, w % parts_a_row, 0))
+        sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
-        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
         work = _Work(
             arguments=a,
             tile=tile,
             warpgroup=w,
             thread=thread,
+            quad=opaque(thread % 4),
             mma_S=mma_S,
             mma_dV=mma_dV,
             mma_dK=mma_dK,
@@ -426,16 +405,17 @@ class BackwardSm90:
             tPrdO=mma_S.make_fragment_B(whole_S.partition_B(shared.sdO)),
             tVrdO=mma_dV.make_fragment_B(whole_dV.partition_B(transposed(shared.sdO))),
             tKrQ=mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ))),
-            tQrdS=mma_dQ.make_fragment_A(whole_dQ.partition_A(transposed(shared.sdS))),
+            tQrdS=mma_dQ.make_fragment_A(whole_dQ.partition_A(transposed(sdS_part))),
             tQrK=mma_dQ.make_fragment_B(whole_dQ.partition_B(transposed(sK_part))),
             acc_S=acc_S,
             acc_dP=acc_dP,
             acc_dV=cute.make_rmem_tensor(slice_dV.partition_shape_C((64, c.tile_d)), Float32),
             acc_dK=cute.make_rmem_tensor(slice_dK.partition_shape_C((64, c.tile_d)), Float32),
-            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, self.columns_dQ)), Float32),
+            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rP=rP,
-            rW=cute.make_rmem_tensor_like(rP) if c.has_softcap else rP,
-            rdS=cute.make_rmem_tensor_like(acc_S, self.dtype),
+            rW=rdS if c.has_softcap else rP,
+            rdS=rdS,
+            rStats=cute.make_rmem_tensor((4, 4 if c.tile_m == 64 else 1), Float32),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
             score_scale=score_scale,
             scale_log2=scale_log2,
@@ -443,108 +423,130 @@ class BackwardSm90:
         )
         work.acc_dV.fill(0.0)
         work.acc_dK.fill(0.0)
-        if blocks.stop > blocks.start:
+        num_steps = a.mQ.shape[-2] // a.mK.shape[-2] * (blocks.stop - blocks.start)
+        if num_steps > 0:
             cute.arch.mbarrier_wait(shared.kv_barrier, 0)  # from warp 0: K and V have arrived
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
             self._start_S(work, state)
+            self._read_stats(work, 0, state.index)
             warpgroup.wait_group(0)
-            full_start = cutlass.max(cutlass.min(blocks.full_start, blocks.stop), blocks.start)
-            full_stop = cutlass.min(cutlass.max(blocks.full_stop, full_start), blocks.stop)
-            for _ in cutlass.range(a.mQ.shape[-2] // a.mK.shape[-2], unroll=1):
-                for m in cutlass.range(blocks.start, full_start, unroll=1):
-                    self._step(work, m, state, True, c.has_right, c.has_left)
-                    state.advance()
-                for m in cutlass.range(full_start, full_stop, unroll=1):
-                    self._step(work, m, state, False, False, False)
-                    state.advance()
-                if const_expr(c.has_left):
-                    for m in cutlass.range(full_stop, blocks.stop, unroll=1):
-                        self._step(work, m, state, False, False, True)
-                        state.advance()
+            head, m = tile.head * (a.mQ.shape[-2] // a.mK.shape[-2]), blocks.start
+            before = head, m
+            for step in cutlass.range(num_steps, unroll=1):
+                self._step(work, step, m, before, state)
+                state.advance()
+                before = head, m
+                m += 1
+                if m == blocks.stop:
+                    head, m = head + 1, blocks.start
+            # From all multiplying warps: the last dS is there.
+            cute.arch.mbarrier_wait(shared.ds_barriers + (num_steps - 1 & 1), num_steps - 1 >> 1 & 1)
+            self._start_dQ(work, num_steps - 1)
+            warpgroup.wait_group(0)
+            self._add_dQ(work, *before)
         self._store(work, stores, mdK, mdV)
 
     @cute.jit
     def _step(
-        self,
-        work: "_Work",
-        m: Int32,
-        state: pipeline.PipelineState,
-        tail: cutlass.Constexpr,
-        lower_edge: cutlass.Constexpr,
-        upper_edge: cutlass.Constexpr,
+        self, work: "_Work", step: Int32, m: Int32, before: tuple[Int32, Int32], state: pipeline.PipelineState
     ) -> None:
-        """One block of queries; ``tail``: keys may end, edges: queries at which the keys' windows begin and end.
+        """One block of queries: its scores are there on entry, and the next one's on return.
 
-        The scores are those that the step before has left; this one leaves those of the block that follows.
+        The first step has a dQ of nothing to compute and the last one scores for nobody, as the compiler lets products
+        overlap only where none is under a condition.
+
+        Args:
+            work: this warpgroup's operands.
+            step: counts blocks, over all heads of the group.
+            m: the block's number within the sequence.
+            before: head and m of the step before.
+            state: of the pipelines of Q and dO.
         """
-        shared, w, stage = work.shared, work.warpgroup, state.index
+        shared, stage = work.shared, state.index
+        tPrdO = work.tPrdO[None, None, None, stage]
         shared.pipe_dO.consumer_wait(state)
-        self._gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, w], work.tPrdO[None, None, None, stage], True)
-        self._weigh(work, m, stage, tail, lower_edge, upper_edge)
-        warpgroup.wait_group(0)
+        self._gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
+        self._weigh(work, m, stage)
+        self._read_stats(work, 1, stage)
         self._gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
+        warpgroup.wait_group(1)  # dP is there
         self._differentiate(work, stage)
-        sdS = shared.sdS[None, None, w, stage]  # two buffers, for two stages
         tiled_copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_S
         )
         to_shared = tiled_copy.get_slice(work.thread)
+        # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
+        cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
+        sdS = shared.sdS[None, None, work.warpgroup, step & 1]
         cute.copy(tiled_copy, to_shared.retile(work.rdS), to_shared.partition_D(sdS))
         cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.wait_group(0)  # dV is there
+        shared.pipe_dO.consumer_release(state)
+        self._start_dQ(work, step - 1)
         self._gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         following = state.clone()
         following.advance()
         self._start_S(work, following)
-        # All warpgroups' dS is there. And as each has come this far, none reads the other buffer any more.
-        cute.arch.barrier(barrier_id=_BARRIER_DS, number_of_threads=128 * self.warpgroups)
-        warpgroup.wait_group(1)
-        shared.pipe_dO.consumer_release(state)
+        self._read_stats(work, 0, following.index)
+        warpgroup.wait_group(2)  # dQ is there
+        # This warp's part of dS is there, and the other buffer is read by it no more.
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.ds_barriers + (step & 1))
+        if step > 0:
+            self._add_dQ(work, *before)
+        warpgroup.wait_group(0)  # dK and the next scores are there
         shared.pipe_Q.consumer_release(state)
-        for i in cutlass.range_constexpr(self.warpgroups):
-            tQrdS, tQrK = work.tQrdS[None, None, None, i, stage], work.tQrK[None, None, None, i]
-            self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0)
-        warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=_BARRIER_EMPTY + w, number_of_threads=160)  # the part before has left
-        workspace.write_part(work.acc_dQ, shared.sdQ[None, w], work.thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=_BARRIER_FULL + w, number_of_threads=160)
 
     @cute.jit
     def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
-        """Scores of a block, in flight on return."""
+        """Scores of a block."""
         work.shared.pipe_Q.consumer_wait(state)
         tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, state.index]
         self._gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
 
     @cute.jit
+    def _start_dQ(self, work: "_Work", step: Int32) -> None:
+        """This warpgroup's part of a step's dQ."""
+        for i in cutlass.range_constexpr(self.warpgroups):
+            tQrdS, tQrK = work.tQrdS[None, None, None, i, step & 1], work.tQrK[None, None, None, i]
+            self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
+
+    @cute.jit
+    def _add_dQ(self, work: "_Work", head: Int32, m: Int32) -> None:
+        """This warpgroup's part of dQ to the workspace."""
+        block = work.arguments.mdQaccum[head, work.tile.first_block + m, None]
+        part = cute.local_tile(block, (128 * cute.size(work.acc_dQ),), (work.warpgroup,))
+        workspace.add(work.acc_dQ, part, work.thread)
+
+    @cute.jit
     def _gemm(
-        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, is_first: cutlass.Constexpr
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        is_first: cutlass.Constexpr,
+        is_last: cutlass.Constexpr = True,
     ) -> None:
-        """Acc (+)= a b, in flight on return."""
+        """Acc (+)= a b, in flight on return: as a group of its own, or up to the one that is the last."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not is_first)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        if const_expr(is_last):
+            warpgroup.commit_group()
 
     @cute.jit
-    def _weigh(
-        self,
-        work: "_Work",
-        m: Int32,
-        stage: Int32,
-        tail: cutlass.Constexpr,
-        lower_edge: cutlass.Constexpr,
-        upper_edge: cutlass.Constexpr,
-    ) -> None:
+    def _weigh(self, work: "_Work", m: Int32, stage: Int32) -> None:
         """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
         c, acc_S, tile = self.config, work.acc_S, work.tile
         if const_expr(c.has_softcap):
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
-        if const_expr(tail or lower_edge or upper_edge):
+        if m < tile.blocks.full_start or m >= tile.blocks.full_stop:
             hide(
                 acc_S,
                 work.scale_log2 * -Float32.inf,
@@ -554,17 +556,17 @@ class BackwardSm90:
                 m * c.tile_m,
                 tile.q.length,
                 tile.window,
-                upper_edge,
-                lower_edge,
-                tile.k.length if const_expr(tail) else None,
+                c.has_left,
+                c.has_right,
+                tile.k.length,
             )
         packed_P, packed_W = cute.recast_tensor(work.rP, Int32), cute.recast_tensor(work.rW, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(acc_S), 4):  # two keys by two queries
-            lse = self._numbers(work, 0, stage, i // 4)
-            for j in cutlass.range_constexpr(0, 4, 2):
+        for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
+            lse = self._stats(work, 0, stage, i // 8)
+            for j in cutlass.range_constexpr(0, 8, 2):  # of two queries and a key, another key, two more queries
                 x, y = acc_S[i + j], acc_S[i + j + 1]
-                low = cute.math.exp2(x * work.scale_log2 - lse[0], fastmath=True)
-                high = cute.math.exp2(y * work.scale_log2 - lse[1], fastmath=True)
+                low = cute.math.exp2(x * work.scale_log2 - lse[j // 4 * 2], fastmath=True)
+                high = cute.math.exp2(y * work.scale_log2 - lse[j // 4 * 2 + 1], fastmath=True)
                 packed_P[(i + j) // 2] = pack(low, high, self.dtype)
                 if const_expr(c.has_softcap):  # x and y are infinite where the weights are 0
                     low = low * (1.0 - x * x) if low != 0.0 else Float32(0.0)
@@ -575,18 +577,29 @@ class BackwardSm90:
     def _differentiate(self, work: "_Work", stage: Int32) -> None:
         """Gradients of the scores, but for their scale, rounded into rdS."""
         packed = cute.recast_tensor(work.rdS, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(work.acc_dP), 4):
-            delta = self._numbers(work, 1, stage, i // 4)
-            for j in cutlass.range_constexpr(0, 4, 2):
-                low, high = (work.rW[i + j + n].to(Float32) * (work.acc_dP[i + j + n] - delta[n]) for n in range(2))
+        for i in cutlass.range_constexpr(0, cute.size(work.acc_dP), 8):
+            delta = self._stats(work, 1, stage, i // 8)
+            for j in cutlass.range_constexpr(0, 8, 2):
+                low, high = (
+                    work.rW[i + j + n].to(Float32) * (work.acc_dP[i + j + n] - delta[j // 4 * 2 + n]) for n in range(2)
+                )
                 packed[(i + j) // 2] = pack(low, high, self.dtype)
 
-    def _numbers(self, work: "_Work", which: int, stage: Int32, group: int) -> cute.Tensor:
-        """The numbers of this thread's two queries in a group of eight."""
-        numbers = cute.make_rmem_tensor(2, Float32)
-        stats = work.shared.stats[None, which, stage]
-        cute.autovec_copy(cute.local_tile(stats, (2,), (4 * group + work.thread % 4,)), numbers)
-        return numbers
+    def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
+        """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""
+        for i in range(cute.size(work.rStats, mode=[1])):
+            self._read_four(work, which, stage, i, work.rStats[None, i])
+
+    def _stats(self, work: "_Work", which: int, stage: Int32, i: int) -> cute.Tensor:
+        """Lse or delta of this thread's four queries in the i-th group of sixteen."""
+        if i < cute.size(work.rStats, mode=[1]):
+            return work.rStats[None, i]
+        four = cute.make_rmem_tensor(4, Float32)
+        self._read_four(work, which, stage, i, four)
+        return four
+
+    def _read_four(self, work: "_Work", which: int, stage: Int32, i: int, four: cute.Tensor) -> None:
+        cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
 
     @cute.jit
     def _store(self, work: "_Work", stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
@@ -594,8 +607,8 @@ class BackwardSm90:
         c, tile, w, thread, shared = self.config, work.tile, work.warpgroup, work.thread, work.shared
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
             work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
-        # Only this warpgroup reads its part of V, but all of them its part of K.
-        cute.arch.barrier(barrier_id=_BARRIER_DS, number_of_threads=128 * self.warpgroups)
+        # Only this warpgroup reads its part of V, but both of them its part of K.
+        cute.arch.barrier(barrier_id=_BARRIER_DONE, number_of_threads=128 * self.warpgroups)
         for acc, mma, sX in ((work.acc_dK, work.mma_dK, shared.sK), (work.acc_dV, work.mma_dV, shared.sV)):
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)
@@ -627,9 +640,9 @@ class _Shared:
     sQ: cute.Tensor  # (tile_m, d, stage)
     sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
-    sdQ: cute.Tensor  # (number, warpgroup)
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     kv_barrier: cute.Pointer
+    ds_barriers: cute.Pointer
     pipe_Q: pipeline.PipelineTmaAsync
     pipe_dO: pipeline.PipelineTmaAsync
 
@@ -642,6 +655,7 @@ class _Work:
     tile: _Tile
     warpgroup: Int32
     thread: Int32
+    quad: Int32
     mma_S: cute.TiledMma
     mma_dV: cute.TiledMma
     mma_dK: cute.TiledMma
@@ -660,8 +674,9 @@ class _Work:
     acc_dK: cute.Tensor
     acc_dQ: cute.Tensor
     rP: cute.Tensor  # weights rounded, laid out as acc_S
-    rW: cute.Tensor  # times the derivative of a softcap
+    rW: cute.Tensor  # times the derivative of a softcap, where rdS will be
     rdS: cute.Tensor
+    rStats: cute.Tensor  # (four, group of sixteen queries): lse, then delta, of as many as there are registers for
     cS: cute.Tensor  # coordinates of acc_S
     score_scale: Float32  # into tanh, with a softcap
     scale_log2: Float32

@@ -136,8 +136,13 @@ class BackwardConfig:
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Warpgroups that multiply; one more loads, and adds dQ."""
+        """Warpgroups that multiply; one more loads."""
         return self.tile_n // 64
+
+    @property
+    def columns_dQ(self) -> int:
+        """Columns of dQ that a warpgroup computes, for 64 queries: all of them if there are queries for each."""
+        return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -176,7 +181,7 @@ def backward_configs(
     main = BackwardConfig(
         dtype=dtype,
         tile_d=tile_d,
-        tile_m=64,
+        tile_m=128 if tile_d == 64 and not has_softcap else 64,  # 128 spill elsewhere
         tile_n=128,
         stages=2,
         packed=packed,
