@@ -189,7 +189,8 @@ def _launch_backward(
         dlse = dlse.contiguous()
     launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
     tensors = (_aligned(q), _aligned(k), _aligned(v), dout, dk, dv, stats, sums, cu_q, cu_k, seqused_q, seqused_k)
-    launch.main((*tensors, *launch.numbers))
+    num_ctas = _device_properties(q.device).multi_processor_count
+    launch.main((*tensors, *launch.numbers, _next_tile(q.device), num_ctas))
     launch.postprocess((dq, sums, cu_q, seqused_q, launch.numbers[0]))
     return stats
 

@@ -74,6 +74,8 @@ def _backward(config: BackwardConfig) -> tuple[Any, Any]:
         window_left=cutlass.Int32(0),
         window_right=cutlass.Int32(0),
         heads_in_cache=cutlass.Int32(1),
+        mNextTile=_ints(True),
+        num_ctas=cutlass.Int32(1),
     )
     return kernel, arguments
 

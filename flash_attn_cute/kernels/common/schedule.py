@@ -99,6 +99,23 @@ def packed_tile(
 
 
 @cute.jit
+def next_tile(counter: cute.Tensor, num_tiles: Int32) -> Int32:
+    """The first tile that no CTA has taken yet, asked for by one converged warp; none is left from num_tiles on.
+
+    ``counter`` is 0 when the kernel starts, and again when it has ended. The first tiles are the CTAs' in their order,
+    without being asked for.
+    """
+    index = num_tiles
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(counter.iterator, Int32(1))
+        index = taken + cute.arch.grid_dim()[0]
+        # Every CTA asks until it gets none, which makes num_tiles questions: this is the last.
+        if taken == num_tiles - 1:
+            counter[0] = Int32(0)
+    return cute.arch.shuffle_sync(index, 0)
+
+
+@cute.jit
 def query_block(
     index: Int32,
     mX: cute.Tensor,

@@ -1,12 +1,14 @@
 """Attention backward on Hopper: gradients of keys and values whole, those of queries as sums in float32.
 
-Roles (one CTA a block of ``tile_n`` keys of one key head; it walks over the queries that see it, head by head of the
-group):
-    warpgroup 0         warp 0 loads by TMA: K and V once, then Q, dO and two numbers a query, block by block.
+Roles (a tile is a block of ``tile_n`` keys of one key head; a CTA takes one after the other, as in the forward kernel,
+and walks over the queries that see it, head by head of the group):
+    warpgroup 0         warp 0 chooses tiles, and loads by TMA: K and V once a tile, then Q, dO and two numbers a query,
+                        block by block, the first of a tile before its K and V.
     warpgroups 1, 2     multiply, 64 keys each.
 
 Pipelines:
-    kv     mbarrier, one phase: warp 0 -> both multiplying warpgroups.
+    tiles  mbarriers, two stages: what the next tile is. Warp 0 -> one arrival a multiplying warp, when it has read it.
+    kv     mbarriers, one stage: warp 0 -> one arrival a multiplying warp, after the last product of a tile.
     q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
            delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
@@ -43,10 +45,9 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
 _LOG2_E = 1.4426950408889634
+_TILE_STAGES = 2
 
-# Named barriers; 0 is the whole CTA's.
-_BARRIER_DONE = 1  # both multiplying warpgroups: K is read no more
-_BARRIER_EPILOGUE = 2  # one a warpgroup
+_BARRIER_EPILOGUE = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
 
 
 class BackwardArguments(NamedTuple):
@@ -69,6 +70,8 @@ class BackwardArguments(NamedTuple):
     window_left: Int32
     window_right: Int32
     heads_in_cache: Int32
+    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
+    num_ctas: Int32  # at most that many
 
 
 class _Layouts(NamedTuple):
@@ -77,6 +80,8 @@ class _Layouts(NamedTuple):
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
     sdO: cute.ComposedLayout  # (tile_m, d_v, stage)
     sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
+    sdK: cute.ComposedLayout  # (64, d, warpgroup)
+    sdV: cute.ComposedLayout  # (64, d_v, warpgroup)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class BackwardSm90:
             sQ=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
             sdO=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
             sdS=swizzled(self.dtype, c.tile_m, (64, c.tile_m, self.warpgroups, 2)),
+            sdK=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
+            sdV=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
         )
 
     def _shared_storage(self, layouts: _Layouts) -> type:
@@ -119,16 +126,20 @@ class BackwardSm90:
 
         @cute.struct
         class Storage:
-            kv_barrier: cute.struct.MemRange[Int64, 1]
+            tile_barriers: cute.struct.MemRange[Int64, 2 * _TILE_STAGES]
+            kv_barriers: cute.struct.MemRange[Int64, 2]
             q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             ds_barriers: cute.struct.MemRange[Int64, 2]
+            tiles: cute.struct.MemRange[Int32, _TILE_STAGES]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
+            sdK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdK)], 1024]
+            sdV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdV)], 1024]
 
         return Storage
 
@@ -152,23 +163,19 @@ class BackwardSm90:
         mma_dK = mma(k_major, mn_major, c.tile_d, registers)
         mma_dQ = mma(mn_major, mn_major, c.columns_dQ, shared)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        sK, sV, sQ, sdO, _, sdK, sdV = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
         tdO = make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), c.packed)
         tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
         tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
-        tdK = make_row_tiles(store, mdK, sK, (64, c.tile_d), c.packed)
-        tdV = make_row_tiles(store, mdV, sV, (64, c.tile_d), c.packed)
+        tdK = make_row_tiles(store, mdK, sdK, (64, c.tile_d), c.packed)
+        tdV = make_row_tiles(store, mdV, sdV, (64, c.tile_d), c.packed)
         score_scale = Float32(1.0)
         scale_log2 = a.softmax_scale * _LOG2_E
         if const_expr(c.has_softcap):
             score_scale = a.softmax_scale / a.softcap
             scale_log2 = a.softcap * _LOG2_E
-        rows, _, heads, batch = mK.shape
-        if const_expr(c.packed):
-            ctas = schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, c.tile_n)
-        else:
-            ctas = schedule.num_dense_tiles(rows, heads, batch, c.tile_n)
+        ctas = cutlass.min(self._num_tiles(a), a.num_ctas)
         self.kernel(
             mma_S,
             mma_dV,
@@ -186,6 +193,13 @@ class BackwardSm90:
             score_scale,
             scale_log2,
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    def _num_tiles(self, a: BackwardArguments) -> Int32:
+        if const_expr(self.config.packed):
+            rows, heads, _ = a.mK.shape
+            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, self.config.tile_n)
+        batch, rows, heads, _ = a.mK.shape
+        return schedule.num_dense_tiles(rows, heads, batch, self.config.tile_n)
 
     @cute.kernel
     def kernel(
@@ -220,10 +234,16 @@ class BackwardSm90:
                 cpasync.prefetch_descriptor(atom)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        kv_barrier, ds_barriers = storage.kv_barrier.data_ptr(), storage.ds_barriers.data_ptr()
+        tile_full, kv_full = storage.tile_barriers.data_ptr(), storage.kv_barriers.data_ptr()
+        tile_empty, kv_empty = tile_full + _TILE_STAGES, kv_full + 1
+        ds_barriers = storage.ds_barriers.data_ptr()
         if warp_idx == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(kv_barrier, 1)
+                cute.arch.mbarrier_init(kv_full, 1)
+                cute.arch.mbarrier_init(kv_empty, 4 * self.warpgroups)
+                for i in cutlass.range_constexpr(_TILE_STAGES):
+                    cute.arch.mbarrier_init(tile_full + i, 1)
+                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
         pipe_Q, pipe_dO = (
@@ -245,31 +265,31 @@ class BackwardSm90:
                 for name, layout in layouts._asdict().items()
             },
             stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
-            kv_barrier=kv_barrier,
+            tiles=storage.tiles.get_tensor(cute.make_layout(_TILE_STAGES)),
+            tile_full=tile_full,
+            tile_empty=tile_empty,
+            kv_full=kv_full,
+            kv_empty=kv_empty,
             ds_barriers=ds_barriers,
             pipe_Q=pipe_Q,
             pipe_dO=pipe_dO,
         )
-        tile = self._tile(arguments)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.load(arguments, tile, tiles, shared)
+                self.load(arguments, tiles, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             stores = (
                 RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
                 RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
             )
-            self.multiply(
-                arguments, tile, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, mdK, mdV, score_scale, scale_log2
-            )
+            self.multiply(arguments, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, mdK, mdV, score_scale, scale_log2)
 
     @cute.jit
-    def _tile(self, a: BackwardArguments) -> _Tile:
-        """What this CTA works on."""
+    def _tile(self, a: BackwardArguments, index: Int32) -> _Tile:
+        """What tile ``index`` is."""
         c = self.config
-        index, _, _ = cute.arch.block_idx()
         heads = a.mK.shape[-2]
         if const_expr(c.packed):
             work, k_start, k_slot = schedule.packed_tile(
@@ -311,59 +331,88 @@ class BackwardSm90:
         )
 
     @cute.jit
-    def load(self, a: BackwardArguments, tile: _Tile, tiles: dict, shared: "_Shared") -> None:
-        """Warp 0: all loads, in the order in which they are consumed."""
-        c, blocks = self.config, tile.blocks
-        tQ, tdO, tK, tV = (tiles[name] for name in ("Q", "dO", "K", "V"))
+    def load(self, a: BackwardArguments, tiles: dict, shared: "_Shared") -> None:
+        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
+        c = self.config
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _TILE_STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
         group = a.mQ.shape[-2] // a.mK.shape[-2]
-        if blocks.stop > blocks.start:
+        num_tiles = self._num_tiles(a)
+        index, _, _ = cute.arch.block_idx()
+        kv_phase = Int32(1)
+        while index < num_tiles:
+            self._announce(index, shared, tile_state)
+            tile_state.advance()
+            tile = self._tile(a, index)
+            index = schedule.next_tile(a.mNextTile, num_tiles)
+            blocks = tile.blocks
+            head, m = tile.head * group, blocks.start
+            for step in cutlass.range(group * (blocks.stop - blocks.start), unroll=1):
+                self._load_queries(a, tile, tiles, shared, head, m, state)
+                state.advance()
+                if step == 0:  # behind the first queries, for which there is room before there is for keys
+                    cute.arch.mbarrier_wait(shared.kv_empty, kv_phase)  # all warpgroups are done with the last tile's
+                    kv_phase ^= 1
+                    self._load_keys(tile, tiles, shared)
+                m += 1
+                if m == blocks.stop:
+                    head, m = head + 1, blocks.start
+        self._announce(Int32(-1), shared, tile_state)
+
+    @cute.jit
+    def _announce(self, index: Int32, shared: "_Shared", state: pipeline.PipelineState) -> None:
+        """Tells the multiplying warpgroups of a tile, or that there is none any more."""
+        cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all have read what was here
+        with cute.arch.elect_one():
+            shared.tiles[state.index] = index
+            cute.arch.mbarrier_arrive(shared.tile_full + state.index)
+
+    @cute.jit
+    def _load_keys(self, tile: _Tile, tiles: dict, shared: "_Shared") -> None:
+        c = self.config
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 4 * c.tile_n * c.tile_d)
+        for w in cutlass.range_constexpr(self.warpgroups):
+            start = tile.first_key + 64 * w
+            stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
+            for t, s in ((tiles["K"], shared.sK), (tiles["V"], shared.sV)):
+                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch)
+                t.load(g, s[None, None, w], shared.kv_full)
+
+    @cute.jit
+    def _load_queries(
+        self,
+        a: BackwardArguments,
+        tile: _Tile,
+        tiles: dict,
+        shared: "_Shared",
+        head: Int32,
+        m: Int32,
+        state: pipeline.PipelineState,
+    ) -> None:
+        """Q, dO, lse and delta of a block of queries of a head."""
+        start = m * self.config.tile_m
+        stop = tile.q.start + cutlass.min(start + self.config.tile_m, tile.q.length)
+        start += tile.q.start
+        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        for i, (t, s, pipe) in enumerate(
+            ((tiles["Q"], shared.sQ, shared.pipe_Q), (tiles["dO"], shared.sdO, shared.pipe_dO))
+        ):
+            pipe.producer_acquire(state)  # all warpgroups have released this stage
+            barrier = pipe.producer_get_barrier(state)
+            t.load(t.at(start, stop, head, tile.batch), s[None, None, state.index], barrier)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_barrier, 4 * c.tile_n * c.tile_d)
-            for w in cutlass.range_constexpr(self.warpgroups):
-                start = tile.first_key + 64 * w
-                stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
-                for t, s in ((tK, shared.sK), (tV, shared.sV)):
-                    g = t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch)
-                    t.load(g, s[None, None, w], shared.kv_barrier)
-            numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-            for member in cutlass.range(group, unroll=1):
-                head = tile.head * group + member
-                for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
-                    start = m * c.tile_m
-                    stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
-                    start += tile.q.start
-                    for i, (t, s, pipe) in enumerate(
-                        ((tQ, shared.sQ, shared.pipe_Q), (tdO, shared.sdO, shared.pipe_dO))
-                    ):
-                        pipe.producer_acquire(state)  # all warpgroups have released this stage
-                        barrier = pipe.producer_get_barrier(state)
-                        t.load(t.at(start, stop, head, tile.batch), s[None, None, state.index], barrier)
-                        with cute.arch.elect_one():
-                            cute.copy(
-                                numbers,
-                                a.mStats[i, head, tile.first_block + m, None],
-                                shared.stats[None, i, state.index],
-                                mbar_ptr=barrier,
-                            )
-                    state.advance()
-            # The scores of the block behind the last are started like all others: of any queries will do.
-            shared.pipe_Q.producer_acquire(state)
-            barrier = shared.pipe_Q.producer_get_barrier(state)
-            start = tile.q.start + blocks.start * c.tile_m
-            tQ.load(
-                tQ.at(start, tile.q.start + tile.q.length, tile.head * group, tile.batch),
-                shared.sQ[None, None, state.index],
-                barrier,
-            )
-            with cute.arch.elect_one():
-                cute.copy(numbers, a.mStats[0, 0, 0, None], shared.stats[None, 0, state.index], mbar_ptr=barrier)
+                cute.copy(
+                    numbers,
+                    a.mStats[i, head, tile.first_block + m, None],
+                    shared.stats[None, i, state.index],
+                    mbar_ptr=barrier,
+                )
 
     @cute.jit
     def multiply(
         self,
         a: BackwardArguments,
-        tile: _Tile,
         mma_S: cute.TiledMma,
         mma_dV: cute.TiledMma,
         mma_dK: cute.TiledMma,
@@ -375,8 +424,8 @@ class BackwardSm90:
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
-        """A multiplying warpgroup: 64 keys, over all queries that see the block."""
-        c, blocks = self.config, tile.blocks
+        """A multiplying warpgroup: 64 keys of every tile, over all queries that see it."""
+        c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         slice_S, slice_dV, slice_dK, slice_dQ = (mma.get_slice(thread) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
@@ -391,7 +440,6 @@ class BackwardSm90:
         rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
         work = _Work(
             arguments=a,
-            tile=tile,
             warpgroup=w,
             thread=thread,
             quad=opaque(thread % 4),
@@ -421,43 +469,79 @@ class BackwardSm90:
             scale_log2=scale_log2,
             shared=shared,
         )
-        work.acc_dV.fill(0.0)
-        work.acc_dK.fill(0.0)
-        num_steps = a.mQ.shape[-2] // a.mK.shape[-2] * (blocks.stop - blocks.start)
-        if num_steps > 0:
-            cute.arch.mbarrier_wait(shared.kv_barrier, 0)  # from warp 0: K and V have arrived
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-            self._start_S(work, state)
-            self._read_stats(work, 0, state.index)
-            warpgroup.wait_group(0)
-            head, m = tile.head * (a.mQ.shape[-2] // a.mK.shape[-2]), blocks.start
-            before = head, m
-            for step in cutlass.range(num_steps, unroll=1):
-                self._step(work, step, m, before, state)
-                state.advance()
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
+        kv_phase, steps_before = Int32(0), Int32(0)
+        index = self._next_tile(shared, tile_state)
+        while index >= 0:
+            tile_state.advance()
+            tile = self._tile(a, index)
+            blocks = tile.blocks
+            num_steps = a.mQ.shape[-2] // a.mK.shape[-2] * (blocks.stop - blocks.start)
+            work.acc_dV.fill(0.0)
+            work.acc_dK.fill(0.0)
+            if num_steps > 0:
+                cute.arch.mbarrier_wait(shared.kv_full, kv_phase)  # from warp 0: K and V have arrived
+                kv_phase ^= 1
+                shared.pipe_Q.consumer_wait(state)
+                self._start_S(work, state.index)
+                self._read_stats(work, 0, state.index)
+                warpgroup.wait_group(0)
+                head, m = tile.head * (a.mQ.shape[-2] // a.mK.shape[-2]), blocks.start
                 before = head, m
-                m += 1
-                if m == blocks.stop:
-                    head, m = head + 1, blocks.start
-            # From all multiplying warps: the last dS is there.
-            cute.arch.mbarrier_wait(shared.ds_barriers + (num_steps - 1 & 1), num_steps - 1 >> 1 & 1)
-            self._start_dQ(work, num_steps - 1)
-            warpgroup.wait_group(0)
-            self._add_dQ(work, *before)
-        self._store(work, stores, mdK, mdV)
+                for step in cutlass.range(steps_before, steps_before + num_steps, unroll=1):
+                    is_first, is_last = step == steps_before, step + 1 == steps_before + num_steps
+                    self._step(work, tile, step, is_first, is_last, m, before, state)
+                    state.advance()
+                    before = head, m
+                    m += 1
+                    if m == blocks.stop:
+                        head, m = head + 1, blocks.start
+                steps_before += num_steps
+                last = steps_before - 1
+                cute.arch.mbarrier_wait(shared.ds_barriers + (last & 1), last >> 1 & 1)  # all warps' last dS is there
+                self._start_dQ(work, last)
+                warpgroup.wait_group(0)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.kv_empty)
+                self._add_dQ(work, tile, *before)
+            self._store(work, tile, stores, mdK, mdV)
+            index = self._next_tile(shared, tile_state)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    @cute.jit
+    def _next_tile(self, shared: "_Shared", state: pipeline.PipelineState) -> Int32:
+        """The index of the next tile, or -1."""
+        cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
+        index = cute.arch.make_warp_uniform(shared.tiles[state.index])
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.tile_empty + state.index)
+        return index
 
     @cute.jit
     def _step(
-        self, work: "_Work", step: Int32, m: Int32, before: tuple[Int32, Int32], state: pipeline.PipelineState
+        self,
+        work: "_Work",
+        tile: _Tile,
+        step: Int32,
+        is_first: cutlass.Boolean,
+        is_last: cutlass.Boolean,
+        m: Int32,
+        before: tuple[Int32, Int32],
+        state: pipeline.PipelineState,
     ) -> None:
         """One block of queries: its scores are there on entry, and the next one's on return.
 
-        The first step has a dQ of nothing to compute and the last one scores for nobody, as the compiler lets products
-        overlap only where none is under a condition.
+        The first step of a tile computes a dQ of anything, and the last one scores of anything, as the compiler lets
+        products overlap only where none is under a condition.
 
         Args:
             work: this warpgroup's operands.
-            step: counts blocks, over all heads of the group.
+            tile: the keys.
+            step: counts blocks, over all tiles of this CTA.
+            is_first: of its tile.
+            is_last: of its tile.
             m: the block's number within the sequence.
             before: head and m of the step before.
             state: of the pipelines of Q and dO.
@@ -466,7 +550,7 @@ class BackwardSm90:
         tPrdO = work.tPrdO[None, None, None, stage]
         shared.pipe_dO.consumer_wait(state)
         self._gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
-        self._weigh(work, m, stage)
+        self._weigh(work, tile, m, stage)
         self._read_stats(work, 1, stage)
         self._gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
@@ -486,23 +570,24 @@ class BackwardSm90:
         self._gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         following = state.clone()
         following.advance()
-        self._start_S(work, following)
+        if not is_last:
+            shared.pipe_Q.consumer_wait(following)
+        self._start_S(work, following.index)
         self._read_stats(work, 0, following.index)
         warpgroup.wait_group(2)  # dQ is there
         # This warp's part of dS is there, and the other buffer is read by it no more.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.ds_barriers + (step & 1))
-        if step > 0:
-            self._add_dQ(work, *before)
+        if not is_first:
+            self._add_dQ(work, tile, *before)
         warpgroup.wait_group(0)  # dK and the next scores are there
         shared.pipe_Q.consumer_release(state)
 
     @cute.jit
-    def _start_S(self, work: "_Work", state: pipeline.PipelineState) -> None:
+    def _start_S(self, work: "_Work", stage: Int32) -> None:
         """Scores of a block."""
-        work.shared.pipe_Q.consumer_wait(state)
-        tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, state.index]
+        tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, stage]
         self._gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
 
     @cute.jit
@@ -513,9 +598,9 @@ class BackwardSm90:
             self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
-    def _add_dQ(self, work: "_Work", head: Int32, m: Int32) -> None:
+    def _add_dQ(self, work: "_Work", tile: _Tile, head: Int32, m: Int32) -> None:
         """This warpgroup's part of dQ to the workspace."""
-        block = work.arguments.mdQaccum[head, work.tile.first_block + m, None]
+        block = work.arguments.mdQaccum[head, tile.first_block + m, None]
         part = cute.local_tile(block, (128 * cute.size(work.acc_dQ),), (work.warpgroup,))
         workspace.add(work.acc_dQ, part, work.thread)
 
@@ -540,9 +625,9 @@ class BackwardSm90:
             warpgroup.commit_group()
 
     @cute.jit
-    def _weigh(self, work: "_Work", m: Int32, stage: Int32) -> None:
+    def _weigh(self, work: "_Work", tile: _Tile, m: Int32, stage: Int32) -> None:
         """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
-        c, acc_S, tile = self.config, work.acc_S, work.tile
+        c, acc_S = self.config, work.acc_S
         if const_expr(c.has_softcap):
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
@@ -602,14 +687,16 @@ class BackwardSm90:
         cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
 
     @cute.jit
-    def _store(self, work: "_Work", stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
-        """DK and dV through shared memory and TMA, in the place of K and V, and zeros into the padding."""
-        c, tile, w, thread, shared = self.config, work.tile, work.warpgroup, work.thread, work.shared
+    def _store(self, work: "_Work", tile: _Tile, stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
+        """DK and dV through shared memory and TMA, and zeros into the padding."""
+        c, w, thread, shared = self.config, work.warpgroup, work.thread, work.shared
+        stores_tiles = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+        if stores_tiles:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + w, number_of_threads=128)  # the last tile has left
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
             work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
-        # Only this warpgroup reads its part of V, but both of them its part of K.
-        cute.arch.barrier(barrier_id=_BARRIER_DONE, number_of_threads=128 * self.warpgroups)
-        for acc, mma, sX in ((work.acc_dK, work.mma_dK, shared.sK), (work.acc_dV, work.mma_dV, shared.sV)):
+        for acc, mma, sX in ((work.acc_dK, work.mma_dK, shared.sdK), (work.acc_dV, work.mma_dV, shared.sdV)):
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)
             tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
@@ -619,11 +706,10 @@ class BackwardSm90:
         cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + w, number_of_threads=128)
         start = tile.first_key + 64 * w
         stop = cutlass.min(start + 64, tile.k.length)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
-            for t, sX in zip(stores, (shared.sK, shared.sV), strict=True):
+        if stores_tiles and start < stop:
+            for t, sX in zip(stores, (shared.sdK, shared.sdV), strict=True):
                 t.store(sX[None, None, w], t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch))
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
         if const_expr(c.packed and c.zero_padding):
             first = cutlass.max(start, tile.k.length)
             padding = cutlass.min(start + 64, tile.k.slot) - first
@@ -640,8 +726,14 @@ class _Shared:
     sQ: cute.Tensor  # (tile_m, d, stage)
     sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
+    sdK: cute.Tensor  # (64, d, warpgroup)
+    sdV: cute.Tensor  # (64, d_v, warpgroup)
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
-    kv_barrier: cute.Pointer
+    tiles: cute.Tensor  # (tile stage,)
+    tile_full: cute.Pointer  # barriers
+    tile_empty: cute.Pointer
+    kv_full: cute.Pointer
+    kv_empty: cute.Pointer
     ds_barriers: cute.Pointer
     pipe_Q: pipeline.PipelineTmaAsync
     pipe_dO: pipeline.PipelineTmaAsync
@@ -652,7 +744,6 @@ class _Work:
     """A multiplying warpgroup's operands and accumulators. ``t<product>r<operand>``, V, K and Q being gradients."""
 
     arguments: BackwardArguments
-    tile: _Tile
     warpgroup: Int32
     thread: Int32
     quad: Int32

@@ -357,16 +357,9 @@ class ForwardSm90:
     @cute.jit
     def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
         """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
-        index = num_tiles
         if const_expr(self.config.persistent):
-            if cute.arch.lane_idx() == 0:
-                taken = cute.arch.atomic_add(a.mNextTile.iterator, Int32(1))
-                index = taken + cute.arch.grid_dim()[0]  # the first tiles went to the CTAs in their order
-                # Every CTA asks until it gets none, which makes num_tiles questions: this is the last.
-                if taken == num_tiles - 1:
-                    a.mNextTile[0] = Int32(0)
-            index = cute.arch.shuffle_sync(index, 0)
-        return index
+            return schedule.next_tile(a.mNextTile, num_tiles)
+        return num_tiles
 
     @cute.jit
     def multiply(
