@@ -1,7 +1,7 @@
 """Runs a suite of benchmarks: contenders against each other in one process, taking turns.
 
     python -m benchmarks packed
-    python -m benchmarks forward     # needs a Hopper GPU
+    python -m benchmarks forward     # or backward, or both of them; need a Hopper GPU
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
 Prints a table a case and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` and ``.png`` to the output folder, and
@@ -11,16 +11,19 @@ exits with 1 if a bar fails. The plot needs matplotlib (``pip install flash-attn
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import harness, report
-from benchmarks.suites import forward, packed
+from benchmarks.suites import attention, packed
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
-    "forward": forward.suite,
+    "forward": partial(attention.suite, "forward"),
+    "backward": partial(attention.suite, "backward"),
+    "both": partial(attention.suite, "both"),
     "packed": packed.suite,
 }
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from benchmarks import __main__ as cli
 from benchmarks import harness
 from benchmarks.harness import Bar, Case, Contender, Disagreement, Results, Run, Suite, Unavailable
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.suites import packed
+from benchmarks.suites import attention, packed
 from benchmarks.work import Work, attention_flop, causal_area
 
 CPU = torch.device("cpu")
@@ -177,3 +178,44 @@ def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
     verdicts = harness.judge(suite.bars, reports)
     assert [verdict.bar.case for verdict in verdicts] == (["ragged"] if dtype == torch.float32 else [])
     assert all(verdict.ratio is not None for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("passes", "calls", "names"),
+    [("forward", 3, ["out"]), ("backward", 1, ["dq", "dk", "dv"]), ("both", 3, ["dq", "dk", "dv"])],
+)
+def test_passes_of_a_contender(passes: attention.Passes, calls: int, names: list[str]) -> None:
+    """A backward pass has its forward pass behind it; of both, both are run every time."""
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=passes != "forward") for _ in range(3))
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 5, 2, 8)}
+    case = attention.AttentionCase(**vars(CASE), **tensors, causal=False, cu_seqlens=None, max_seqlen=5)
+    count = 0
+
+    def make(case: attention.AttentionCase) -> attention.Forward:
+        def forward() -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return case.q * case.k + case.v
+
+        return forward
+
+    run = attention._passes(passes, make)(case)
+    results = [run() for _ in range(3)][-1]
+    assert count == calls
+    assert list(results) == names
+    if passes != "forward":
+        assert torch.equal(results["dq"], case.dout * k)
+
+
+def test_bars_of_the_attention_suites() -> None:
+    expected: dict[attention.Passes, set[float]] = {
+        "forward": {0.98},
+        "backward": {0.98, 1.05, 1.35},
+        "both": {0.98, 1.05},
+    }
+    for passes, least in expected.items():
+        suite = attention.suite(passes, CPU, torch.bfloat16)
+        assert suite.name == passes
+        bars = [bar for bar in suite.bars if bar.against == attention.FA4]
+        assert len(bars) == len(attention.DENSE) + len(attention.PACKED)
+        assert {round(1 / bar.most, 6) for bar in bars} == least
