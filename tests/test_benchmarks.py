@@ -15,7 +15,7 @@ from benchmarks import harness
 from benchmarks.harness import Bar, Case, Contender, Disagreement, Results, Run, Suite, Unavailable
 from benchmarks.memory import peak_extra_bytes
 from benchmarks.suites import attention, packed
-from benchmarks.work import Work, attention_flop, causal_area
+from benchmarks.work import Passes, Work, attention_flop, causal_area
 
 CPU = torch.device("cpu")
 CASE = Case(name="case", detail="a toy", device=CPU, dtype=torch.float32, work=Work(1e6, 1e6))
@@ -184,7 +184,7 @@ def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
     ("passes", "calls", "names"),
     [("forward", 3, ["out"]), ("backward", 1, ["dq", "dk", "dv"]), ("both", 3, ["dq", "dk", "dv"])],
 )
-def test_passes_of_a_contender(passes: attention.Passes, calls: int, names: list[str]) -> None:
+def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> None:
     """A backward pass has its forward pass behind it; of both, both are run every time."""
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=passes != "forward") for _ in range(3))
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 5, 2, 8)}
@@ -208,7 +208,7 @@ def test_passes_of_a_contender(passes: attention.Passes, calls: int, names: list
 
 
 def test_bars_of_the_attention_suites() -> None:
-    expected: dict[attention.Passes, set[float]] = {
+    expected: dict[Passes, set[float]] = {
         "forward": {0.98},
         "backward": {0.98, 1.05, 1.35},
         "both": {0.98, 1.05},

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Bar, Case, Contender, Results, Run, Suite, Unavailable
-from benchmarks.work import Work, attention_flop, causal_area
+from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
-
-Passes: TypeAlias = Literal["forward", "backward", "both"]
 
 PACKAGE, FA4, CUDNN = "flash_attn_cute", "flash-attn-4", "cuDNN"
 TOKENS = 32_768

@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common.fragments import pack, rows_and_columns
+from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.fragments import rows_and_columns
 
 _LN2 = math.log(2.0)
 

@@ -11,8 +11,8 @@ block's queries are permuted, so that a thread finds those of the queries that a
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+
+from flash_attn_cute.kernels.common.assembly import add_four
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
@@ -35,23 +35,7 @@ def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
     """Adds a warpgroup's accumulator to a part of the workspace."""
     target = cute.make_tensor(part.iterator, cute.make_layout((4, 128, cute.size(acc) // 4), stride=(1, 4, 512)))
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        _add_four(target[None, thread, i].iterator, *(acc[4 * i + j] for j in range(4)))
-
-
-@dsl_user_op
-def _add_four(pointer: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
-    """Adds to four numbers in global memory. In assembly, as nothing in the DSL adds vectors."""
-    llvm.inline_asm(
-        None,
-        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), *(x.ir_value(loc=loc, ip=ip) for x in (a, b, c, d))],
-        "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
-        "l,f,f,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+        add_four(target[None, thread, i].iterator.toint(), *(acc[4 * i + j] for j in range(4)))
 
 
 @cute.jit

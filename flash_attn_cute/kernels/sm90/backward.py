@@ -36,7 +36,8 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, workspace
-from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, opaque, pack
+from flash_attn_cute.kernels.common.assembly import opaque, pack
+from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window

@@ -1,0 +1,45 @@
+"""Instructions that the DSL has no word for, or that the compiler is not to see through."""
+
+from typing import Any
+
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _assembly(result: Any, operands: list[Any], text: str, constraints: str, has_side_effects: bool, where: Any) -> Any:
+    return llvm.inline_asm(
+        result,
+        [operand.ir_value(**where) for operand in operands],
+        text,
+        constraints,
+        has_side_effects=has_side_effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **where,
+    )
+
+
+@dsl_user_op
+def pack(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """Two float32 numbers rounded to a 16-bit type, in one register.
+
+    A conversion that the compiler can see and that is carried around a loop is carried in float32 and done late: twice
+    the registers, and spills.
+    """
+    instruction = "cvt.rn.bf16x2.f32" if dtype is BFloat16 else "cvt.rn.f16x2.f32"
+    operands = [Float32(high), Float32(low)]
+    return Int32(_assembly(T.i32(), operands, f"{instruction} $0, $1, $2;", "=r,f,f", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """X itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
+    return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Adds to four numbers in global memory, each addition by itself atomic."""
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _assembly(None, [address, a, b, c, d], text, "l,f,f,f,f", True, {"loc": loc, "ip": ip})
