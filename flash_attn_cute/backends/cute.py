@@ -259,7 +259,7 @@ def _backward_launch(
     )
     tile_m, tile_d, rows = configs.main.tile_m, configs.main.tile_d, q_shape[-3]
     blocks = rows // tile_m + sequences + 2 if len(q_shape) == 3 else q_shape[0] * -(-rows // tile_m)
-    bytes_a_head = rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)  # of the group's heads one at a time
+    bytes_a_head = rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d) * spec.nheads // spec.nheads_k
     heads_in_cache = _heads_in_cache(spec.nheads_k * math.prod(q_shape[:-3]), bytes_a_head, 1)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
