@@ -610,6 +610,12 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "not kept on disk" in capsys.readouterr().err
 
 
+def test_nothing_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path))
+    assert command.main(["warm", "--passes", "backward", "--head-dims", "256"]) == 1
+    assert "no backward kernels for head dimensions above 128" in capsys.readouterr().err
+
+
 def test_what_is_warmed() -> None:
     def configs(*arguments: str) -> list[Any]:
         return command.configurations(command.parser().parse_args(["warm", *arguments]))

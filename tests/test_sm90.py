@@ -99,6 +99,8 @@ BACKWARD_CONFIGS = {
     **{f"d{d}": backward(d) for d in BACKWARD_HEAD_DIMS},
     **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
     **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in BACKWARD_HEAD_DIMS},
+    **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
+    "d64-left": backward(64, has_left=True),
     "float16": backward(128, dtype="float16"),
 }
 
@@ -328,7 +330,7 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
 def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
     stop, count = time.monotonic() + fuzz_seconds, 0
-    while time.monotonic() < stop or not count:
+    while time.monotonic() < stop or count < 3:  # the first one compiles
         count += 1
         call = _random_call(random.Random(f"{head_dim} {packed} {mask} {count}"), head_dim, packed, mask)
         results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
@@ -348,7 +350,7 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
     stop, count = time.monotonic() + fuzz_seconds, 0
-    while time.monotonic() < stop or not count:
+    while time.monotonic() < stop or count < 3:  # the first one compiles
         count += 1
         draw = random.Random(f"gradients {head_dim} {packed} {mask} {count}")
         call = _random_call(draw, head_dim, packed, mask)
@@ -361,13 +363,42 @@ def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuz
 
 @needs_hopper
 def test_many_sequences() -> None:
-    """More than one round of the search for a tile's sequence."""
+    """More than one round of the search for a tile's sequence, more tiles than CTAs, and many of nothing."""
     for lengths in ([*range(80)], [i % 7 for i in range(1500)]):
         call = random_call(lengths, causal=True, seqused=True, dtype=torch.bfloat16, device="cuda")
         out, lse = run(call, return_lse=True, backend="sm90")
         expected_out, expected_lse = oracle.attention(call.to(torch.float64))
         torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=0.03)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
+        assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_tiles(head_dim: int) -> None:
+    """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
+    shape: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "head_dim": head_dim, "packed": False}
+    call = random_call([700] * 5, [1000] * 5, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+    for _ in range(2):
+        assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic(head_dim: int) -> None:
+    """The same bits every time, of many tiles of keys that add to the same queries; without it they differ."""
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim}
+    call = random_call([2000], causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+
+    def grads(deterministic: bool) -> list[Tensor]:
+        out = run(call, deterministic=deterministic, backend="sm90")
+        return list(torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out)))
+
+    first = grads(True)
+    for _ in range(10):
+        assert all(bitwise_equal(a, b) for a, b in zip(grads(True), first, strict=True))
+    loose = [grads(False)[0] for _ in range(10)]
+    assert not all(bitwise_equal(loose[0], dq) for dq in loose)
 
 
 @needs_hopper
@@ -416,9 +447,17 @@ def test_more_than_2_to_the_31_elements() -> None:
     q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 2**25 + 128, 1, 64, device="cuda", dtype=torch.bfloat16)
     window: dict[str, Any] = {"window_size": (100, 0), "backend": "sm90"}
+    q.requires_grad_()
+    k.requires_grad_()
     got = flash_attn_func(q, k, k, **window)
-    expected = flash_attn_func(q, k[:, -256:].contiguous(), k[:, -256:].contiguous(), **window)
+    dq, dk = torch.autograd.grad(got, (q, k), torch.ones_like(got))
+    last = k[:, -256:].detach().clone().requires_grad_()
+    expected = flash_attn_func(q, last, last, **window)
+    expected_dq, expected_dk = torch.autograd.grad(expected, (q, last), torch.ones_like(expected))
     torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(dq, expected_dq)
+    torch.testing.assert_close(dk[:, -256:], expected_dk)
+    assert not dk[:, :-256].any()
 
 
 @needs_hopper

@@ -29,7 +29,7 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 # What the heads that run at the same time read again and again: what fits the L2 cache beside everything else.
 _CACHE_BYTES = 40_000_000
 _FEW_QUERIES = 64
-_NEARLY_ZERO = 1e-30
+_NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 _LOG2_E = math.log2(math.e)
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -178,7 +178,7 @@ def _launch_backward(
 ) -> Tensor:
     """Fills dq, dk and dv, and returns lse in base 2 and delta, (2, nheads, blocks, queries a block)."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    cu_q, cu_k, seqused_q, seqused_k = inputs[3:7]
+    cu_q, cu_k, seqused_q, seqused_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     sequences = 0 if cu_q is None else cu_q.shape[0] - 1
     launch = _backward_launch(
         spec, q.shape, k.shape, sequences, seqused_q is not None, seqused_k is not None, dlse is not None
@@ -289,7 +289,8 @@ def _numbers(spec: AttentionSpec, q_shape: torch.Size, k_shape: torch.Size) -> t
     # No window need be wider than this, and the kernels add positions to it in 32 bits.
     widest = q_shape[-3] + k_shape[-3]
     left, right = min(spec.window_left or 0, widest), min(spec.window_right or 0, widest)
-    return spec.softmax_scale or _NEARLY_ZERO, spec.softcap, left, right
+    scale = spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO
+    return scale, spec.softcap, left, right
 
 
 def _heads_in_cache(heads: int, bytes_a_head: int, heads_sharing: int) -> int:

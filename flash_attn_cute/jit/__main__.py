@@ -188,7 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "list":
             run_list(path)
         elif chosen.command == "warm":
-            run_warm(configurations(chosen), chosen.jobs)
+            configs = configurations(chosen)
+            if not configs:
+                raise ValueError(f"there are no backward kernels for head dimensions above {max(BACKWARD_HEAD_DIMS)}")
+            run_warm(configs, chosen.jobs)
         else:
             run_clear(path)
     except (OSError, ValueError, disk.UnsafeFolderError, cache.NotKeptWarning) as error:

@@ -56,7 +56,7 @@ class Postprocess:
             group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
             row = row // 8 * 16 + row % 8
             numbers = cute.local_tile(a.mdQaccum[work.head, work.block, None], (numbers_a_part,), (part,))
-            first = work.first_query + part // parts_a_row * 64 + row
+            first = work.first_row + part // parts_a_row * 64 + row
             vector = group + part % parts_a_row * vectors
             if unit < units and vector * 8 < gdQ.shape[1] and first < stop:
                 for n, source in enumerate(workspace.read_rows(numbers, row, group)):

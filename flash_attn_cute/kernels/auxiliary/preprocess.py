@@ -57,7 +57,7 @@ class Preprocess:
         lane = thread % self.lanes
         for i in cutlass.range_constexpr(-(-self.tile_m // rows_a_pass)):
             within = i * rows_a_pass + thread // self.lanes
-            row = work.first_query + within
+            row = work.first_row + within
             delta, lse = Float32(0.0), Float32.inf
             if row < length:
                 gO, gdO = (x[start + row, None, work.head, batch] for x in (mO, mdO))

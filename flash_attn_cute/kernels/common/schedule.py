@@ -1,7 +1,7 @@
-"""Which tile a CTA works on: one tile a CTA, in an order that starts the longest ones first.
+"""Which tile is which, in an order that starts the longest ones first, and which one a CTA takes next.
 
-Hardware starts CTAs in the order of their index. Under a causal mask a sequence's last queries see the most keys, so
-tiles of queries are numbered from the back; its first keys are seen by the most queries, so those of keys are not.
+CTAs start, and take tiles, in the order of the index. Under a causal mask a sequence's last queries see the most keys,
+so tiles of queries are numbered from the back; its first keys are seen by the most queries, so those of keys are not.
 """
 
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from cutlass import Int32, const_expr
 
 @dataclass(frozen=True)
 class WorkTile:
-    """Rows ``first_query .. first_query + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
+    """Rows ``first_row .. first_row + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
 
     ``block`` numbers the tiles of a head, over all sequences.
     """
 
-    first_query: Int32
+    first_row: Int32
     head: Int32
     batch: Int32
     block: Int32
 
 
-def num_dense_tiles(seqlen_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
-    """CTAs of a dense batch."""
-    return cute.ceil_div(seqlen_q, tile_m) * heads * batch
+def num_dense_tiles(seqlen: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
+    """Tiles of a dense batch."""
+    return cute.ceil_div(seqlen, tile_m) * heads * batch
 
 
 @cute.jit
 def dense_tile(
     index: Int32,
-    seqlen_q: Int32,
+    seqlen: Int32,
     heads: Int32,
     batch: Int32,
     heads_in_cache: Int32,
@@ -40,7 +40,7 @@ def dense_tile(
     last_first: cutlass.Constexpr = True,
 ) -> WorkTile:
     """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache."""
-    num_m = cute.ceil_div(seqlen_q, tile_m)
+    num_m = cute.ceil_div(seqlen, tile_m)
     section = index // (heads_in_cache * num_m)
     within = index - section * heads_in_cache * num_m
     heads_here = cutlass.min(heads_in_cache, heads * batch - section * heads_in_cache)
@@ -51,15 +51,15 @@ def dense_tile(
     return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
 
 
-def num_packed_tiles(total_q: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
-    """CTAs of packed sequences: see ``packed_tile``."""
-    return (total_q // tile_m + batch + 2) * heads
+def num_packed_tiles(total: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
+    """Tiles of packed sequences: see ``packed_tile``."""
+    return (total // tile_m + batch + 2) * heads
 
 
 @cute.jit
 def packed_tile(
     index: Int32,
-    total_q: Int32,
+    total: Int32,
     heads: Int32,
     cu_seqlens: cute.Tensor,
     tile_m: cutlass.Constexpr,
@@ -75,7 +75,7 @@ def packed_tile(
     num_sequences = cu_seqlens.shape[0] + 1
     position = index // heads
     if const_expr(last_first):
-        position = (total_q // tile_m + num_sequences) - 1 - position
+        position = (total // tile_m + num_sequences) - 1 - position
     low, size = Int32(0), num_sequences
     while size > 1:
         step = cute.ceil_div(size, 32)
@@ -88,7 +88,7 @@ def packed_tile(
         last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
         size = cutlass.min(step, size - last * step)
         low += last * step
-    start, stop = Int32(0), total_q
+    start, stop = Int32(0), total
     if low > 0:
         start = cu_seqlens[low - 1]
     if low < num_sequences - 1:

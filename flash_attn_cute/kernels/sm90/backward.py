@@ -77,12 +77,12 @@ class BackwardArguments(NamedTuple):
 
 class _Layouts(NamedTuple):
     sK: cute.ComposedLayout  # (64, d, warpgroup)
-    sV: cute.ComposedLayout  # (64, d_v, warpgroup)
+    sV: cute.ComposedLayout  # (64, d, warpgroup)
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
-    sdO: cute.ComposedLayout  # (tile_m, d_v, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d, stage)
     sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
     sdK: cute.ComposedLayout  # (64, d, warpgroup)
-    sdV: cute.ComposedLayout  # (64, d_v, warpgroup)
+    sdV: cute.ComposedLayout  # (64, d, warpgroup)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class BackwardSm90:
             work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=False)
             batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
             first_block = batch * cute.ceil_div(q_length, c.tile_m)
-        first_key = work.first_query
+        first_key = work.first_row
         num_keys = cutlass.min(k_length - first_key, c.tile_n)
         window = Window(
             a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length
@@ -723,12 +723,12 @@ class _Shared:
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (64, d, warpgroup)
-    sV: cute.Tensor  # (64, d_v, warpgroup)
+    sV: cute.Tensor  # (64, d, warpgroup)
     sQ: cute.Tensor  # (tile_m, d, stage)
-    sdO: cute.Tensor  # (tile_m, d_v, stage)
+    sdO: cute.Tensor  # (tile_m, d, stage)
     sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
     sdK: cute.Tensor  # (64, d, warpgroup)
-    sdV: cute.Tensor  # (64, d_v, warpgroup)
+    sdV: cute.Tensor  # (64, d, warpgroup)
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tiles: cute.Tensor  # (tile stage,)
     tile_full: cute.Pointer  # barriers
@@ -742,7 +742,10 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Work:
-    """A multiplying warpgroup's operands and accumulators. ``t<product>r<operand>``, V, K and Q being gradients."""
+    """A multiplying warpgroup's operands and accumulators.
+
+    ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
+    """
 
     arguments: BackwardArguments
     warpgroup: Int32

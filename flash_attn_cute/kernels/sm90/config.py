@@ -124,7 +124,7 @@ class BackwardConfig:
     dtype: str
     tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
     tile_m: int  # queries a block
-    tile_n: int  # keys a CTA, 64 a warpgroup
+    tile_n: int  # keys a tile, 64 a warpgroup
     stages: int  # blocks of queries in flight
     packed: bool
     has_seqused_q: bool

@@ -286,15 +286,15 @@ class ForwardSm90:
             count, q_slot, _, _ = a.mQ.shape
             work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, queries)
             batch, q_start, q_length, k_start, k_length = work.batch, Int32(0), q_slot, Int32(0), a.mK.shape[1]
-        num_queries = cutlass.min(q_length - work.first_query, queries)
+        num_queries = cutlass.min(q_length - work.first_row, queries)
         window = self._window(a, k_length - q_length)
         return _Tile(
-            first_query=work.first_query,
+            first_query=work.first_row,
             head=work.head,
             batch=batch,
             q=Rows(q_start, q_length, q_slot),
             k=Rows(k_start, k_length),
-            blocks=KeyBlocks.of(work.first_query, num_queries, k_length, window, c.tile_n),
+            blocks=KeyBlocks.of(work.first_row, num_queries, k_length, window, c.tile_n),
         )
 
     def _window(self, a: ForwardArguments, shift: Int32) -> Window:
