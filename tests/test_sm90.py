@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -323,16 +324,23 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
     return replace(call, q=q, k=k, v=v)
 
 
+def _draws(seed: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
+    """Sources of randomness and their numbers, for so many seconds, and three at the least: the first one compiles."""
+    stop, count = time.monotonic() + seconds, 0
+    while time.monotonic() < stop or count < 3:
+        count += 1
+        print(f"draw {count}")  # shown where it fails
+        yield count, random.Random(f"{seed} {count}")
+
+
 @needs_hopper
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
-    stop, count = time.monotonic() + fuzz_seconds, 0
-    while time.monotonic() < stop or count < 3:  # the first one compiles
-        count += 1
-        call = _random_call(random.Random(f"{head_dim} {packed} {mask} {count}"), head_dim, packed, mask)
+    for count, draw in _draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
+        call = _random_call(draw, head_dim, packed, mask)
         results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
         truth = oracle.attention(call.to(torch.float64))
         assert (results[0][~call.real_rows()[0].to("cuda")] == 0).all(), f"draw {count}"
@@ -340,7 +348,6 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
             finite = true[true.isfinite()].abs()
             size = finite.max().item() if finite.numel() else 0.0
             assert_close(f"draw {count}, {name}", got, true, rough, 3.0, max(1.0, size))
-    print(f"{count} calls")
 
 
 @needs_hopper
@@ -349,15 +356,11 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
-    stop, count = time.monotonic() + fuzz_seconds, 0
-    while time.monotonic() < stop or count < 3:  # the first one compiles
-        count += 1
-        draw = random.Random(f"gradients {head_dim} {packed} {mask} {count}")
+    for _, draw in _draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
         call = _random_call(draw, head_dim, packed, mask)
         call.softmax_scale = draw.choice([None, 0.05, -0.2])
         for x in (call.q, call.k, call.v):
             x.requires_grad_()
-        print(f"draw {count}")  # shown where it fails
         assert_matches_oracle(call, through_lse=draw.random() < 0.3, backend="sm90")
 
 

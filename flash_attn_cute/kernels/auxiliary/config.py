@@ -22,7 +22,7 @@ class PostprocessConfig:
     dtype: str
     tile_d: int
     tile_m: int  # queries a block
-    parts: int  # of a block
+    columns: int  # of a part of a block
     packed: bool
     has_seqused_q: bool
     zero_padding: bool

@@ -27,8 +27,8 @@ class Postprocess:
     """One CTA a block of queries of one head; a thread takes eight columns of two rows at a time."""
 
     def __init__(self, config: PostprocessConfig):
-        self.tile_m, self.tile_d, self.parts, self.packed = config.tile_m, config.tile_d, config.parts, config.packed
-        self.zero_padding = config.zero_padding
+        self.tile_m, self.tile_d, self.columns = config.tile_m, config.tile_d, config.columns
+        self.packed, self.zero_padding = config.packed, config.zero_padding
 
     @cute.jit
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -47,15 +47,13 @@ class Postprocess:
         )
         gdQ = mdQ[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         stop = slot if const_expr(self.zero_padding) else length
-        numbers_a_part = self.tile_m * self.tile_d // self.parts
-        columns = numbers_a_part // 64
-        vectors, parts_a_row = columns // 8, self.tile_d // columns
+        vectors, parts_a_row = self.columns // 8, self.tile_d // self.columns
         units = self.tile_m * self.tile_d // 16
         for i in cutlass.range_constexpr(-(-units // _THREADS)):
             unit = i * _THREADS + thread
             group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
             row = row // 8 * 16 + row % 8
-            numbers = cute.local_tile(a.mdQaccum[work.head, work.block, None], (numbers_a_part,), (part,))
+            numbers = cute.local_tile(a.mdQaccum[work.head, work.block, None], (64 * self.columns,), (part,))
             first = work.first_row + part // parts_a_row * 64 + row
             vector = group + part % parts_a_row * vectors
             if unit < units and vector * 8 < gdQ.shape[1] and first < stop:

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+from flash_attn_cute.kernels.common.softmax import LOG2_E
 
-_LOG2_E = 1.4426950408889634
 _THREADS = 256
 
 
@@ -67,7 +67,7 @@ class Preprocess:
                     cute.autovec_copy(cute.local_tile(gdO, (8,), (vector,)), do)
                     for j in cutlass.range_constexpr(8):
                         delta += o[j].to(Float32) * do[j].to(Float32)
-                lse = mLSE[start + row, work.head, batch] * _LOG2_E
+                lse = mLSE[start + row, work.head, batch] * LOG2_E
                 lse = lse if lse != -Float32.inf else Float32.inf
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 delta += cute.arch.shuffle_sync_bfly(delta, 1 << j)

@@ -2,8 +2,8 @@
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import pipeline
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 
@@ -16,6 +16,14 @@ def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.Composed
 def transposed(x: cute.Tensor) -> cute.Tensor:
     """The same tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+@cute.jit
+def write(rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> None:
+    """A warpgroup's rounded accumulator into its tile in shared memory; TMA and tensor cores see it after a fence."""
+    tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), mma)
+    to_shared = tiled_copy.get_slice(thread)
+    cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX))
 
 
 def tma_pipeline(barriers: cute.Pointer, stages: int, consumer_warps: int, num_bytes: int) -> pipeline.PipelineTmaAsync:

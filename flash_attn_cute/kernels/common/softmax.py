@@ -16,11 +16,19 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.fragments import rows_and_columns
 
+LOG2_E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
 # A block is weighed again when the weights of a thread's part of a row sum to more. Equal scores must stay below (a
 # thread holds at most 64 a row), and weights of this size must be no trouble in float16.
 _MAX_SUM = 1024.0
+
+
+def score_scales(softmax_scale: Float32, softcap: Float32, has_softcap: bool) -> tuple[Float32, Float32]:
+    """What products are multiplied by before tanh (1 without a softcap), and after it or at all, for base 2."""
+    if const_expr(has_softcap):
+        return softmax_scale / softcap, softcap * LOG2_E
+    return Float32(1.0), softmax_scale * LOG2_E
 
 
 class OnlineSoftmax:

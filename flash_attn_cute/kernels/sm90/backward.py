@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.assembly import opaque, pack
@@ -41,11 +41,11 @@ from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
-from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed
+from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
-_LOG2_E = 1.4426950408889634
 _TILE_STAGES = 2
 
 _BARRIER_EPILOGUE = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -110,7 +110,6 @@ class BackwardSm90:
 
     def _layouts(self) -> _Layouts:
         c = self.config
-
         return _Layouts(
             # No swizzled atom of K may hold columns of two parts of dQ.
             sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d, self.warpgroups)),
@@ -171,11 +170,7 @@ class BackwardSm90:
         tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
         tdK = make_row_tiles(store, mdK, sdK, (64, c.tile_d), c.packed)
         tdV = make_row_tiles(store, mdV, sdV, (64, c.tile_d), c.packed)
-        score_scale = Float32(1.0)
-        scale_log2 = a.softmax_scale * _LOG2_E
-        if const_expr(c.has_softcap):
-            score_scale = a.softmax_scale / a.softcap
-            scale_log2 = a.softcap * _LOG2_E
+        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
         ctas = cutlass.min(self._num_tiles(a), a.num_ctas)
         self.kernel(
             mma_S,
@@ -432,7 +427,6 @@ class BackwardSm90:
         slice_S, slice_dV, slice_dK, slice_dQ = (mma.get_slice(thread) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         whole_S, whole_dV, whole_dK, whole_dQ = (mma.get_slice(0) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
-
         parts_a_row = c.tile_d // c.columns_dQ
         sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups), (0, w % parts_a_row, 0))
         sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
@@ -464,6 +458,7 @@ class BackwardSm90:
             rP=rP,
             rW=rdS if c.has_softcap else rP,
             rdS=rdS,
+            # 128 queries leave registers for one group of theirs.
             rStats=cute.make_rmem_tensor((4, 4 if c.tile_m == 64 else 1), Float32),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
             score_scale=score_scale,
@@ -478,7 +473,8 @@ class BackwardSm90:
             tile_state.advance()
             tile = self._tile(a, index)
             blocks = tile.blocks
-            num_steps = a.mQ.shape[-2] // a.mK.shape[-2] * (blocks.stop - blocks.start)
+            group = a.mQ.shape[-2] // a.mK.shape[-2]
+            num_steps = group * (blocks.stop - blocks.start)
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
             if num_steps > 0:
@@ -488,7 +484,7 @@ class BackwardSm90:
                 self._start_S(work, state.index)
                 self._read_stats(work, 0, state.index)
                 warpgroup.wait_group(0)
-                head, m = tile.head * (a.mQ.shape[-2] // a.mK.shape[-2]), blocks.start
+                head, m = tile.head * group, blocks.start
                 before = head, m
                 for step in cutlass.range(steps_before, steps_before + num_steps, unroll=1):
                     is_first, is_last = step == steps_before, step + 1 == steps_before + num_steps
@@ -556,14 +552,9 @@ class BackwardSm90:
         self._gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
         self._differentiate(work, stage)
-        tiled_copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_S
-        )
-        to_shared = tiled_copy.get_slice(work.thread)
         # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
-        sdS = shared.sdS[None, None, work.warpgroup, step & 1]
-        cute.copy(tiled_copy, to_shared.retile(work.rdS), to_shared.partition_D(sdS))
+        write(work.rdS, work.mma_S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.wait_group(0)  # dV is there
         shared.pipe_dO.consumer_release(state)
@@ -700,9 +691,7 @@ class BackwardSm90:
         for acc, mma, sX in ((work.acc_dK, work.mma_dK, shared.sdK), (work.acc_dV, work.mma_dV, shared.sdV)):
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)
-            tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma)
-            to_shared = tiled_copy.get_slice(thread)
-            cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX[None, None, w]))
+            write(rounded, mma, sX[None, None, w], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=_BARRIER_EPILOGUE + w, number_of_threads=128)
         start = tile.first_key + 64 * w

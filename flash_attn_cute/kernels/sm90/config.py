@@ -195,5 +195,5 @@ def backward_configs(
     return BackwardConfigs(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
         main,
-        PostprocessConfig(dtype, tile_d, main.tile_m, main.num_mma_warpgroups, packed, has_seqused_q, zero_padding),
+        PostprocessConfig(dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding),
     )

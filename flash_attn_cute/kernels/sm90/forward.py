@@ -38,12 +38,10 @@ from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, rows
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
-from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed
-from flash_attn_cute.kernels.common.softmax import OnlineSoftmax
+from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.common.softmax import LOG2_E, OnlineSoftmax, score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-
-_LOG2_E = 1.4426950408889634
 
 # Named barriers; 0 is the whole CTA's.
 _BARRIER_ORDER = 1  # one a warpgroup
@@ -180,11 +178,7 @@ class ForwardSm90:
         tV = make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), c.packed)
         tO = make_row_tiles(store, mO, sO, (64, c.tile_dv), c.packed)
 
-        score_scale = Float32(1.0)
-        scale_log2 = a.softmax_scale * _LOG2_E
-        if const_expr(c.has_softcap):
-            score_scale = a.softmax_scale / a.softcap
-            scale_log2 = a.softcap * _LOG2_E
+        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
         ctas = self._num_tiles(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.num_ctas)
@@ -614,7 +608,7 @@ class ForwardSm90:
         if const_expr(work.arguments.mSink is not None):
             sinks = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
-                sinks[r] = work.arguments.mSink[heads[r]].to(Float32) * _LOG2_E
+                sinks[r] = work.arguments.mSink[heads[r]].to(Float32) * LOG2_E
         work.softmax.finish(work.acc_O, lse, sinks)
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
@@ -641,10 +635,6 @@ class ForwardSm90:
     ) -> None:
         """Rows start .. stop of out through shared memory and TMA."""
         sO = work.shared.sO[None, None, work.warpgroup]
-        tiled_copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), work.mma_O
-        )
-        to_shared = tiled_copy.get_slice(thread)
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         together = {"barrier_id": _BARRIER_EPILOGUE + work.warpgroup, "number_of_threads": 128}
         if const_expr(self.config.persistent):
@@ -652,7 +642,7 @@ class ForwardSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(**together)  # the last tile's O has left shared memory
         # Else in the place of this part of Q, which only this warpgroup reads, and has read.
-        cute.copy(tiled_copy, to_shared.retile(rO), to_shared.partition_D(sO))
+        write(rO, work.mma_O, sO, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
         if stores and start < stop:
