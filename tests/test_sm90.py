@@ -95,20 +95,26 @@ def backward(tile_d: int, **changes: Any) -> BackwardConfigs:
     return backward_configs(changes.pop("dtype", "bfloat16"), tile_d, tile_d, **changes)
 
 
-BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"} | {"has_dlse": True}
+BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"} | {
+    "has_dlse": True,
+    "grouped": True,
+    "deterministic": True,
+}
 BACKWARD_CONFIGS = {
     **{f"d{d}": backward(d) for d in BACKWARD_HEAD_DIMS},
     **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
     **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in BACKWARD_HEAD_DIMS},
     **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
+    **{f"d{d}-deterministic": backward(d, has_right=True, deterministic=True) for d in BACKWARD_HEAD_DIMS},
     "d64-left": backward(64, has_left=True),
+    "d128-grouped": backward(128, has_right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
 }
 
 
 @pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
 def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
-    """No spills, products in flight together, loads and stores by TMA, dQ added four numbers at a time."""
+    """No spills, products in flight together, loads and stores by TMA, additions of four numbers at a time."""
     chosen = configs.main
     sass = machine_code(chosen, tmp_path)
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
@@ -117,14 +123,15 @@ def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     # Six fences and four waits a step; three and two outside. A pipeline that was serialised shows many more.
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 10 + 5
     assert "UTMALDG" in sass
-    assert "UTMASTG" in sass
-    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == 2 * chosen.columns_dQ * 64 // 128 // 4
+    assert ("UTMASTG" in sass) != chosen.grouped
+    sums = 2 * chosen.columns_dQ + (2 * chosen.tile_d if chosen.grouped else 0)
+    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
 
 
 @pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
 def test_compiled_before_and_after(configs: BackwardConfigs, tmp_path: Path) -> None:
     """The kernels around the backward kernel move 16 bytes a thread at a time."""
-    for chosen in (configs.preprocess, configs.postprocess):
+    for chosen in filter(None, (configs.preprocess, configs.postprocess, configs.postprocess_keys)):
         sass = machine_code(chosen, tmp_path)
         assert re.search(r"\bLDG\.E\.128", sass)
         assert re.search(r"\bSTG\.E\.128", sass)

@@ -1,7 +1,7 @@
 """The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
 
-cutlass is imported when the first kernel is compiled, not before. Backward passes with deterministic=True or a head
-dimension above 128 are the portable ones, and inherited.
+cutlass is imported when the first kernel is compiled, not before. Backward passes of a head dimension above 128 are
+the portable ones, and inherited.
 """
 
 import functools
@@ -90,7 +90,7 @@ class Sm90Backend(PortableBackend):
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
-        served = max(spec.head_dim, spec.head_dim_v) <= max(BACKWARD_HEAD_DIMS) and not spec.deterministic
+        served = max(spec.head_dim, spec.head_dim_v) <= max(BACKWARD_HEAD_DIMS)
         if not (served and inputs.q.numel() and inputs.k.numel()):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
@@ -123,8 +123,10 @@ class _BackwardLaunch(NamedTuple):
     preprocess: Callable[..., None]
     main: Callable[..., None]
     postprocess: Callable[..., None]
+    postprocess_keys: Callable[..., None] | None  # if heads are grouped
     stats_shape: tuple[int, ...]
-    sums_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...]  # of dQ
+    sums_keys_shape: tuple[int, ...]  # of dK and dV, if heads are grouped
     numbers: tuple[float, float, int, int, int]
 
 
@@ -184,14 +186,25 @@ def _launch_backward(
         spec, q.shape, k.shape, sequences, seqused_q is not None, seqused_k is not None, dlse is not None
     )
     stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
+    sums_keys = None if launch.postprocess_keys is None else lse.new_zeros(launch.sums_keys_shape)
+    turns_q = lse.new_zeros(launch.sums_shape[:2], dtype=torch.int32) if spec.deterministic else None
+    turns_k = None
+    if spec.deterministic and sums_keys is not None:
+        turns_k = lse.new_zeros(sums_keys.shape[1:3], dtype=torch.int32)
     dout = _aligned(dout)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
     launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
-    tensors = (_aligned(q), _aligned(k), _aligned(v), dout, dk, dv, stats, sums, cu_q, cu_k, seqused_q, seqused_k)
+    users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
+    offsets = cu_q, cu_k, seqused_q, seqused_k
     num_ctas = _device_properties(q.device).multi_processor_count
-    launch.main((*tensors, *launch.numbers, _next_tile(q.device), num_ctas))
-    launch.postprocess((dq, sums, cu_q, seqused_q, launch.numbers[0]))
+    workspace = stats, sums, sums_keys, turns_q, turns_k
+    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_ctas))
+    scale = launch.numbers[0]
+    launch.postprocess((dq, sums, cu_q, seqused_q, scale))
+    if launch.postprocess_keys is not None and sums_keys is not None:
+        for dx, sums_x, scale_x in zip((dk, dv), sums_keys, (scale, 1.0), strict=True):
+            launch.postprocess_keys((dx, sums_x, cu_k, seqused_k, scale_x))
     return stats
 
 
@@ -255,18 +268,25 @@ def _backward_launch(
         spec.head_dim,
         spec.head_dim_v,
         has_dlse=has_dlse,
+        grouped=spec.nheads > spec.nheads_k,
+        deterministic=spec.deterministic,
         **_features(spec, q_shape, has_seqused_q, has_seqused_k),
     )
-    tile_m, tile_d, rows = configs.main.tile_m, configs.main.tile_d, q_shape[-3]
-    blocks = rows // tile_m + sequences + 2 if len(q_shape) == 3 else q_shape[0] * -(-rows // tile_m)
-    bytes_a_head = rows * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d) * spec.nheads // spec.nheads_k
-    heads_in_cache = _heads_in_cache(spec.nheads_k * math.prod(q_shape[:-3]), bytes_a_head, 1)
+    tile_m, tile_n, tile_d = configs.main.tile_m, configs.main.tile_n, configs.main.tile_d
+    blocks, blocks_k = (
+        shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
+        for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
+    )
+    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
         cache.kernel(configs.postprocess),
+        cache.kernel(configs.postprocess_keys) if configs.postprocess_keys else None,
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
+        sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache),
     )
 

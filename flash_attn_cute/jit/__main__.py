@@ -35,7 +35,9 @@ FEATURES: dict[str, dict[str, bool]] = {
     "seqused_k": {"has_seqused_k": True, "packed": True},
     "softcap": {"has_softcap": True},
     "sink": {"has_sink": True},  # of the forward pass alone
-    "lse_gradient": {"has_dlse": True},  # of the backward pass alone
+    "lse_gradient": {"has_dlse": True},  # of the backward pass alone, as are the next two
+    "grouped": {"grouped": True},  # query heads share a key head
+    "deterministic": {"deterministic": True},
     "unwritten_padding": {"zero_padding": False},
 }
 
@@ -78,11 +80,12 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         chosen.dtypes, chosen.head_dims, chosen.masks, chosen.layouts
     ):
         options = {"packed": layout == "packed"} | MASKS[mask] | features
-        has_sink, has_dlse = options.pop("has_sink", False), options.pop("has_dlse", False)
         if "forward" in chosen.passes:
-            found += [forward_config(dtype, d, d_v, group=g, has_sink=has_sink, **options) for g in chosen.groups]
+            forward = {name: value for name, value in options.items() if name not in _BACKWARD_ALONE}
+            found += [forward_config(dtype, d, d_v, group=group, **forward) for group in chosen.groups]
         if "backward" in chosen.passes and max(d, d_v) <= max(BACKWARD_HEAD_DIMS):
-            found += backward_configs(dtype, d, d_v, has_dlse=has_dlse, **options)
+            backward = {name: value for name, value in options.items() if name != "has_sink"}
+            found += filter(None, backward_configs(dtype, d, d_v, **backward))
     return list(dict.fromkeys(found))
 
 
@@ -127,6 +130,9 @@ def run_clear(path: Path) -> None:
     except FileNotFoundError:
         removed = 0
     print(f"{path}: {removed} kernels removed")
+
+
+_BACKWARD_ALONE = ("has_dlse", "grouped", "deterministic")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -60,11 +60,15 @@ def _forward(config: ForwardConfig) -> tuple[Any, Any]:
 def _backward(config: BackwardConfig) -> tuple[Any, Any]:
     kernel = BackwardSm90(config)
     rank = 3 if config.packed else 4
-    numbers = config.tile_m * config.tile_d
     arguments = BackwardArguments(
         *(_rows(kernel.dtype, rank) for _ in range(6)),
         mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), numbers),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_n * config.tile_d)
+        if config.grouped
+        else None,
+        mTurnsQ=_turns(config.deterministic),
+        mTurnsK=_turns(config.deterministic and config.grouped),
         mCuSeqlensQ=_ints(config.packed),
         mCuSeqlensK=_ints(config.packed),
         mSeqUsedQ=_ints(config.has_seqused_q),
@@ -97,11 +101,11 @@ def _preprocess(config: PreprocessConfig) -> tuple[Any, Any]:
 
 def _postprocess(config: PostprocessConfig) -> tuple[Any, Any]:
     arguments = PostprocessArguments(
-        mdQ=_rows(_DTYPES[config.dtype], 3 if config.packed else 4),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
-        mCuSeqlensQ=_ints(config.packed),
-        mSeqUsedQ=_ints(config.has_seqused_q),
-        softmax_scale=cutlass.Float32(1.0),
+        mdX=_rows(_DTYPES[config.dtype], 3 if config.packed else 4),
+        mdXaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mCuSeqlens=_ints(config.packed),
+        mSeqUsed=_ints(config.has_seqused),
+        scale=cutlass.Float32(1.0),
     )
     return Postprocess(config), arguments
 
@@ -125,6 +129,12 @@ def _numbers(rank: int) -> Any:
 
 def _ints(present: bool) -> Any:
     return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) if present else None
+
+
+def _turns(present: bool) -> Any:
+    if not present:
+        return None
+    return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
 
 
 def _workspace(*shape: Any) -> Any:

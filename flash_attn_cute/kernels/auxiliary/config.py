@@ -21,8 +21,8 @@ class PostprocessConfig:
 
     dtype: str
     tile_d: int
-    tile_m: int  # queries a block
+    tile_m: int  # rows a block
     columns: int  # of a part of a block
     packed: bool
-    has_seqused_q: bool
+    has_seqused: bool
     zero_padding: bool

@@ -99,24 +99,24 @@ def packed_tile(
 
 
 @cute.jit
-def next_tile(counter: cute.Tensor, num_tiles: Int32) -> Int32:
+def next_tile(counter: cute.Tensor, num_tiles: Int32, given: Int32) -> Int32:
     """The first tile that no CTA has taken yet, asked for by one converged warp; none is left from num_tiles on.
 
-    ``counter`` is 0 when the kernel starts, and again when it has ended. The first tiles are the CTAs' in their order,
-    without being asked for.
+    ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles, none or one a CTA,
+    are theirs without being asked for.
     """
     index = num_tiles
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(counter.iterator, Int32(1))
-        index = taken + cute.arch.grid_dim()[0]
-        # Every CTA asks until it gets none, which makes num_tiles questions: this is the last.
-        if taken == num_tiles - 1:
+        index = taken + given
+        # Every CTA asks until it gets none: this is the last question.
+        if index == num_tiles + cute.arch.grid_dim()[0] - 1:
             counter[0] = Int32(0)
     return cute.arch.shuffle_sync(index, 0)
 
 
 @cute.jit
-def query_block(
+def row_block(
     index: Int32,
     mX: cute.Tensor,
     packed: cutlass.Constexpr,
@@ -124,7 +124,7 @@ def query_block(
     seqused: cute.Tensor | None,
     tile_m: cutlass.Constexpr,
 ) -> tuple[WorkTile, Int32, Int32, Int32]:
-    """Tile ``index`` of queries mX: it, and of its sequence the first row, the real rows and the rows that it owns."""
+    """Tile ``index`` of the rows of mX: it, and its sequence's first row, real rows and rows that it owns."""
     if const_expr(packed):
         work, start, slot = packed_tile(index, mX.shape[0], mX.shape[-2], cu_seqlens, tile_m)
         length = Int32(0)

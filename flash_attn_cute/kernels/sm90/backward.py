@@ -1,17 +1,22 @@
 """Attention backward on Hopper: gradients of keys and values whole, those of queries as sums in float32.
 
-Roles (a tile is a block of ``tile_n`` keys of one key head; a CTA takes one after the other, as in the forward kernel,
-and walks over the queries that see it, head by head of the group):
+Roles (a tile is a block of ``tile_n`` keys for one query head; a CTA takes one after the other, as in the forward
+kernel, and walks over the queries that see it, from the first to the last):
     warpgroup 0         warp 0 chooses tiles, and loads by TMA: K and V once a tile, then Q, dO and two numbers a query,
                         block by block, the first of a tile before its K and V.
+                        If deterministic, warp 1 waits for turns to add to the workspace, 2 and 3 pass them on.
     warpgroups 1, 2     multiply, 64 keys each.
 
 Pipelines:
-    tiles  mbarriers, two stages: what the next tile is. Warp 0 -> one arrival a multiplying warp, when it has read it.
+    tiles  mbarriers, two stages: what the next tile is. Warp 0 -> one arrival a warp that needs to know, when it has
+           read it: the multiplying ones, and warps 1 to 3 if deterministic.
     kv     mbarriers, one stage: warp 0 -> one arrival a multiplying warp, after the last product of a tile.
     q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
            delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
+    turns  three times two mbarriers, if deterministic: ``turn``, warp 1 -> the multiplying warps, which may add;
+           ``added``, one arrival each of these -> warp 2 or 3, alternately; ``passed``, from it -> warp 1, for the
+           turn after next.
 
 A step of a multiplying warpgroup (transposed: rows are keys, columns are queries), its products in their order:
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
@@ -21,6 +26,16 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
     dK += dS' Q        in flight while dQ is added to the workspace, from registers
     S' = K Q'          of the step to come
 The tensor cores are one warpgroup's while the other computes.
+
+Query heads that share a key head (``grouped``) have tiles of their own, so that heads which run together fit the L2
+cache; their dK and dV are sums in float32, too, added once a tile.
+
+Determinism: the parts that tiles add to a block of the workspace are added in the order in which CTAs have taken the
+tiles, one after the other (``common.semaphore``). Tiles are then taken from the last keys to the first. Under a causal
+mask a tile's walk begins where its keys do, so the tile behind has been at each block two steps ago. A tile only ever
+waits for tiles taken before it, each by a CTA that is running, so the earliest unfinished one never waits: however few
+CTAs are resident, there is no deadlock. (The order is that of FlashAttention's "shortest processing time first";
+DASH, arXiv 2601.21824, models such orders.)
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``common.workspace``'s business.
@@ -35,7 +50,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common import schedule, semaphore, workspace
 from flash_attn_cute.kernels.common.assembly import opaque, pack
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.mask import hide
@@ -47,6 +62,8 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
 _TILE_STAGES = 2
+
+_TURN, _ADDED, _PASSED = 0, 2, 4  # two barriers each
 
 _BARRIER_EPILOGUE = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
 
@@ -62,6 +79,9 @@ class BackwardArguments(NamedTuple):
     mdV: cute.Tensor
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles of a head, tile_n * tile_d), zeros, if grouped
+    mTurnsQ: cute.Tensor | None  # (heads, blocks): how many have added to mdQaccum; zeros, if deterministic
+    mTurnsK: cute.Tensor | None  # (heads_k, tiles of a head), to mdKVaccum
     mCuSeqlensQ: cute.Tensor | None
     mCuSeqlensK: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
@@ -90,8 +110,10 @@ class _Tile:
     """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
 
     first_key: Int32
-    head: Int32  # of k
+    head: Int32
+    head_k: Int32
     batch: Int32
+    block: Int32  # in the workspace of dK and dV
     q: Rows
     k: Rows
     first_block: Int32  # of its sequence, in the workspace
@@ -131,6 +153,7 @@ class BackwardSm90:
             q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             ds_barriers: cute.struct.MemRange[Int64, 2]
+            turn_barriers: cute.struct.MemRange[Int64, 6 if c.deterministic else 0]
             tiles: cute.struct.MemRange[Int32, _TILE_STAGES]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -191,10 +214,11 @@ class BackwardSm90:
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     def _num_tiles(self, a: BackwardArguments) -> Int32:
+        heads = a.mQ.shape[-2]
         if const_expr(self.config.packed):
-            rows, heads, _ = a.mK.shape
-            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, self.config.tile_n)
-        batch, rows, heads, _ = a.mK.shape
+            sequences = a.mCuSeqlensK.shape[0] - 1
+            return schedule.num_packed_tiles(a.mK.shape[0], heads, sequences, self.config.tile_n)
+        batch, rows, _, _ = a.mK.shape
         return schedule.num_dense_tiles(rows, heads, batch, self.config.tile_n)
 
     @cute.kernel
@@ -232,16 +256,19 @@ class BackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tile_full, kv_full = storage.tile_barriers.data_ptr(), storage.kv_barriers.data_ptr()
         tile_empty, kv_empty = tile_full + _TILE_STAGES, kv_full + 1
-        ds_barriers = storage.ds_barriers.data_ptr()
+        ds_barriers, turn_barriers = storage.ds_barriers.data_ptr(), storage.turn_barriers.data_ptr()
         if warp_idx == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(kv_full, 1)
                 cute.arch.mbarrier_init(kv_empty, 4 * self.warpgroups)
                 for i in cutlass.range_constexpr(_TILE_STAGES):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups)
+                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups + (3 if c.deterministic else 0))
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
+                    if const_expr(c.deterministic):
+                        for kind, arrivals in ((_TURN, 1), (_ADDED, 4 * self.warpgroups), (_PASSED, 1)):
+                            cute.arch.mbarrier_init(turn_barriers + kind + i, arrivals)
         pipe_Q, pipe_dO = (
             tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, c.tile_m * (2 * c.tile_d + 4))
             for barriers in (storage.q_barriers, storage.do_barriers)
@@ -267,6 +294,7 @@ class BackwardSm90:
             kv_full=kv_full,
             kv_empty=kv_empty,
             ds_barriers=ds_barriers,
+            turn_barriers=turn_barriers,
             pipe_Q=pipe_Q,
             pipe_dO=pipe_dO,
         )
@@ -274,6 +302,11 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
                 self.load(arguments, tiles, shared)
+            if const_expr(c.deterministic):
+                if warp_idx == 1:
+                    self.wait_for_turns(arguments, shared)
+                elif warp_idx >= 2:
+                    self.pass_turns(arguments, warp_idx - 2, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             stores = (
@@ -286,11 +319,16 @@ class BackwardSm90:
     def _tile(self, a: BackwardArguments, index: Int32) -> _Tile:
         """What tile ``index`` is."""
         c = self.config
-        heads = a.mK.shape[-2]
+        heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
+        group = heads // heads_k
+        # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
         if const_expr(c.packed):
+            tiles = self._num_tiles(a) // group
+            nth = index // tiles
             work, k_start, k_slot = schedule.packed_tile(
-                index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n, last_first=False
+                index - nth * tiles, a.mK.shape[0], heads_k, a.mCuSeqlensK, c.tile_n, last_first=c.deterministic
             )
+            head_k = work.head
             batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             if work.batch >= 0:
                 k_length = k_slot
@@ -303,9 +341,12 @@ class BackwardSm90:
                     k_length = a.mSeqUsedK[work.batch]
         else:
             count, k_slot, _, _ = a.mK.shape
-            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=False)
+            work = schedule.dense_tile(
+                index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=c.deterministic
+            )
             batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
             first_block = batch * cute.ceil_div(q_length, c.tile_m)
+            nth, head_k = work.head // heads_k, work.head % heads_k
         first_key = work.first_row
         num_keys = cutlass.min(k_length - first_key, c.tile_n)
         window = Window(
@@ -317,8 +358,10 @@ class BackwardSm90:
         full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
         return _Tile(
             first_key=first_key,
-            head=work.head,
+            head=head_k * group + nth,
+            head_k=head_k,
             batch=batch,
+            block=work.block,
             q=Rows(q_start, q_length),
             k=Rows(k_start, k_length, k_slot),
             first_block=first_block,
@@ -332,27 +375,22 @@ class BackwardSm90:
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _TILE_STAGES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-        group = a.mQ.shape[-2] // a.mK.shape[-2]
         num_tiles = self._num_tiles(a)
-        index, _, _ = cute.arch.block_idx()
+        index = schedule.next_tile(a.mNextTile, num_tiles, Int32(0))
         kv_phase = Int32(1)
         while index < num_tiles:
             self._announce(index, shared, tile_state)
             tile_state.advance()
             tile = self._tile(a, index)
-            index = schedule.next_tile(a.mNextTile, num_tiles)
-            blocks = tile.blocks
-            head, m = tile.head * group, blocks.start
-            for step in cutlass.range(group * (blocks.stop - blocks.start), unroll=1):
-                self._load_queries(a, tile, tiles, shared, head, m, state)
+            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
+                self._load_queries(a, tile, tiles, shared, m, state)
                 state.advance()
-                if step == 0:  # behind the first queries, for which there is room before there is for keys
+                if m == tile.blocks.start:  # behind the first queries, for which there is room before there is for keys
                     cute.arch.mbarrier_wait(shared.kv_empty, kv_phase)  # all warpgroups are done with the last tile's
                     kv_phase ^= 1
                     self._load_keys(tile, tiles, shared)
-                m += 1
-                if m == blocks.stop:
-                    head, m = head + 1, blocks.start
+            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            index = schedule.next_tile(a.mNextTile, num_tiles, Int32(0))
         self._announce(Int32(-1), shared, tile_state)
 
     @cute.jit
@@ -372,7 +410,7 @@ class BackwardSm90:
             start = tile.first_key + 64 * w
             stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
             for t, s in ((tiles["K"], shared.sK), (tiles["V"], shared.sV)):
-                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch)
+                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
                 t.load(g, s[None, None, w], shared.kv_full)
 
     @cute.jit
@@ -382,11 +420,10 @@ class BackwardSm90:
         tile: _Tile,
         tiles: dict,
         shared: "_Shared",
-        head: Int32,
         m: Int32,
         state: pipeline.PipelineState,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries of a head."""
+        """Q, dO, lse and delta of a block of queries."""
         start = m * self.config.tile_m
         stop = tile.q.start + cutlass.min(start + self.config.tile_m, tile.q.length)
         start += tile.q.start
@@ -396,14 +433,83 @@ class BackwardSm90:
         ):
             pipe.producer_acquire(state)  # all warpgroups have released this stage
             barrier = pipe.producer_get_barrier(state)
-            t.load(t.at(start, stop, head, tile.batch), s[None, None, state.index], barrier)
+            t.load(t.at(start, stop, tile.head, tile.batch), s[None, None, state.index], barrier)
             with cute.arch.elect_one():
                 cute.copy(
                     numbers,
-                    a.mStats[i, head, tile.first_block + m, None],
+                    a.mStats[i, tile.head, tile.first_block + m, None],
                     shared.stats[None, i, state.index],
                     mbar_ptr=barrier,
                 )
+
+    @cute.jit
+    def wait_for_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
+        """Warp 1: tells the multiplying warps when all tiles taken before have added to a block."""
+        c = self.config
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 2)
+        index = self._next_tile(shared, tile_state)
+        while index >= 0:
+            tile_state.advance()
+            tile = self._tile(a, index)
+            n_block = tile.first_key // c.tile_n
+            keys = Window(tile.window.right, tile.window.left, -tile.window.shift)
+            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
+                # Tiles are taken from the last one that the block sees on.
+                turn = KeyBlocks.of(m * c.tile_m, c.tile_m, tile.k.length, keys, c.tile_n).stop - 1 - n_block
+                self._await_turn(shared, state, a.mTurnsQ, tile.head, tile.first_block + m, turn)
+                state.advance()
+            if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if tile.blocks.stop > tile.blocks.start:
+                    turn = tile.head % (a.mQ.shape[-2] // a.mK.shape[-2])
+                    self._await_turn(shared, state, a.mTurnsK, tile.head_k, tile.block, turn)
+                    state.advance()
+            index = self._next_tile(shared, tile_state)
+
+    @cute.jit
+    def _await_turn(
+        self,
+        shared: "_Shared",
+        state: pipeline.PipelineState,
+        mTurns: cute.Tensor,
+        head: Int32,
+        block: Int32,
+        turn: Int32,
+    ) -> None:
+        cute.arch.mbarrier_wait(shared.turn_barriers + _PASSED + state.index, state.phase)  # from warp 2
+        semaphore.wait(cute.domain_offset((head, block), mTurns).iterator, turn)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.turn_barriers + _TURN + state.index)
+
+    @cute.jit
+    def pass_turns(self, a: BackwardArguments, which: Int32, shared: "_Shared") -> None:
+        """Warps 2 and 3: when all multiplying warps have added to a block, one of them passes the turn on."""
+        c = self.config
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
+        index = self._next_tile(shared, tile_state)
+        while index >= 0:
+            tile_state.advance()
+            tile = self._tile(a, index)
+            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
+                if state.index == which:
+                    self._pass_turn(shared, state, a.mTurnsQ, tile.head, tile.first_block + m)
+                state.advance()
+            if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if tile.blocks.stop > tile.blocks.start:
+                    if state.index == which:
+                        self._pass_turn(shared, state, a.mTurnsK, tile.head_k, tile.block)
+                    state.advance()
+            index = self._next_tile(shared, tile_state)
+
+    @cute.jit
+    def _pass_turn(
+        self, shared: "_Shared", state: pipeline.PipelineState, mTurns: cute.Tensor, head: Int32, block: Int32
+    ) -> None:
+        cute.arch.mbarrier_wait(shared.turn_barriers + _ADDED + state.index, state.phase)  # from the multiplying warps
+        with cute.arch.elect_one():
+            semaphore.pass_on(cute.domain_offset((head, block), mTurns).iterator)
+            cute.arch.mbarrier_arrive(shared.turn_barriers + _PASSED + state.index)
 
     @cute.jit
     def multiply(
@@ -467,42 +573,38 @@ class BackwardSm90:
         )
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        kv_phase, steps_before = Int32(0), Int32(0)
+        kv_phase, steps_before, turns_before = Int32(0), Int32(0), Int32(0)
         index = self._next_tile(shared, tile_state)
         while index >= 0:
             tile_state.advance()
             tile = self._tile(a, index)
-            blocks = tile.blocks
-            group = a.mQ.shape[-2] // a.mK.shape[-2]
-            num_steps = group * (blocks.stop - blocks.start)
+            start, stop = tile.blocks.start, tile.blocks.stop
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            if num_steps > 0:
+            if start < stop:
                 cute.arch.mbarrier_wait(shared.kv_full, kv_phase)  # from warp 0: K and V have arrived
                 kv_phase ^= 1
                 shared.pipe_Q.consumer_wait(state)
                 self._start_S(work, state.index)
                 self._read_stats(work, 0, state.index)
                 warpgroup.wait_group(0)
-                head, m = tile.head * group, blocks.start
-                before = head, m
-                for step in cutlass.range(steps_before, steps_before + num_steps, unroll=1):
-                    is_first, is_last = step == steps_before, step + 1 == steps_before + num_steps
-                    self._step(work, tile, step, is_first, is_last, m, before, state)
+                for m in cutlass.range(start, stop, unroll=1):
+                    self._step(work, tile, m, steps_before + m - start, state, turns_before + m - start - 1)
                     state.advance()
-                    before = head, m
-                    m += 1
-                    if m == blocks.stop:
-                        head, m = head + 1, blocks.start
-                steps_before += num_steps
+                steps_before += stop - start
+                turns_before += stop - start
                 last = steps_before - 1
                 cute.arch.mbarrier_wait(shared.ds_barriers + (last & 1), last >> 1 & 1)  # all warps' last dS is there
                 self._start_dQ(work, last)
                 warpgroup.wait_group(0)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.kv_empty)
-                self._add_dQ(work, tile, *before)
-            self._store(work, tile, stores, mdK, mdV)
+                self._add_dQ(work, tile, stop - 1, turns_before - 1)
+                if const_expr(c.grouped):
+                    self._add_dKV(work, tile, turns_before)
+                    turns_before += 1
+            if const_expr(not c.grouped):
+                self._store(work, tile, stores, mdK, mdV)
             index = self._next_tile(shared, tile_state)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
@@ -521,12 +623,10 @@ class BackwardSm90:
         self,
         work: "_Work",
         tile: _Tile,
-        step: Int32,
-        is_first: cutlass.Boolean,
-        is_last: cutlass.Boolean,
         m: Int32,
-        before: tuple[Int32, Int32],
+        step: Int32,
         state: pipeline.PipelineState,
+        turn: Int32,
     ) -> None:
         """One block of queries: its scores are there on entry, and the next one's on return.
 
@@ -536,12 +636,10 @@ class BackwardSm90:
         Args:
             work: this warpgroup's operands.
             tile: the keys.
-            step: counts blocks, over all tiles of this CTA.
-            is_first: of its tile.
-            is_last: of its tile.
             m: the block's number within the sequence.
-            before: head and m of the step before.
+            step: counts blocks, over all tiles of this CTA.
             state: of the pipelines of Q and dO.
+            turn: counts additions; that of dQ of the step before.
         """
         shared, stage = work.shared, state.index
         tPrdO = work.tPrdO[None, None, None, stage]
@@ -562,7 +660,7 @@ class BackwardSm90:
         self._gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         following = state.clone()
         following.advance()
-        if not is_last:
+        if m + 1 < tile.blocks.stop:
             shared.pipe_Q.consumer_wait(following)
         self._start_S(work, following.index)
         self._read_stats(work, 0, following.index)
@@ -571,8 +669,8 @@ class BackwardSm90:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.ds_barriers + (step & 1))
-        if not is_first:
-            self._add_dQ(work, tile, *before)
+        if m > tile.blocks.start:
+            self._add_dQ(work, tile, m - 1, turn)
         warpgroup.wait_group(0)  # dK and the next scores are there
         shared.pipe_Q.consumer_release(state)
 
@@ -590,11 +688,35 @@ class BackwardSm90:
             self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
-    def _add_dQ(self, work: "_Work", tile: _Tile, head: Int32, m: Int32) -> None:
+    def _add_dQ(self, work: "_Work", tile: _Tile, m: Int32, turn: Int32) -> None:
         """This warpgroup's part of dQ to the workspace."""
-        block = work.arguments.mdQaccum[head, tile.first_block + m, None]
-        part = cute.local_tile(block, (128 * cute.size(work.acc_dQ),), (work.warpgroup,))
-        workspace.add(work.acc_dQ, part, work.thread)
+        self._await_turn_to_add(work, turn)
+        self._add(work, work.acc_dQ, work.arguments.mdQaccum[tile.head, tile.first_block + m, None])
+        self._have_added(work, turn)
+
+    @cute.jit
+    def _add_dKV(self, work: "_Work", tile: _Tile, turn: Int32) -> None:
+        """This warpgroup's keys' dK and dV to the workspace."""
+        self._await_turn_to_add(work, turn)
+        for i, acc in enumerate((work.acc_dK, work.acc_dV)):
+            self._add(work, acc, work.arguments.mdKVaccum[i, tile.head_k, tile.block, None])
+        self._have_added(work, turn)
+
+    @cute.jit
+    def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor) -> None:
+        workspace.add(acc, cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,)), work.thread)
+
+    @cute.jit
+    def _await_turn_to_add(self, work: "_Work", turn: Int32) -> None:
+        if const_expr(self.config.deterministic):
+            cute.arch.mbarrier_wait(work.shared.turn_barriers + _TURN + (turn & 1), turn >> 1 & 1)  # from warp 1
+
+    @cute.jit
+    def _have_added(self, work: "_Work", turn: Int32) -> None:
+        if const_expr(self.config.deterministic):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(work.shared.turn_barriers + _ADDED + (turn & 1))
 
     @cute.jit
     def _gemm(
@@ -725,6 +847,7 @@ class _Shared:
     kv_full: cute.Pointer
     kv_empty: cute.Pointer
     ds_barriers: cute.Pointer
+    turn_barriers: cute.Pointer
     pipe_Q: pipeline.PipelineTmaAsync
     pipe_dO: pipeline.PipelineTmaAsync
 

@@ -132,6 +132,8 @@ class BackwardConfig:
     has_left: bool
     has_right: bool
     has_softcap: bool
+    grouped: bool  # query heads share a key head
+    deterministic: bool
     zero_padding: bool
 
     @property
@@ -151,11 +153,12 @@ class BackwardConfig:
 
 
 class BackwardConfigs(NamedTuple):
-    """The three kernels of a backward pass, in their order."""
+    """The kernels of a backward pass, in their order."""
 
     preprocess: PreprocessConfig
     main: BackwardConfig
     postprocess: PostprocessConfig
+    postprocess_keys: PostprocessConfig | None  # if grouped: for dK, and again for dV
 
 
 # Head dimensions that there is a backward kernel for.
@@ -174,6 +177,8 @@ def backward_configs(
     has_right: bool = False,
     has_softcap: bool = False,
     has_dlse: bool = False,
+    grouped: bool = False,
+    deterministic: bool = False,
     zero_padding: bool = True,
 ) -> BackwardConfigs:
     """The configurations that serve a call: their tiles, and what is compiled into them."""
@@ -190,10 +195,13 @@ def backward_configs(
         has_left=has_left,
         has_right=has_right,
         has_softcap=has_softcap,
+        grouped=grouped,
+        deterministic=deterministic,
         zero_padding=zero_padding,
     )
     return BackwardConfigs(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
         main,
         PostprocessConfig(dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding),
+        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding) if grouped else None,
     )
