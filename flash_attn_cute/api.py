@@ -35,7 +35,8 @@ def flash_attn_func(
     A score is ``s = softmax_scale * q . k``; with a softcap, ``s = softcap * tanh(s / softcap)``; then bias is
     added; then masks hide keys. Causal and windowed attention are aligned to the bottom right, as for a KV
     cache: query i sees key j when ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``.
-    A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero.
+    A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero: if
+    it is the window that leaves it none, whatever it and the gradient of its out hold, NaN included.
 
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous

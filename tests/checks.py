@@ -178,6 +178,38 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
     assert lse.transpose(-1, -2)[~real_q].isneginf().all(), "lse: padding rows are not -inf"
 
 
+def assert_blind_queries_reach_nothing(call: Call, *, through_lse: bool = False, **options: Any) -> None:
+    """NaN and infinities where a query sees no key, in q and in every gradient that comes in: as good as zeros there.
+
+    The same bits, which takes sequences of no more than two tiles of keys: dq is a sum in no order. With a sink the lse
+    of such a query is the sink's, and so is its gradient.
+    """
+    blind = call.blind_rows().to(call.q.device)
+    assert blind.any()
+    assert not blind.all()
+    out, lse = run(call, return_lse=True, **options)
+    dout = poisoned_dout(call, out)
+    dlse = torch.randn_like(lse) if through_lse else None
+    results = []
+    for fill in ((0.0,), (torch.nan, torch.inf, -torch.inf)):
+        copy = call.to(call.q.dtype)
+        with torch.no_grad():
+            copy.q[blind] = _cycle(copy.q[blind], fill)
+        dout[blind] = _cycle(dout[blind], fill)
+        if dlse is not None:
+            by_row = dlse.transpose(-1, -2)
+            by_row[blind] = _cycle(by_row[blind], fill)
+        out, lse = run(copy, return_lse=True, **options)
+        results.append({"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)})
+    zeros, poisoned = results
+    if through_lse:
+        zeros.pop("dlearnable_sink", None)
+    for name, expected in zeros.items():
+        assert bitwise_equal(poisoned[name], expected), f"{name} depends on queries that see no key"
+    assert (poisoned["out"][blind] == 0).all()
+    assert (poisoned["dq"][blind] == 0).all()
+
+
 def assert_close(name: str, got: Tensor, expected: Tensor, low: Tensor, factor: float, size: float) -> None:
     """The tolerance rule: within ``factor`` times the error of plain PyTorch at the low precision, and rounding.
 

@@ -68,6 +68,30 @@ class Call:
             (real_k if b is None else real_k[b])[rows_k] = True
         return real_q, real_k
 
+    def blind_rows(self) -> Tensor:
+        """A boolean map over the leading dimensions of q: real queries that the window lets see no key."""
+        blind = torch.zeros(self.q.shape[: 1 if self.cu_seqlens_q is not None else 2], dtype=torch.bool)
+        for b, rows_q, rows_k in self.sequences():
+            visible = window(self, rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
+            (blind if b is None else blind[b])[rows_q] = ~visible.any(1)
+        return blind
+
+
+def window(call: Call, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(seqlen_q, seqlen_k), bool: which keys the window of a call shows to which query of a sequence."""
+    # Query and key positions on one axis, the last query beside the last key.
+    i = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k)[None, :]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    left, right = call.window_size
+    if left is not None and left >= 0:
+        visible &= j >= i - left
+    if right is not None and right >= 0:
+        visible &= j <= i + right
+    if call.causal:
+        visible &= j <= i
+    return visible
+
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Out and lse, every operation in the dtype of ``call.q``, zero and -inf in the padding."""
@@ -118,19 +142,9 @@ def _one_sequence(
     scores = (q @ k.mT) * scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    # Query and key positions on one axis, the last query beside the last key.
-    i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
-    j = torch.arange(seqlen_k, device=q.device)[None, :]
-    visible = torch.ones(scores.shape, dtype=torch.bool, device=q.device)
-    left, right = call.window_size
-    if left is not None and left >= 0:
-        visible &= j >= i - left
-    if right is not None and right >= 0:
-        visible &= j <= i + right
-    if call.causal:
-        visible &= j <= i
+    visible = window(call, seqlen_q, seqlen_k).to(q.device).expand(scores.shape)
     if mask is not None:
-        visible &= mask
+        visible = visible & mask
     if bias is not None:
         scores = scores + torch.where(visible, bias, torch.zeros_like(bias))
         visible = visible & ~scores.detach().isneginf()

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checks import bitwise_equal, gradients, poison_padding, random_call, run
+from tests.checks import (
+    assert_blind_queries_reach_nothing,
+    bitwise_equal,
+    gradients,
+    poison_padding,
+    random_call,
+    run,
+)
 from tests.oracle import Call
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,6 +98,21 @@ def test_sequences_without_partners_are_real_rows() -> None:
     assert (got["dq"][:4] == 0).all()
     assert (got["dk"][:5] == 0).all()
     assert (got["dv"][:5] == 0).all()
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window_size": (30, 3)}, {"causal": True, "sink": True}], ids=str
+)
+def test_queries_that_see_no_key(
+    options: dict[str, Any], packed: bool, seqused: bool, dtype: torch.dtype, through_lse: bool, device: str
+) -> None:
+    lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
+    call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
+    assert_blind_queries_reach_nothing(call, through_lse=through_lse)
 
 
 def test_offsets_in_the_style_of_thd() -> None:

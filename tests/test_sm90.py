@@ -28,7 +28,14 @@ from flash_attn_cute.kernels.sm90.config import (
 )
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle
-from tests.checks import assert_close, assert_matches_oracle, bitwise_equal, random_call, run
+from tests.checks import (
+    assert_blind_queries_reach_nothing,
+    assert_close,
+    assert_matches_oracle,
+    bitwise_equal,
+    random_call,
+    run,
+)
 from tests.oracle import Call
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -193,6 +200,32 @@ def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
     options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "causal": True, "sink": True}
     call = random_call([300] * 3, [450] * 3, dtype=torch.bfloat16, device="cuda", **options | shape)
     assert_matches_oracle(call, through_lse=True, backend="sm90")
+
+
+BLIND: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "right": {"window_size": (None, 13)},
+    "window": {"window_size": (50, 7)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "sink": {"causal": True, "sink": True},
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("options", BLIND.values(), ids=BLIND)
+@pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_that_see_no_key(
+    head_dim: int, packed: bool, seqused: bool, options: dict[str, Any], through_lse: bool
+) -> None:
+    """Some blocks of queries see nothing, and some hold queries that do and queries that do not."""
+    lengths = ([300, 129, 33, 90, 0, 77], [130, 1, 0, 30, 50, 77]) if packed or seqused else ([330] * 2, [130] * 2)
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": packed, "seqused": seqused}
+    call = random_call(*lengths, dtype=torch.bfloat16, device="cuda", **shape | options)
+    assert_matches_oracle(call, through_lse=through_lse, backend="sm90")
+    assert_blind_queries_reach_nothing(call, through_lse=through_lse, backend="sm90")
 
 
 @needs_hopper
@@ -471,16 +504,21 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 @needs_hopper
-def test_graph_capture() -> None:
+@pytest.mark.parametrize("lengths_k", [None, [200, 90]], ids=["same", "other"])
+def test_graph_capture(lengths_k: list[int] | None) -> None:
     """No synchronisation in either pass, and replays see new data."""
-    call = random_call([300, 40], causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    cu = call.cu_seqlens_q
-    assert cu is not None
+    call = random_call([300, 40], lengths_k, causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_q is not None
+    assert cu_k is not None
+    if lengths_k is None:
+        cu_k = cu_q
 
     dout = torch.randn_like(call.q)
 
     def attend() -> tuple[Tensor, ...]:
-        out: Tensor = flash_attn_varlen_func(call.q, call.k, call.v, cu, cu, 300, 300, causal=True, backend="sm90")
+        rows = call.q, call.k, call.v
+        out: Tensor = flash_attn_varlen_func(*rows, cu_q, cu_k, 300, 300, causal=True, backend="sm90")
         return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), dout)
 
     attend()

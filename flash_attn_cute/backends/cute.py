@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.sm90.config import (
     BACKWARD_HEAD_DIMS,
@@ -66,7 +67,7 @@ class Sm90Backend(PortableBackend):
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
             if out.numel():
-                _launch_forward(spec, _as_packed(inputs), out.flatten(0, 1), lse.flatten(1, 2))
+                _launch_forward(spec, as_packed(inputs), out.flatten(0, 1), lse.flatten(1, 2))
             return out, lse.transpose(0, 1).contiguous()
         lse = q.new_empty(inputs.lse_shape, dtype=torch.float32)
         if not out.numel():
@@ -94,11 +95,11 @@ class Sm90Backend(PortableBackend):
         if not (served and inputs.q.numel() and inputs.k.numel()):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
-        if spec.has_seqused and not spec.packed:
+        if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
             lse = lse.transpose(0, 1).flatten(1)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             flat = (x.flatten(0, 1) for x in (dq, dk, dv))
-            stats = _launch_backward(spec, _as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse, *flat)
+            stats = _launch_backward(spec, as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse, *flat)
         else:
             stats = _launch_backward(spec, inputs, out, lse, dout, dlse, dq, dk, dv)
         sink = inputs.learnable_sink
@@ -132,14 +133,6 @@ class _BackwardLaunch(NamedTuple):
 
 # PyTorch's own function looks for the driver and the device again each time.
 _device_properties = functools.cache(torch.cuda.get_device_properties)
-
-
-def _as_packed(inputs: AttentionInputs) -> AttentionInputs:
-    """A dense batch with padding is packed sequences whose slots are of one size."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    cu_q, cu_k = (torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device).mul_(x.shape[1]) for x in (q, k))
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def _launch_forward(spec: AttentionSpec, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
@@ -179,6 +172,7 @@ def _launch_backward(
     dv: Tensor,
 ) -> Tensor:
     """Fills dq, dk and dv, and returns lse in base 2 and delta, (2, nheads, blocks, queries a block)."""
+    inputs = with_blind_apart(inputs, spec.window_right)
     q, k, v = inputs.q, inputs.k, inputs.v
     cu_q, cu_k, seqused_q, seqused_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     sequences = 0 if cu_q is None else cu_q.shape[0] - 1

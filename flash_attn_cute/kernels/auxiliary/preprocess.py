@@ -66,7 +66,9 @@ class Preprocess:
                     cute.autovec_copy(cute.local_tile(gO, (8,), (vector,)), o)
                     cute.autovec_copy(cute.local_tile(gdO, (8,), (vector,)), do)
                     for j in cutlass.range_constexpr(8):
-                        delta += o[j].to(Float32) * do[j].to(Float32)
+                        x, y = o[j].to(Float32), do[j].to(Float32)
+                        # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
+                        delta += x * (y if x != 0.0 else Float32(0.0))
                 lse = mLSE[start + row, work.head, batch] * LOG2_E
                 lse = lse if lse != -Float32.inf else Float32.inf
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
@@ -76,7 +78,7 @@ class Preprocess:
                     mdLSE = numbers_first(a.mdLSE, self.packed)
                     if row < length:
                         delta -= mdLSE[start + row, work.head, batch]
-                delta = delta if lse != Float32.inf else Float32(0.0)  # dO and dlse may be NaN there
+                delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
                 a.mStats[0, work.head, work.block, workspace.permuted(within)] = lse
                 a.mStats[1, work.head, work.block, workspace.permuted(within)] = delta
         zeros = cute.make_rmem_tensor(4, Float32)
