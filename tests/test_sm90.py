@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.jit import cache
@@ -597,6 +598,65 @@ def test_concurrent_streams() -> None:
             assert bitwise_equal(out, expected_out)
             for a, b in zip(grads, expected_grads, strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, backend: str = "sm90") -> Tensor:
+    hidden = flash_attn_func(q, k, v, causal=True, backend=backend)
+    out: Tensor = flash_attn_func(hidden, k, v, causal=True, backend=backend)
+    return out
+
+
+def assert_steps_agree(function: Any, plain: Any, device: str) -> None:
+    """Training steps of two functions on fresh tensors, of two shapes, each of more tiles than there are CTAs.
+
+    What is allocated in between holds no zeros, should it get the memory of a counter of tiles.
+    """
+    for seqlen in (500, 700):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            q, k, v, dout = (torch.randn(4, seqlen, 16, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            results = []
+            for each in (function, plain):
+                out = each(*leaves)
+                results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+                others = [torch.full((size,), 7, dtype=torch.int32, device=device) for size in (1, 1, 100, 10_000)]
+                del out, others
+            (out, *grads), (expected, *expected_grads) = results
+            assert bitwise_equal(out, expected)
+            for a, b in zip(grads, expected_grads, strict=True):  # dq, a sum in no order, is rounded between the layers
+                torch.testing.assert_close(a, b, rtol=0, atol=0.02 * b.abs().max().item())
+
+
+@needs_hopper
+def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernels on a stream run while PyTorch warms up for a graph, with memory that others get later."""
+    monkeypatch.setattr("flash_attn_cute.backends.cute._counters", {})
+    torch.compiler.reset()
+    before = counters["inductor"].copy()
+    compiled = torch.compile(two_layers, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    assert_steps_agree(compiled, two_layers, "cuda")
+    new = counters["inductor"] - before
+    assert new["cudagraph_skips"] == 0
+    assert new["cudagraph_recorded_non_static_inputs"] > 0
+
+
+@needs_hopper
+def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernels on a stream run with memory from a pool of the user's: nothing of it is kept."""
+    monkeypatch.setattr("flash_attn_cute.backends.cute._counters", {})
+    pool = torch.cuda.MemPool()
+
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.cuda.use_mem_pool(pool):
+            return two_layers(q, k, v)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_steps_agree(pooled, two_layers, "cuda")
+    torch.cuda.synchronize()
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks
+    assert all(block["state"] == "inactive" for block in blocks)
 
 
 @needs_hopper

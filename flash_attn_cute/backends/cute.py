@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -212,8 +213,17 @@ def _next_tile(device: torch.device) -> Tensor:
     key = device, torch._C._cuda_getCurrentRawStream(device.index)  # without making a Stream of it
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        # By another thread: this one's memory may come from a pool, under torch.cuda.use_mem_pool or in torch.compile's
+        # warm-up for CUDA graphs, which then gives it to others, whoever holds it. A pool is entered by one thread.
+        with ThreadPoolExecutor(1) as executor:
+            counter = executor.submit(_new_counter, device, torch.cuda.current_stream(device)).result()
+        _counters[key] = counter
     return counter
+
+
+def _new_counter(device: torch.device, stream: torch.cuda.Stream) -> Tensor:
+    with torch.cuda.stream(stream):  # whose kernels come behind the zero
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 # Caches are bounded, for specs and shapes hold numbers that can change with every call.
