@@ -1,0 +1,144 @@
+"""In which order tiles of keys are launched, and add to dQ where the backward pass is deterministic.
+
+A tile of keys, ``n``, walks over the blocks of queries ``m`` that see it and adds its part to the dQ of each. For every
+block a semaphore counts the additions made. The tile whose turn is t waits until it reads t, adds, and passes the turn
+on, so that sums are rounded alike in every run; FlashAttention's deterministic backward pass does the same.
+
+Write order is launch order: the turn of n at m is the number of tiles launched before n that m sees as well. "Launched"
+is the order of tickets, which running CTAs draw from a counter, and work off in the order in which they drew them.
+
+So there is no deadlock, whatever the mask, the launch order, the walk over the queries and the speed of the CTAs, even
+if only one runs at a time: take the lowest ticket not yet worked off. Its holder runs and has worked off all that it
+drew before, so this is the tile that it is at. Whatever that waits for is the part of a lower ticket, and those are
+worked off. So it goes on to its end, and so does the next one, until none is left. This holds however many tickets a
+CTA draws ahead. (Time is another matter: a ticket drawn long before it is begun holds up all behind it.) It would not
+hold if a CTA owned a tile before it runs, by its number in the grid.
+
+Heads share the counter, their tickets mixed in any way that keeps the order of each head. The query heads of a group
+may add to one dK and dV by turns too, and the argument covers that if these turns follow the tickets: the number of the
+head within its group will do where, for each n, the heads of the group have their tickets in ascending order. Every
+tile passes that turn on, also one that no query sees.
+
+Which launch order is fast depends on the mask. DASH (arXiv 2601.21824) models the additions as a directed acyclic graph
+whose longest path is the time, and walks causal masks from the last query. Walking from the first one, last keys first
+does as well (shortest processing time first, FlashAttention-3's order): every tile reaches a block of queries later
+than the tile whose turn is before.
+"""
+
+import torch
+from torch import Tensor
+
+
+def turns_of_window(
+    seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, left: int | None = None, right: int | None = None
+) -> Tensor:
+    """The turns of a dense mask, last keys first, by the formula that kernels compute them with.
+
+    Equal to ``write_order`` of the blocks that see each other, without a table.
+
+    Args:
+        seqlen_q: real queries of the sequence.
+        seqlen_k: its real keys.
+        tile_m: queries a block.
+        tile_n: keys a tile.
+        left: query i sees key j from i + seqlen_k - seqlen_q - left on; at least 0, None is unbounded.
+        right: query i sees key j up to i + seqlen_k - seqlen_q + right; at least 0, None is unbounded; causal is 0.
+
+    Returns:
+        (blocks_q, blocks_k), int32: the turn of a tile of keys at a block of queries; -1 where they do not meet.
+    """
+    m, n = torch.arange(-(-seqlen_q // tile_m))[:, None], torch.arange(-(-seqlen_k // tile_n))
+    shift = seqlen_k - seqlen_q
+    start, visible_to_last = torch.zeros_like(m), torch.full_like(m, seqlen_k)
+    if left is not None:
+        start = (m * tile_m + shift - left).clamp(min=0) // tile_n
+    if right is not None:
+        # The last block may reach behind the last query, but that one sees the last key.
+        visible_to_last = ((m + 1) * tile_m + shift + right).clamp(0, seqlen_k)
+    stop = (visible_to_last + tile_n - 1) // tile_n
+    return torch.where((start <= n) & (n < stop), stop - 1 - n, -1).int()
+
+
+def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
+    """The turns of any mask of blocks under any launch order.
+
+    Made once for a mask: it reads ``launch`` back to check it, as a wrong one would hang the device.
+
+    Args:
+        visible: (..., blocks_q, blocks_k), bool: whether some query of the block sees some key of the tile.
+        launch: (..., blocks_k), int32 or int64: the tiles of keys in the order of their tickets, a permutation of
+            0 .. blocks_k - 1. None is last keys first. Leading dimensions broadcast with those of ``visible``.
+
+    Returns:
+        (..., blocks_q, blocks_k), int32: at every block of queries, the tiles that it sees have the turns 0, 1, ... in
+        the order of launch, the others -1.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, or a launch order that is no permutation.
+    """
+    _check_visible(visible)
+    tiles = torch.arange(visible.shape[-1], device=visible.device)
+    if launch is None:
+        launch = tiles.flip(0)
+    _check_launch(launch, visible, tiles)
+    leading = torch.broadcast_shapes(visible.shape[:-2], launch.shape[:-1])
+    visible = visible.expand(*leading, -1, -1)
+    launch = launch.long()[..., None, :].expand_as(visible)
+    launched = visible.gather(-1, launch).cumsum(-1, dtype=torch.int32)
+    turns = torch.empty_like(launched).scatter_(-1, launch, launched - 1)
+    return turns.masked_fill_(~visible, -1)
+
+
+def longest_first(visible: Tensor) -> Tensor:
+    """The launch order that ends evenly: tiles that more blocks of queries see before others, from the left on ties.
+
+    For launches without an order of additions, and for tiles that walk from the last query.
+
+    Args:
+        visible: (..., blocks_q, blocks_k), bool.
+
+    Returns:
+        (..., blocks_k), int32: a launch order for ``write_order``.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape.
+    """
+    _check_visible(visible)
+    return visible.sum(-2).argsort(dim=-1, descending=True, stable=True).int()
+
+
+def shortest_first(visible: Tensor) -> Tensor:
+    """Shortest processing time first (SPT), from the right on ties: under a causal mask, last keys first.
+
+    Args:
+        visible: (..., blocks_q, blocks_k), bool.
+
+    Returns:
+        (..., blocks_k), int32: a launch order for ``write_order``.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape.
+    """
+    return longest_first(visible).flip(-1)
+
+
+def _check_visible(visible: Tensor) -> None:
+    if visible.dtype != torch.bool:
+        raise TypeError(f"visible: expected dtype torch.bool, got {visible.dtype}")
+    if visible.ndim < 2:
+        raise ValueError(f"visible: expected shape (..., blocks_q, blocks_k), got {tuple(visible.shape)}")
+
+
+def _check_launch(launch: Tensor, visible: Tensor, tiles: Tensor) -> None:
+    if launch.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"launch: expected dtype torch.int32 or torch.int64, got {launch.dtype}")
+    *leading, _, blocks_k = visible.shape
+    pairs = zip(reversed(leading), reversed(launch.shape[:-1]), strict=False)
+    if launch.shape[-1:] != (blocks_k,) or any(a != b and 1 not in (a, b) for a, b in pairs):
+        expected = f"a shape (..., {blocks_k}) that broadcasts with {tuple(leading)}"
+        raise ValueError(f"launch: expected {expected}, got {tuple(launch.shape)}")
+    if (launch.sort(-1).values != tiles).any():
+        raise ValueError(f"launch: expected permutations of 0 .. {blocks_k - 1}, got {launch.tolist()}")

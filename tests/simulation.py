@@ -1,0 +1,132 @@
+"""A model of CTAs that draw tiles and add to shared sums by turns, event by event.
+
+It knows nothing of attention: a tile is a list of additions, each a step of work, a turn to wait for, and a turn to
+pass on.
+"""
+
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+
+class Addition(NamedTuple):
+    """One tile's part of a sum."""
+
+    to: Hashable
+    turn: int | None  # how many additions to it come before; None: as they happen to
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs the tiles. Times are in microseconds; ``vary`` draws a duration around one of them."""
+
+    num_ctas: int
+    resident: int | None = None  # CTAs that run at a time, the others start when one has ended; None: all
+    steps_ahead: float = 2.0  # a CTA draws its next ticket when so many steps are left to it,
+    tickets_ahead: int = 1  # unless it has so many that it has not begun
+    owns_first: bool = False  # a CTA's first tile is its own number, and the counter begins behind those
+    arrival: float = 0.0  # of a CTA that may start
+    tile: float = 4.0  # once a tile
+    step: float = 2.1  # before every addition
+    hand_over: float = 2.0  # from an addition until the next turn sees it
+    vary: Callable[[float], float] = float
+
+
+class DeadlockError(Exception):
+    """Nothing will happen any more, and tiles are left."""
+
+
+class Run(NamedTuple):
+    """How it went."""
+
+    makespan: float
+    added: dict[Hashable, list[int]]  # to every sum: the tickets, in the order in which they were added
+
+
+def simulate(tiles: Sequence[Sequence[Addition]], machine: Machine) -> Run:
+    """Runs the tiles, whose tickets are their positions.
+
+    Raises:
+        DeadlockError: some tile waits for a turn that never comes.
+    """
+    return _Simulation(tiles, machine).run()
+
+
+class _Simulation:
+    def __init__(self, tiles: Sequence[Sequence[Addition]], machine: Machine):
+        self.tiles = tiles
+        self.machine = machine
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = itertools.count()  # events of the same time happen in the order in which they were announced
+        self.not_started = iter(range(machine.num_ctas))
+        self.next_ticket = machine.num_ctas if machine.owns_first else 0
+        self.finished = 0
+        self.turns: defaultdict[Hashable, int] = defaultdict(int)
+        self.waiting: dict[Addition, Iterator[float | Addition]] = {}
+        self.added: defaultdict[Hashable, list[int]] = defaultdict(list)
+
+    def run(self) -> Run:
+        resident = self.machine.num_ctas if self.machine.resident is None else self.machine.resident
+        for _ in range(resident):
+            self.start_cta()
+        while self.events:
+            self.now, _, happen = heapq.heappop(self.events)
+            happen()
+        if self.finished < len(self.tiles):
+            waits = ", ".join(f"{to}: turn {turn} at {self.turns[to]}" for to, turn in self.waiting)
+            raise DeadlockError(f"{self.finished} of {len(self.tiles)} tiles finished; {waits}")
+        return Run(self.now, dict(self.added))
+
+    def after(self, mean: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + self.machine.vary(mean), next(self.count), happen))
+
+    def start_cta(self) -> None:
+        number = next(self.not_started, None)
+        if number is not None:
+            self.after(self.machine.arrival, partial(self.go_on, self.cta(number)))
+
+    def go_on(self, cta: Iterator[float | Addition]) -> None:
+        """Lets a CTA work until it needs time, or a turn that has not come."""
+        for need in cta:
+            if isinstance(need, float):
+                return self.after(need, partial(self.go_on, cta))
+            if need.turn is not None and need.turn != self.turns[need.to]:
+                self.waiting[need] = cta
+                return None
+        return self.start_cta()  # in the place of this one
+
+    def pass_on(self, to: Hashable) -> None:
+        self.turns[to] += 1
+        cta = self.waiting.pop(Addition(to, self.turns[to]), None)
+        if cta is not None:
+            self.go_on(cta)
+
+    def cta(self, number: int) -> Iterator[float | Addition]:
+        """What a CTA needs, one after the other: a duration, or its turn."""
+        machine, tiles = self.machine, self.tiles
+        held = deque([number] if machine.owns_first else [])
+        while held or self.next_ticket < len(tiles):
+            ticket = held.popleft() if held else self.draw()
+            yield machine.tile
+            for step, addition in enumerate(tiles[ticket]):
+                left = len(tiles[ticket]) - step + sum(len(tiles[other]) for other in held)
+                while (
+                    left <= machine.steps_ahead and len(held) < machine.tickets_ahead and self.next_ticket < len(tiles)
+                ):
+                    held.append(self.draw())
+                    left += len(tiles[held[-1]])
+                yield machine.step
+                yield addition
+                self.added[addition.to].append(ticket)
+                if addition.turn is not None:
+                    self.after(machine.hand_over, partial(self.pass_on, addition.to))
+            self.finished += 1
+
+    def draw(self) -> int:
+        self.next_ticket += 1
+        return self.next_ticket - 1
