@@ -610,12 +610,6 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "not kept on disk" in capsys.readouterr().err
 
 
-def test_nothing_to_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path))
-    assert command.main(["warm", "--passes", "backward", "--head-dims", "256"]) == 1
-    assert "no backward kernels for head dimensions above 128" in capsys.readouterr().err
-
-
 def test_what_is_warmed() -> None:
     def configs(*arguments: str) -> list[Any]:
         return command.configurations(command.parser().parse_args(["warm", *arguments]))
@@ -629,7 +623,8 @@ def test_what_is_warmed() -> None:
     backward = [config for options in common for config in backward_configs("bfloat16", **options) if config]
     assert set(configs()) == {*(forward_config("bfloat16", **options) for options in common), *backward}
     assert set(configs("--passes", "backward")) == set(backward)
-    assert configs("--passes", "backward", "--head-dims", "256") == []
+    wide = ("--head-dims", "256", "--masks", "full", "--layouts", "dense", "--passes", "backward")
+    assert configs(*wide) == [*backward_configs("bfloat16", 256, 256)]
     assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
     one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
     assert configs("--head-dims", "192:128", *one) == [

@@ -20,9 +20,10 @@ from torch._dynamo.utils import counters
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import (
-    BACKWARD_HEAD_DIMS,
     HEAD_DIMS,
+    BackwardConfig,
     BackwardConfigs,
+    BackwardWideConfig,
     ForwardConfig,
     backward_configs,
     forward_config,
@@ -109,21 +110,27 @@ BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name
     "deterministic": True,
 }
 BACKWARD_CONFIGS = {
-    **{f"d{d}": backward(d) for d in BACKWARD_HEAD_DIMS},
-    **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
-    **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in BACKWARD_HEAD_DIMS},
-    **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in BACKWARD_HEAD_DIMS},
-    **{f"d{d}-deterministic": backward(d, has_right=True, deterministic=True) for d in BACKWARD_HEAD_DIMS},
+    **{f"d{d}": backward(d) for d in HEAD_DIMS},
+    **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in HEAD_DIMS},
+    **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-deterministic": backward(d, has_right=True, deterministic=True) for d in HEAD_DIMS},
     "d64-left": backward(64, has_left=True),
     "d128-grouped": backward(128, has_right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
+    "d256-float16": backward(256, dtype="float16"),
 }
+NARROW, WIDE = (
+    {name: c for name, c in BACKWARD_CONFIGS.items() if isinstance(c.main, BackwardWideConfig) == wide}
+    for wide in (False, True)
+)
 
 
-@pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
+@pytest.mark.parametrize("configs", NARROW.values(), ids=NARROW)
 def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     """No spills, products in flight together, loads and stores by TMA, additions of four numbers at a time."""
     chosen = configs.main
+    assert isinstance(chosen, BackwardConfig)
     sass = machine_code(chosen, tmp_path)
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
     # A step; outside of the loop the first scores and the last dQ of a tile.
@@ -134,6 +141,21 @@ def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) != chosen.grouped
     sums = 2 * chosen.columns_dQ + (2 * chosen.tile_d if chosen.grouped else 0)
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
+
+
+@pytest.mark.parametrize("configs", WIDE.values(), ids=WIDE)
+def test_compiled_wide_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
+    """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
+    chosen = configs.main
+    assert isinstance(chosen, BackwardWideConfig)
+    sass = machine_code(chosen, tmp_path)
+    columns, parts = chosen.tile_d // 16, chosen.tile_d // chosen.columns_dO
+    assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 2 * 4 * parts + 8  # S and dP, dV and dK, dQ
+    # A fence and a wait each for S, dK and the parts of dV and dP; two fences and a wait for dQ.
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (1 + parts) + 3
+    assert len(re.findall(r"\bUTMALDG\S*\.MULTICAST", sass)) == chosen.tile_d // 64 * 2
+    assert "UTMASTG" in sass
+    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == chosen.columns_dQ * 64 // 128 // 4
 
 
 @pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
@@ -186,7 +208,7 @@ def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> N
 
 @needs_hopper
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 200])
 def test_dense(options: dict[str, Any], head_dim: int) -> None:
     lengths = ([300, 1, 200], [200, 5, 400]) if "seqused" in options else ([333] * 3, [450] * 3)
     shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": False}
@@ -196,7 +218,7 @@ def test_dense(options: dict[str, Any], head_dim: int) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("shape", [{"packed": True}, {"packed": False}, {"packed": False, "seqused": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
     options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "causal": True, "sink": True}
     call = random_call([300] * 3, [450] * 3, dtype=torch.bfloat16, device="cuda", **options | shape)
@@ -394,7 +416,7 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 @needs_hopper
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-@pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
     for _, draw in _draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
@@ -418,7 +440,7 @@ def test_many_sequences() -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_many_tiles(head_dim: int) -> None:
     """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
     shape: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "head_dim": head_dim, "packed": False}

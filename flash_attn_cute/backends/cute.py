@@ -1,7 +1,7 @@
 """The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
 
-cutlass is imported when the first kernel is compiled, not before. Backward passes of a head dimension above 128 are
-the portable ones, and inherited.
+cutlass is imported when the first kernel is compiled, not before. Deterministic backward passes of head dimensions
+above 128 are the portable ones, and inherited.
 """
 
 import functools
@@ -17,12 +17,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.kernels.sm90.config import (
-    BACKWARD_HEAD_DIMS,
-    HEAD_DIMS,
-    backward_configs,
-    forward_config,
-)
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_configs, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -92,7 +87,7 @@ class Sm90Backend(PortableBackend):
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
-        served = max(spec.head_dim, spec.head_dim_v) <= max(BACKWARD_HEAD_DIMS)
+        served = not spec.deterministic or max(spec.head_dim, spec.head_dim_v) <= 128
         if not (served and inputs.q.numel() and inputs.k.numel()):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
@@ -124,6 +119,7 @@ class _BackwardLaunch(NamedTuple):
 
     preprocess: Callable[..., None]
     main: Callable[..., None]
+    persistent: bool
     postprocess: Callable[..., None]
     postprocess_keys: Callable[..., None] | None  # if heads are grouped
     stats_shape: tuple[int, ...]
@@ -192,9 +188,9 @@ def _launch_backward(
     launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
     users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
     offsets = cu_q, cu_k, seqused_q, seqused_k
-    num_ctas = _device_properties(q.device).multi_processor_count
-    workspace = stats, sums, sums_keys, turns_q, turns_k
-    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_ctas))
+    num_ctas = (_device_properties(q.device).multi_processor_count,) if launch.persistent else ()
+    workspace = (stats, sums, sums_keys, turns_q, turns_k) if launch.persistent else (stats, sums)
+    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), *num_ctas))
     scale = launch.numbers[0]
     launch.postprocess((dq, sums, cu_q, seqused_q, scale))
     if launch.postprocess_keys is not None and sums_keys is not None:
@@ -281,11 +277,13 @@ def _backward_launch(
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
-    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
-    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1)
+    heads = spec.nheads if configs.main.persistent else spec.nheads_k
+    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d) * spec.nheads // heads
+    heads_in_cache = _heads_in_cache(heads * math.prod(q_shape[:-3]), bytes_a_head, 1)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
+        configs.main.persistent,
         cache.kernel(configs.postprocess),
         cache.kernel(configs.postprocess_keys) if configs.postprocess_keys else None,
         stats_shape=(2, spec.nheads, blocks, tile_m),

@@ -20,7 +20,7 @@ from typing import Any
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, warm
-from flash_attn_cute.kernels.sm90.config import BACKWARD_HEAD_DIMS, HEAD_DIMS, backward_configs, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_configs, forward_config
 
 MASKS: dict[str, dict[str, bool]] = {
     "full": {},
@@ -83,7 +83,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         if "forward" in chosen.passes:
             forward = {name: value for name, value in options.items() if name not in _BACKWARD_ALONE}
             found += [forward_config(dtype, d, d_v, group=group, **forward) for group in chosen.groups]
-        if "backward" in chosen.passes and max(d, d_v) <= max(BACKWARD_HEAD_DIMS):
+        if "backward" in chosen.passes:
             backward = {name: value for name, value in options.items() if name != "has_sink"}
             found += filter(None, backward_configs(dtype, d, d_v, **backward))
     return list(dict.fromkeys(found))
@@ -194,10 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "list":
             run_list(path)
         elif chosen.command == "warm":
-            configs = configurations(chosen)
-            if not configs:
-                raise ValueError(f"there are no backward kernels for head dimensions above {max(BACKWARD_HEAD_DIMS)}")
-            run_warm(configs, chosen.jobs)
+            run_warm(configurations(chosen), chosen.jobs)
         else:
             run_clear(path)
     except (OSError, ValueError, disk.UnsafeFolderError, cache.NotKeptWarning) as error:

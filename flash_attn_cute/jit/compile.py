@@ -12,7 +12,8 @@ from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, Preproce
 from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments
 from flash_attn_cute.kernels.sm90.backward import BackwardArguments, BackwardSm90
-from flash_attn_cute.kernels.sm90.config import BackwardConfig, ForwardConfig
+from flash_attn_cute.kernels.sm90.backward_wide import BackwardWideArguments, BackwardWideSm90
+from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardWideConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
 
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -84,6 +85,27 @@ def _backward(config: BackwardConfig) -> tuple[Any, Any]:
     return kernel, arguments
 
 
+def _backward_wide(config: BackwardWideConfig) -> tuple[Any, Any]:
+    kernel = BackwardWideSm90(config)
+    rank = 3 if config.packed else 4
+    arguments = BackwardWideArguments(
+        *(_rows(kernel.dtype, rank) for _ in range(6)),
+        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mCuSeqlensQ=_ints(config.packed),
+        mCuSeqlensK=_ints(config.packed),
+        mSeqUsedQ=_ints(config.has_seqused_q),
+        mSeqUsedK=_ints(config.has_seqused_k),
+        softmax_scale=cutlass.Float32(1.0),
+        softcap=cutlass.Float32(1.0),
+        window_left=cutlass.Int32(0),
+        window_right=cutlass.Int32(0),
+        heads_in_cache=cutlass.Int32(1),
+        mNextTile=_ints(True),
+    )
+    return kernel, arguments
+
+
 def _preprocess(config: PreprocessConfig) -> tuple[Any, Any]:
     rank, dtype = 3 if config.packed else 4, _DTYPES[config.dtype]
     arguments = PreprocessArguments(
@@ -114,6 +136,7 @@ _KINDS = {
     ForwardConfig: _forward,
     PreprocessConfig: _preprocess,
     BackwardConfig: _backward,
+    BackwardWideConfig: _backward_wide,
     PostprocessConfig: _postprocess,
 }
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.typing import Pointer
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
@@ -43,3 +44,22 @@ def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, 
     """Adds to four numbers in global memory, each addition by itself atomic."""
     text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
     _assembly(None, [address, a, b, c, d], text, "l,f,f,f,f", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def copy_to_cta(
+    rank: Int32, target: Pointer, source: Pointer, num_bytes: Int32 | int, mbarrier: Pointer, *, loc=None, ip=None
+) -> None:  # type: ignore[no-untyped-def]
+    """Copies shared memory to that of another CTA of the cluster, by one thread; the bytes arrive on its barrier.
+
+    Target and barrier are told by where they lie in the own shared memory.
+    """
+    text = """{
+        .reg .b32 there, barrier;
+        mapa.shared::cluster.u32 there, $0, $4;
+        mapa.shared::cluster.u32 barrier, $3, $4;
+        cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [$1], $2, [barrier];
+    }"""
+    pointers = [Int32(x.toint(loc=loc, ip=ip)) for x in (target, source, mbarrier)]
+    operands = [pointers[0], pointers[1], Int32(num_bytes), pointers[2], Int32(rank)]
+    _assembly(None, operands, text, "r,r,r,r,r,~{memory}", True, {"loc": loc, "ip": ip})

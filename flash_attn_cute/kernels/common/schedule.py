@@ -99,18 +99,17 @@ def packed_tile(
 
 
 @cute.jit
-def next_tile(counter: cute.Tensor, num_tiles: Int32, given: Int32) -> Int32:
-    """The first tile that no CTA has taken yet, asked for by one converged warp; none is left from num_tiles on.
+def take_tile(counter: cute.Tensor, num_questions: Int32, given: Int32 | int = 0) -> Int32:
+    """The first tile that nobody has taken yet, asked for by one converged warp, that many times in all.
 
-    ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles, none or one a CTA,
-    are theirs without being asked for.
+    ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles have owners that do
+    not ask for them.
     """
-    index = num_tiles
+    index = num_questions
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(counter.iterator, Int32(1))
         index = taken + given
-        # Every CTA asks until it gets none: this is the last question.
-        if index == num_tiles + cute.arch.grid_dim()[0] - 1:
+        if taken == num_questions - 1:
             counter[0] = Int32(0)
     return cute.arch.shuffle_sync(index, 0)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 _WRAP = 1 << 30
@@ -31,24 +31,28 @@ class RowTiles:
     tile_columns: cutlass.Constexpr
     ragged: cutlass.Constexpr
 
-    def at(self, start: Int32, stop: Int32, head: Int32, batch: Int32) -> cute.Tensor:
+    def at(self, start: Int32, stop: Int32, head: Int32, batch: Int32, column_tile: Int32 | int = 0) -> cute.Tensor:
         """The tile of rows start .. stop, at most ``tile_rows``. Only a ragged one ends at stop; it has no batch."""
         if const_expr(self.ragged):
             rows = self.tensor[None, None, head, stop, _WRAP]
             rows = cute.domain_offset((_WRAP - (stop - start), 0), rows)
         else:
             rows = cute.domain_offset((start, 0), self.tensor[None, None, head, batch])
-        return cute.local_tile(rows, (self.tile_rows, self.tile_columns), (0, 0))
+        return cute.local_tile(rows, (self.tile_rows, self.tile_columns), (0, column_tile))
 
     @property
     def operands(self) -> tuple[cute.CopyAtom, cute.Tensor]:
         """What crosses from host to kernel."""
         return self.atom, self.tensor
 
-    def load(self, gX: cute.Tensor, sX: cute.Tensor, mbarrier: cute.Pointer) -> None:
-        """Loads a tile into shared memory, by one converged warp; its bytes arrive on the barrier."""
+    def load(self, gX: cute.Tensor, sX: cute.Tensor, mbarrier: cute.Pointer, multicast: int | None = None) -> None:
+        """Loads a tile into shared memory, by one converged warp; its bytes arrive on the barrier.
+
+        With a mask of CTAs in a multicast, into that of each of them, and on its barrier.
+        """
         shared, glob = self._partition(gX, sX)
-        cute.copy(self.atom, glob, shared, tma_bar_ptr=mbarrier)
+        masks = {} if multicast is None else {"mcast_mask": Int16(multicast)}
+        cute.copy(self.atom, glob, shared, tma_bar_ptr=mbarrier, **masks)
 
     def store(self, sX: cute.Tensor, gX: cute.Tensor) -> None:
         """Stores a tile from shared memory, by one converged warp."""

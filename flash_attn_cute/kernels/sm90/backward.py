@@ -376,7 +376,8 @@ class BackwardSm90:
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _TILE_STAGES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
         num_tiles = self._num_tiles(a)
-        index = schedule.next_tile(a.mNextTile, num_tiles, Int32(0))
+        num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
+        index = schedule.take_tile(a.mNextTile, num_questions)
         kv_phase = Int32(1)
         while index < num_tiles:
             self._announce(index, shared, tile_state)
@@ -390,7 +391,7 @@ class BackwardSm90:
                     kv_phase ^= 1
                     self._load_keys(tile, tiles, shared)
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            index = schedule.next_tile(a.mNextTile, num_tiles, Int32(0))
+            index = schedule.take_tile(a.mNextTile, num_questions)
         self._announce(Int32(-1), shared, tile_state)
 
     @cute.jit

@@ -147,22 +147,71 @@ class BackwardConfig:
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
+    def persistent(self) -> bool:
+        """Whether a CTA works on many tiles."""
+        return True
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the first warpgroup and of the others."""
         return 24, 240
+
+
+@dataclass(frozen=True)
+class BackwardWideConfig:
+    """What a compiled backward kernel for head dimensions above 128 is made for."""
+
+    dtype: str
+    tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
+    packed: bool
+    has_seqused_q: bool
+    has_seqused_k: bool
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    zero_padding: bool
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA works on many tiles."""
+        return False
+
+    @property
+    def tile_m(self) -> int:
+        """Queries a block."""
+        return 64
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile, 64 a CTA of a cluster of two."""
+        return 128
+
+    @property
+    def columns_dQ(self) -> int:
+        """Columns of dQ that a CTA computes."""
+        return self.tile_d // 2
+
+    @property
+    def columns_dO(self) -> int:
+        """Columns of dO that are loaded and released together, and of dV and dK in a product.
+
+        Shared memory has no room for two blocks of 256, and the assembler refuses such products of 512 threads.
+        """
+        return {192: 192, 256: 128}[self.tile_d]
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """Registers a thread of each warpgroup; 512 in sum."""
+        return 24, 192, 192, 104
 
 
 class BackwardConfigs(NamedTuple):
     """The kernels of a backward pass, in their order."""
 
     preprocess: PreprocessConfig
-    main: BackwardConfig
+    main: BackwardConfig | BackwardWideConfig
     postprocess: PostprocessConfig
     postprocess_keys: PostprocessConfig | None  # if grouped: for dK, and again for dV
-
-
-# Head dimensions that there is a backward kernel for.
-BACKWARD_HEAD_DIMS = (64, 96, 128)
 
 
 def backward_configs(
@@ -183,25 +232,41 @@ def backward_configs(
 ) -> BackwardConfigs:
     """The configurations that serve a call: their tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
-    main = BackwardConfig(
-        dtype=dtype,
-        tile_d=tile_d,
-        tile_m=128 if tile_d == 64 and not has_softcap else 64,  # 128 spill elsewhere
-        tile_n=128,
-        stages=2,
-        packed=packed,
-        has_seqused_q=has_seqused_q,
-        has_seqused_k=has_seqused_k,
-        has_left=has_left,
-        has_right=has_right,
-        has_softcap=has_softcap,
-        grouped=grouped,
-        deterministic=deterministic,
-        zero_padding=zero_padding,
-    )
+    main: BackwardConfig | BackwardWideConfig
+    if tile_d > 128:
+        main = BackwardWideConfig(
+            dtype=dtype,
+            tile_d=tile_d,
+            packed=packed,
+            has_seqused_q=has_seqused_q,
+            has_seqused_k=has_seqused_k,
+            has_left=has_left,
+            has_right=has_right,
+            has_softcap=has_softcap,
+            zero_padding=zero_padding,
+        )
+    else:
+        main = BackwardConfig(
+            dtype=dtype,
+            tile_d=tile_d,
+            tile_m=128 if tile_d == 64 and not has_softcap else 64,  # 128 spill elsewhere
+            tile_n=128,
+            stages=2,
+            packed=packed,
+            has_seqused_q=has_seqused_q,
+            has_seqused_k=has_seqused_k,
+            has_left=has_left,
+            has_right=has_right,
+            has_softcap=has_softcap,
+            grouped=grouped,
+            deterministic=deterministic,
+            zero_padding=zero_padding,
+        )
     return BackwardConfigs(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
         main,
         PostprocessConfig(dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding),
-        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding) if grouped else None,
+        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding)
+        if grouped and tile_d <= 128
+        else None,
     )

@@ -352,7 +352,7 @@ class ForwardSm90:
     def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
         """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
         if const_expr(self.config.persistent):
-            return schedule.next_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
+            return schedule.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
         return num_tiles
 
     @cute.jit

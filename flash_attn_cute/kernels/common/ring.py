@@ -1,0 +1,69 @@
+"""Stages of shared memory that are used in turn, step by step, and the barriers that guard them."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One or two stages; the number of a step, counted from 0, says which stage and in what phase its barriers are.
+
+    A stage is filled and emptied by whoever ``init`` counts: arrivals, and bytes that were announced with one of them.
+    """
+
+    barriers: cute.Pointer  # those of full stages, then those of empty ones
+    stages: cutlass.Constexpr
+
+    @cute.jit
+    def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
+        """Before all else, by one thread: how many arrivals fill a stage and how many empty it."""
+        for i in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(self.barriers + i, full)
+            cute.arch.mbarrier_init(self.barriers + self.stages + i, empty)
+
+    def stage(self, step: Int32) -> Int32:
+        """Where a step's data lie."""
+        return step & self.stages - 1
+
+    def full(self, step: Int32) -> cute.Pointer:
+        """The barrier at which a step's data arrive."""
+        return self.barriers + self.stage(step)
+
+    def _empty(self, step: Int32) -> cute.Pointer:
+        return self.barriers + (self.stages + self.stage(step))
+
+    def _phase(self, step: Int32) -> Int32:
+        return step >> self.stages.bit_length() - 1 & 1
+
+    def wait_full(self, step: Int32) -> None:
+        """Until a step's data are there."""
+        cute.arch.mbarrier_wait(self.full(step), self._phase(step))
+
+    def wait_empty(self, step: Int32) -> None:
+        """Until the step before that had this stage is over."""
+        cute.arch.mbarrier_wait(self._empty(step), self._phase(step) ^ 1)
+
+    @cute.jit
+    def arrive(self, step: Int32) -> None:
+        """By a warp: what it had to write is there."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full(step))
+
+    @cute.jit
+    def release(self, step: Int32) -> None:
+        """By a warp: it has read what it had to."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self._empty(step))
+
+    @cute.jit
+    def release_in_both(self, step: Int32) -> None:
+        """By a warp: it has read what it had to, in the eyes of both CTAs of a cluster."""
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        if lane < 2:
+            cute.arch.mbarrier_arrive(self._empty(step), lane)

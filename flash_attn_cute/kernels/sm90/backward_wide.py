@@ -1,0 +1,742 @@
+"""Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
+
+A tile is 128 keys of one key head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over the same blocks of
+64 queries in step: from the last block that sees the tile to the first, and at each over the query heads of the group.
+Which tile it is, rank 0 asks a counter, so tiles start in the order of their numbers.
+
+Roles of a CTA (512 threads; registers a thread: ``BackwardWideConfig.registers``):
+    warp 0              loads K, then Q, lse and delta block by block.
+    warp 1              loads V, then dO block by block.
+    warpgroup 1         scores: P' = exp2(S' - lse), and dV.
+    warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
+    warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
+Rank 0 loads Q for both CTAs by multicast, and rank 1 dO; each its own keys, lse and delta. For dQ a CTA also holds the
+other CTA's K, in its own half of the columns.
+
+Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
+    q      2 stages. Warp 0, once, and the bytes of Q, lse and delta -> the warps of warpgroups 1 and 2 of both CTAs.
+    do     2 stages, of a block or half of its columns. Warp 1, once, and the bytes -> as q.
+    p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
+    ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
+           other CTA -> the warps of warpgroups 3 of both CTAs.
+    k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
+
+A step j of the multiplying warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
+    1   S' = K Q'       P to registers, and to warpgroup 2      dV += P' dO
+    2   dP' = V dO'     dS to registers                         dK += dS' Q     under it dS to both CTAs
+    3   dQ = dS K       dQ to the workspace
+The tensor cores are one warpgroup's while the others compute, wait or add. Warpgroup 2 is half a step behind 1, and 3
+behind both.
+
+dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
+The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
+
+Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
+and how they are ordered, is ``common.workspace``'s business.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, pack
+from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
+from flash_attn_cute.kernels.common.mask import hide
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.common.softmax import score_scales
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
+
+_THREADS = 512
+_STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
+_BOTH = 0b11  # CTAs of a cluster, for multicast
+_RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
+
+# Named barriers, of 128 threads each; 0 is the whole CTA's.
+_BARRIER_DV, _BARRIER_DK = 1, 2
+
+
+class BackwardWideArguments(NamedTuple):
+    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
+    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mCuSeqlensQ: cute.Tensor | None
+    mCuSeqlensK: cute.Tensor | None
+    mSeqUsedQ: cute.Tensor | None
+    mSeqUsedK: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    heads_in_cache: Int32
+    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
+
+
+class _Layouts(NamedTuple):
+    sK: cute.ComposedLayout  # (64, d)
+    sK_peer: cute.ComposedLayout  # (64, columns of dQ)
+    sV: cute.ComposedLayout  # (64, d)
+    sQ: cute.ComposedLayout  # (64, d, stage)
+    sdO: cute.ComposedLayout  # (64, d / parts of dO, stage)
+    sdS: cute.ComposedLayout  # (64, 64, own and the other CTA's, stage)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A cluster's keys: which, and the blocks of queries that see them, as "keys" of a walk from right to left."""
+
+    first_key: Int32
+    head: Int32  # of k
+    batch: Int32
+    q: Rows
+    k: Rows
+    first_block: Int32  # of its sequence, in the workspace
+    window: Window  # queries and keys exchanged
+    blocks: KeyBlocks
+    first_head: Int32  # of q
+    group: Int32  # heads of q
+
+    @property
+    def num_steps(self) -> Int32:
+        """Blocks of queries of all heads."""
+        return self.group * (self.blocks.stop - self.blocks.start)
+
+    def first_step(self) -> tuple[Int32, Int32]:
+        """Head and block of the first step."""
+        return self.first_head, self.blocks.stop - 1
+
+    @cute.jit
+    def next_step(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
+        """Head and block of the step after that one."""
+        head += 1
+        if head == self.first_head + self.group:
+            head = self.first_head
+            m -= 1
+        return head, m
+
+
+class BackwardWideSm90:
+    """The backward kernel of one configuration."""
+
+    def __init__(self, config: BackwardWideConfig):
+        self.config = config
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+
+    def _layouts(self) -> _Layouts:
+        c = self.config
+        return _Layouts(
+            # No swizzled atom of K may hold columns of both halves of dQ.
+            sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d)),
+            sK_peer=swizzled(self.dtype, c.columns_dQ, (64, c.columns_dQ)),
+            sV=swizzled(self.dtype, c.tile_d, (64, c.tile_d)),
+            sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, _STAGES)),
+            sdO=swizzled(self.dtype, c.columns_dO, (64, c.columns_dO, _STAGES)),
+            sdS=swizzled(self.dtype, 64, (64, 64, 2, _STAGES)),
+        )
+
+    def _shared_storage(self, layouts: _Layouts) -> type:
+        dtype = self.dtype
+
+        @cute.struct
+        class Storage:
+            k_barrier: cute.struct.MemRange[Int64, 1]
+            v_barrier: cute.struct.MemRange[Int64, 1]
+            q_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            p_barriers: cute.struct.MemRange[Int64, 2]
+            ds_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            tile: cute.struct.MemRange[Int32, 1]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * _STAGES], 128]
+            sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+            sK_peer: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK_peer)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
+
+        return Storage
+
+    @cute.jit
+    def __call__(self, arguments: BackwardWideArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, a, dtype = self.config, arguments, self.dtype
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        layouts = self._layouts()
+        self.Storage = self._shared_storage(layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+        def mma(major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object) -> cute.TiledMma:
+            return sm90.make_trivial_tiled_mma(
+                dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a
+            )
+
+        mma_S = mma(k_major, k_major, 64, shared)  # and dP
+        mma_dV = mma(k_major, mn_major, c.columns_dO, registers)  # and dK, in as many products as dO has parts
+        mma_dQ = mma(mn_major, mn_major, c.columns_dQ, shared)
+        to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        tQ = make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), c.packed)
+        tdO = make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), c.packed)
+        tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
+        tK_peer = make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), c.packed)
+        tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
+        tdK = make_row_tiles(store, mdK, sV, (64, c.tile_d), c.packed)
+        tdV = make_row_tiles(store, mdV, sdO, (64, c.columns_dO), c.packed)
+        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
+        self.kernel(
+            mma_S,
+            mma_dV,
+            mma_dQ,
+            *tQ.operands,
+            *tdO.operands,
+            *tK.operands,
+            *tK_peer.operands,
+            *tV.operands,
+            *tdK.operands,
+            *tdV.operands,
+            mdK,
+            mdV,
+            a,
+            score_scale,
+            scale_log2,
+        ).launch(
+            grid=[2 * self._num_tiles(a), 1, 1],
+            block=[_THREADS, 1, 1],
+            cluster=[2, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _num_tiles(self, a: BackwardWideArguments) -> Int32:
+        if const_expr(self.config.packed):
+            rows, heads, _ = a.mK.shape
+            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, self.config.tile_n)
+        batch, rows, heads, _ = a.mK.shape
+        return schedule.num_dense_tiles(rows, heads, batch, self.config.tile_n)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma_S: cute.TiledMma,
+        mma_dV: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+        atom_Q: cute.CopyAtom,
+        tma_Q: cute.Tensor,
+        atom_dO: cute.CopyAtom,
+        tma_dO: cute.Tensor,
+        atom_K: cute.CopyAtom,
+        tma_K: cute.Tensor,
+        atom_K_peer: cute.CopyAtom,
+        tma_K_peer: cute.Tensor,
+        atom_V: cute.CopyAtom,
+        tma_V: cute.Tensor,
+        atom_dK: cute.CopyAtom,
+        tma_dK: cute.Tensor,
+        atom_dV: cute.CopyAtom,
+        tma_dV: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        arguments: BackwardWideArguments,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """Sets up shared memory and barriers, learns the tile, then splits into roles."""
+        c, a = self.config, arguments
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if warp_idx == 0:
+            for atom in (atom_Q, atom_dO, atom_K, atom_K_peer, atom_V, atom_dK, atom_dV):
+                cpasync.prefetch_descriptor(atom)
+        layouts = self._layouts()
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        shared = _Shared(
+            **{
+                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+                for name, layout in layouts._asdict().items()
+            },
+            sP=storage.sP.get_tensor(cute.make_layout((4, 128, 4), stride=(1, 4, 512))),
+            dS=storage.sdS.data_ptr(),
+            stats=storage.stats.get_tensor(cute.make_layout((64, 2, _STAGES))),
+            k_full=storage.k_barrier.data_ptr(),
+            v_full=storage.v_barrier.data_ptr(),
+            q=Ring(storage.q_barriers.data_ptr(), _STAGES),
+            do=Ring(storage.do_barriers.data_ptr(), _STAGES),
+            p=Ring(storage.p_barriers.data_ptr(), 1),
+            ds=Ring(storage.ds_barriers.data_ptr(), _STAGES),
+            rank=rank,
+        )
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(shared.k_full, 1)
+                cute.arch.mbarrier_init(shared.v_full, 1)
+                shared.q.init(full=1, empty=16)
+                shared.do.init(full=1, empty=16)
+                shared.p.init(full=4, empty=4)
+                shared.ds.init(full=4, empty=8)
+            if rank == 0:
+                tile = schedule.take_tile(a.mNextTile, self._num_tiles(a))
+                if cute.arch.lane_idx() == 0:
+                    storage.tile.data_ptr().store(tile)
+        cute.arch.mbarrier_init_fence()
+        # Both CTAs run, their barriers stand and rank 0 knows the tile.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        index = cute.arch.make_warp_uniform(cute.arch.map_dsmem_ptr(storage.tile.data_ptr(), 0).load())
+
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp_idx == 0:
+                keys = (
+                    (RowTiles(atom_K, tma_K, 64, c.tile_d, c.packed), shared.sK, rank, 0),
+                    (RowTiles(atom_K_peer, tma_K_peer, 64, c.columns_dQ, c.packed), shared.sK_peer, 1 - rank, rank),
+                )
+                queries = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed)
+                self.load(a, index, _Loads(keys, shared.k_full, queries, shared.sQ, shared.q, _RANK_OF_Q), shared)
+            if warp_idx == 1:
+                values = ((RowTiles(atom_V, tma_V, 64, c.tile_d, c.packed), shared.sV, rank, 0),)
+                gradients = RowTiles(atom_dO, tma_dO, 64, c.columns_dO, c.packed)
+                loads = _Loads(values, shared.v_full, gradients, shared.sdO, shared.do, _RANK_OF_DO)
+                self.load(a, index, loads, shared)
+        elif warp_idx < 8:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            store_dV = RowTiles(atom_dV, tma_dV, 64, c.columns_dO, c.packed)
+            self.score(a, index, mma_S, mma_dV, store_dV, mdV, shared, score_scale, scale_log2)
+        elif warp_idx < 12:
+            cute.arch.setmaxregister_increase(c.registers[2])
+            store_dK = RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed)
+            self.differentiate(a, index, mma_S, mma_dV, store_dK, mdK, shared)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers[3])
+            self.sum_queries(a, index, mma_dQ, shared)
+        # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _tile(self, a: BackwardWideArguments, index: Int32) -> _Tile:
+        """What tile ``index`` is."""
+        c = self.config
+        heads = a.mK.shape[-2]
+        if const_expr(c.packed):
+            work, k_start, k_slot = schedule.packed_tile(
+                index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n, last_first=False
+            )
+            batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            if work.batch >= 0:
+                k_length = k_slot
+                q_start = a.mCuSeqlensQ[work.batch]
+                q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
+                first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
+                if const_expr(c.has_seqused_q):
+                    q_length = a.mSeqUsedQ[work.batch]
+                if const_expr(c.has_seqused_k):
+                    k_length = a.mSeqUsedK[work.batch]
+        else:
+            count, k_slot, _, _ = a.mK.shape
+            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=False)
+            batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
+            first_block = batch * cute.ceil_div(q_length, c.tile_m)
+        first_key = work.first_row
+        num_keys = cutlass.min(k_length - first_key, c.tile_n)
+        window = Window(
+            a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length
+        )
+        blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
+        full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
+        # Keys behind the sequence are hidden in every block.
+        full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
+        group = a.mQ.shape[-2] // heads
+        return _Tile(
+            first_key=first_key,
+            head=work.head,
+            batch=batch,
+            q=Rows(q_start, q_length),
+            k=Rows(k_start, k_length, k_slot),
+            first_block=first_block,
+            window=window,
+            blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
+            first_head=work.head * group,
+            group=group,
+        )
+
+    @cute.jit
+    def load(self, a: BackwardWideArguments, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
+        """Warp 0 or 1: keys or values once, and Q or dO block by block."""
+        c, rows, ring = self.config, loads.rows, loads.ring
+        tile = self._tile(a, index)
+        num_steps = tile.num_steps
+        if num_steps > 0:
+            num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
+            for t, sX, rank, column_tile in loads.keys:
+                first = tile.first_key + 64 * rank
+                last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
+                g = t.at(tile.k.start + first, tile.k.start + last, tile.head, tile.batch, column_tile)
+                t.load(g, sX, loads.keys_full)
+        parts = c.tile_d // rows.tile_columns
+        with_stats = ring is shared.q
+        num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
+        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        head, m = tile.first_step()
+        for step in cutlass.range(num_steps, unroll=1):
+            for part in cutlass.range_constexpr(parts):
+                turn = step * parts + part
+                full, stage = ring.full(turn), ring.stage(turn)
+                ring.wait_empty(turn)  # warpgroups 1 and 2 of both CTAs have released this stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                    if const_expr(with_stats):
+                        for i in cutlass.range_constexpr(2):
+                            cute.copy(
+                                numbers,
+                                a.mStats[i, head, tile.first_block + m, None],
+                                shared.stats[None, i, stage],
+                                mbar_ptr=full,
+                            )
+                # The other CTA's barrier counts bytes whether or not its own warp has been here.
+                if shared.rank == loads.rank:
+                    start = m * c.tile_m
+                    stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
+                    block = rows.at(tile.q.start + start, stop, head, tile.batch, part)
+                    rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
+            head, m = tile.next_step(head, m)
+
+    @cute.jit
+    def score(
+        self,
+        a: BackwardWideArguments,
+        index: Int32,
+        mma_S: cute.TiledMma,
+        mma_dV: cute.TiledMma,
+        store: RowTiles,
+        mdV: cute.Tensor,
+        shared: "_Shared",
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """Warpgroup 1: weights, and dV."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        tile = self._tile(a, index)
+        # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
+        tSrK = mma_S.make_fragment_A(whole_S.partition_A(shared.sK))  # (MMA, 1, MMA_K)
+        tSrQ = mma_S.make_fragment_B(whole_S.partition_B(shared.sQ))  # (MMA, 1, MMA_K, PIPE)
+        tVrdO = mma_dV.make_fragment_B(whole_dV.partition_B(transposed(shared.sdO)))  # (MMA, MMA_N, MMA_K, PIPE)
+        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, 64)), Float32)
+        parts = c.tile_d // c.columns_dO
+        shape_dV = mma_dV.get_slice(thread).partition_shape_C((64, c.columns_dO))
+        acc_dV = [cute.make_rmem_tensor(shape_dV, Float32) for _ in range(parts)]
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        scores = _Scores(
+            tile=tile,
+            quad=opaque(thread % 4),
+            acc_S=acc_S,
+            rP=rP,
+            rW=cute.make_rmem_tensor_like(rP) if c.has_softcap else rP,
+            cS=slice_S.partition_C(cute.make_identity_tensor((64, 64))),
+            score_scale=score_scale,
+            scale_log2=scale_log2,
+        )
+        rW = cute.make_tensor(cute.recast_tensor(scores.rW, Int32).iterator, cute.make_layout((4, 4)))
+        for acc in acc_dV:
+            acc.fill(0.0)
+        num_steps = tile.num_steps
+        if num_steps > 0:
+            cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
+            head, m = tile.first_step()
+            for step in cutlass.range(num_steps, unroll=1):
+                stage = shared.q.stage(step)
+                shared.q.wait_full(step)  # from warp 0
+                _gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
+                warpgroup.wait_group(0)
+                self._weigh(scores, shared.stats[None, 0, stage], m)
+                shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
+                shared.p.wait_empty(step)  # warpgroup 2 has read the last weights
+                for i in cutlass.range_constexpr(4):
+                    cute.autovec_copy(rW[None, i], shared.sP[None, thread, i])
+                shared.p.arrive(step)  # to warpgroup 2
+                for part in cutlass.range_constexpr(parts):
+                    turn = step * parts + part
+                    shared.do.wait_full(turn)  # from warp 1
+                    tVrdO_now = tVrdO[None, None, None, shared.do.stage(turn)]
+                    _gemm(mma_dV, acc_dV[part], as_operand_a(rP), tVrdO_now, False)
+                for part in cutlass.range_constexpr(parts):
+                    warpgroup.wait_group(parts - 1 - part)
+                    shared.do.release_in_both(step * parts + part)  # to warps 1
+                head, m = tile.next_step(head, m)
+            # dO is over, and dV leaves through its place once all have read it.
+            for i in cutlass.range_constexpr(_STAGES):
+                shared.do.wait_empty(num_steps * parts + i)
+        places = [shared.sdO[None, None, part] for part in range(parts)]
+        self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
+
+    @cute.jit
+    def _weigh(self, scores: "_Scores", lse: cute.Tensor, m: Int32) -> None:
+        """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
+        c, acc_S, tile = self.config, scores.acc_S, scores.tile
+        if const_expr(c.has_softcap):
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i] = cute.math.tanh(acc_S[i] * scores.score_scale, fastmath=True)
+        if m < tile.blocks.full_start or m >= tile.blocks.full_stop:
+            # The rank is read again, which is seldom, rather than kept in a register.
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            hide(
+                acc_S,
+                scores.scale_log2 * -Float32.inf,
+                scores.cS,
+                tile.first_key + 64 * rank,
+                1,
+                m * c.tile_m,
+                tile.q.length,
+                tile.window,
+                c.has_left,
+                c.has_right,
+                tile.k.length,
+            )
+        packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
+        for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(workspace.four_stats(lse, scores.quad, i // 8), four)
+            for j in cutlass.range_constexpr(0, 8, 2):  # of two queries and a key, another key, two more queries
+                x, y = acc_S[i + j], acc_S[i + j + 1]
+                low = cute.math.exp2(x * scores.scale_log2 - four[j // 4 * 2], fastmath=True)
+                high = cute.math.exp2(y * scores.scale_log2 - four[j // 4 * 2 + 1], fastmath=True)
+                packed_P[(i + j) // 2] = pack(low, high, self.dtype)
+                if const_expr(c.has_softcap):  # x and y are infinite where the weights are 0
+                    low = low * (1.0 - x * x) if low != 0.0 else Float32(0.0)
+                    high = high * (1.0 - y * y) if high != 0.0 else Float32(0.0)
+                    packed_W[(i + j) // 2] = pack(low, high, self.dtype)
+
+    @cute.jit
+    def differentiate(
+        self,
+        a: BackwardWideArguments,
+        index: Int32,
+        mma_dP: cute.TiledMma,
+        mma_dK: cute.TiledMma,
+        store: RowTiles,
+        mdK: cute.Tensor,
+        shared: "_Shared",
+    ) -> None:
+        """Warpgroup 2: gradients of the scores, for both CTAs, and dK."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        quad = opaque(thread % 4)
+        tile = self._tile(a, index)
+        whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
+        parts = c.tile_d // c.columns_dO
+        sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
+        tPrV = [mma_dP.make_fragment_A(whole_dP.partition_A(x)) for x in sV_parts]  # (MMA, 1, MMA_K)
+        tPrdO = mma_dP.make_fragment_B(whole_dP.partition_B(shared.sdO))  # (MMA, 1, MMA_K, PIPE)
+        tKrQ = mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ)))
+        acc_dP = cute.make_rmem_tensor(mma_dP.get_slice(thread).partition_shape_C((64, 64)), Float32)
+        acc_dK = cute.make_rmem_tensor(mma_dK.get_slice(thread).partition_shape_C((64, c.tile_d)), Float32)
+        rdS = cute.make_rmem_tensor_like(acc_dP, self.dtype)
+        acc_dK.fill(0.0)
+        num_steps = tile.num_steps
+        if num_steps > 0:
+            cute.arch.mbarrier_wait(shared.v_full, 0)  # from warp 1
+            for step in cutlass.range(num_steps, unroll=1):
+                for part in cutlass.range_constexpr(parts):
+                    turn = step * parts + part
+                    shared.do.wait_full(turn)  # from warp 1
+                    _gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(turn)], part == 0)
+                for part in cutlass.range_constexpr(parts):
+                    warpgroup.wait_group(parts - 1 - part)
+                    shared.do.release_in_both(step * parts + part)  # to warps 1
+                stage = shared.q.stage(step)
+                shared.q.wait_full(step)  # from warp 0: with Q comes delta
+                shared.p.wait_full(step)  # from warpgroup 1
+                self._differentiate(acc_dP, shared.sP[None, thread, None], shared.stats[None, 1, stage], quad, rdS)
+                shared.p.release(step)  # to warpgroup 1
+                # Before dS is handed out: the tensor cores may well be idle.
+                _gemm(mma_dK, acc_dK, as_operand_a(rdS), tKrQ[None, None, None, stage], False)
+                shared.ds.wait_empty(step)  # warpgroups 3 of both CTAs have read the dS of two steps before
+                self._hand_out(rdS, mma_dP, shared, step, thread)
+                warpgroup.wait_group(0)
+                shared.q.release_in_both(step)  # to warps 0
+        for i in cutlass.range_constexpr(cute.size(acc_dK)):
+            acc_dK[i] = acc_dK[i] * a.softmax_scale
+        # Only this warpgroup has read V, where dK leaves through.
+        self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
+
+    @cute.jit
+    def _differentiate(
+        self, acc_dP: cute.Tensor, weights: cute.Tensor, delta: cute.Tensor, quad: Int32, rdS: cute.Tensor
+    ) -> None:
+        """Gradients of the scores, but for their scale, rounded into rdS."""
+        packed = cute.recast_tensor(rdS, Int32)
+        for i in cutlass.range_constexpr(0, cute.size(acc_dP), 8):
+            four, eight = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(workspace.four_stats(delta, quad, i // 8), four)
+            cute.autovec_copy(weights[None, i // 8], eight)
+            rP = cute.recast_tensor(eight, self.dtype)
+            for j in cutlass.range_constexpr(0, 8, 2):
+                low, high = (rP[j + n].to(Float32) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
+                packed[(i + j) // 2] = pack(low, high, self.dtype)
+
+    @cute.jit
+    def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: "_Shared", step: Int32, thread: Int32) -> None:
+        """DS to warpgroup 3 here and in the other CTA: each warp's 16 keys lie together, and it sends them itself."""
+        stage = shared.ds.stage(step)
+        write(rdS, mma_dP, shared.sdS[None, None, 0, stage], thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        numbers = 16 * 64
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        own = shared.dS + (stage * 2 * 4 + warp) * numbers
+        full = shared.ds.full(step)
+        with cute.arch.elect_one():
+            # The other CTA's same warp sends as many bytes as this one.
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * numbers)
+            copy_to_cta(1 - shared.rank, own + 4 * numbers, own, 2 * numbers, full)
+
+    @cute.jit
+    def sum_queries(self, a: BackwardWideArguments, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared") -> None:
+        """Warpgroup 3: half of the columns of dQ, to the workspace."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % 128
+        tile = self._tile(a, index)
+        whole = mma_dQ.get_slice(0)
+        sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
+        tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
+        tQrdS = mma_dQ.make_fragment_A(whole.partition_A(transposed(shared.sdS)))  # (MMA, 1, MMA_K, CTA, PIPE)
+        acc_dQ = cute.make_rmem_tensor(mma_dQ.get_slice(thread).partition_shape_C((64, c.columns_dQ)), Float32)
+        num_steps = tile.num_steps
+        if num_steps > 0:
+            cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
+        head, m = tile.first_step()
+        for step in cutlass.range(num_steps, unroll=1):
+            shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
+            tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
+            _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
+            _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
+            warpgroup.wait_group(0)
+            shared.ds.release_in_both(step)  # to warpgroups 2
+            block = a.mdQaccum[head, tile.first_block + m, None]
+            workspace.add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread)
+            head, m = tile.next_step(head, m)
+
+    @cute.jit
+    def _store(
+        self,
+        a: BackwardWideArguments,
+        tile: _Tile,
+        accs: list[cute.Tensor],
+        mma: cute.TiledMma,
+        store: RowTiles,
+        places: list[cute.Tensor],
+        mX: cute.Tensor,
+        shared: "_Shared",
+        thread: Int32,
+        barrier: cutlass.Constexpr,
+    ) -> None:
+        """A warpgroup's dK or dV, side by side in parts, through shared memory and TMA; zeros into the padding."""
+        c = self.config
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has read what was there
+        for acc, sX in zip(accs, places, strict=True):
+            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+            convert(acc, rounded)
+            write(rounded, mma, sX, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has written
+        start = tile.first_key + 64 * shared.rank
+        stop = cutlass.min(start + 64, tile.k.length)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
+            for part, sX in enumerate(places):
+                store.store(sX, store.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch, part))
+            cute.arch.cp_async_bulk_commit_group()
+        if const_expr(c.packed and c.zero_padding):
+            first = cutlass.max(start, tile.k.length)
+            padding = cutlass.min(start + 64, tile.k.slot) - first
+            zero_rows(mX[None, None, tile.head, tile.batch], tile.k.start + first, padding, thread, 128)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+
+@cute.jit
+def _gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    is_first: cutlass.Constexpr,
+    is_last: cutlass.Constexpr = True,
+) -> None:
+    """Acc (+)= a b, in flight on return: as a group of its own, or up to the one that is the last."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not is_first)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    if const_expr(is_last):
+        warpgroup.commit_group()
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Shared memory and what guards it."""
+
+    sK: cute.Tensor  # (64, d)
+    sK_peer: cute.Tensor  # (64, columns of dQ): the other CTA's keys, this one's columns of dQ
+    sV: cute.Tensor  # (64, d)
+    sQ: cute.Tensor  # (64, d, stage)
+    sdO: cute.Tensor  # (64, d / parts of dO, stage)
+    sdS: cute.Tensor  # (64, 64, own and the other CTA's keys, stage)
+    sP: cute.Tensor  # (4, thread, 4): pairs of weights, or of rW, as a thread has them in registers
+    dS: cute.Pointer  # sdS without its swizzle
+    stats: cute.Tensor  # (64, lse and delta, stage of q)
+    k_full: cute.Pointer  # barriers
+    v_full: cute.Pointer
+    q: Ring
+    do: Ring
+    p: Ring
+    ds: Ring
+    rank: Int32  # of this CTA
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """What one of the loading warps loads."""
+
+    keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
+    keys_full: cute.Pointer  # where their bytes arrive
+    rows: RowTiles  # of Q, with which come lse and delta, or of dO; as many side by side as make up d columns
+    sX: cute.Tensor  # where they go
+    ring: Ring  # guards sX
+    rank: cutlass.Constexpr  # of the CTA that loads for both
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What warpgroup 1 makes weights from."""
+
+    tile: _Tile
+    quad: Int32
+    acc_S: cute.Tensor
+    rP: cute.Tensor  # weights rounded, laid out as acc_S
+    rW: cute.Tensor  # times the derivative of a softcap, if there is one
+    cS: cute.Tensor  # coordinates of acc_S
+    score_scale: Float32  # into tanh, with a softcap
+    scale_log2: Float32
