@@ -1,7 +1,6 @@
 """The Hopper backend: a call becomes a configuration, a compiled kernel and a launch.
 
-cutlass is imported when the first kernel is compiled, not before. Deterministic backward passes of head dimensions
-above 128 are the portable ones, and inherited.
+cutlass is imported when the first kernel is compiled, not before.
 """
 
 import functools
@@ -87,8 +86,7 @@ class Sm90Backend(PortableBackend):
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
-        served = not spec.deterministic or max(spec.head_dim, spec.head_dim_v) <= 128
-        if not (served and inputs.q.numel() and inputs.k.numel()):
+        if not (inputs.q.numel() and inputs.k.numel()):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
         if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
@@ -119,12 +117,13 @@ class _BackwardLaunch(NamedTuple):
 
     preprocess: Callable[..., None]
     main: Callable[..., None]
-    persistent: bool
     postprocess: Callable[..., None]
     postprocess_keys: Callable[..., None] | None  # if heads are grouped
     stats_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]  # of dQ
     sums_keys_shape: tuple[int, ...]  # of dK and dV, if heads are grouped
+    turns_shape: tuple[int, ...]  # of counters of additions to dQ, if deterministic
+    turns_keys_shape: tuple[int, ...]  # and to dK and dV
     numbers: tuple[float, float, int, int, int]
 
 
@@ -178,19 +177,19 @@ def _launch_backward(
     )
     stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
     sums_keys = None if launch.postprocess_keys is None else lse.new_zeros(launch.sums_keys_shape)
-    turns_q = lse.new_zeros(launch.sums_shape[:2], dtype=torch.int32) if spec.deterministic else None
-    turns_k = None
-    if spec.deterministic and sums_keys is not None:
-        turns_k = lse.new_zeros(sums_keys.shape[1:3], dtype=torch.int32)
+    turns = turns_keys = None
+    if spec.deterministic:
+        turns = lse.new_zeros(launch.turns_shape, dtype=torch.int32)
+        turns_keys = None if sums_keys is None else lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32)
     dout = _aligned(dout)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
     launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
     users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
     offsets = cu_q, cu_k, seqused_q, seqused_k
-    num_ctas = (_device_properties(q.device).multi_processor_count,) if launch.persistent else ()
-    workspace = (stats, sums, sums_keys, turns_q, turns_k) if launch.persistent else (stats, sums)
-    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), *num_ctas))
+    workspace = stats, sums, sums_keys, turns, turns_keys
+    num_ctas = _device_properties(q.device).multi_processor_count
+    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_ctas))
     scale = launch.numbers[0]
     launch.postprocess((dq, sums, cu_q, seqused_q, scale))
     if launch.postprocess_keys is not None and sums_keys is not None:
@@ -273,22 +272,23 @@ def _backward_launch(
         **_features(spec, q_shape, has_seqused_q, has_seqused_k),
     )
     tile_m, tile_n, tile_d = configs.main.tile_m, configs.main.tile_n, configs.main.tile_d
+    counters, counters_k = configs.main.counters
     blocks, blocks_k = (
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
-    heads = spec.nheads if configs.main.persistent else spec.nheads_k
-    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d) * spec.nheads // heads
-    heads_in_cache = _heads_in_cache(heads * math.prod(q_shape[:-3]), bytes_a_head, 1)
+    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
-        configs.main.persistent,
         cache.kernel(configs.postprocess),
         cache.kernel(configs.postprocess_keys) if configs.postprocess_keys else None,
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
         sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
+        turns_shape=(spec.nheads, counters, blocks),
+        turns_keys_shape=(spec.nheads_k, counters_k, blocks_k),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache),
     )
 

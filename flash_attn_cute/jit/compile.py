@@ -11,10 +11,11 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
 from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments
-from flash_attn_cute.kernels.sm90.backward import BackwardArguments, BackwardSm90
-from flash_attn_cute.kernels.sm90.backward_wide import BackwardWideArguments, BackwardWideSm90
+from flash_attn_cute.kernels.sm90.backward import BackwardSm90
+from flash_attn_cute.kernels.sm90.backward_wide import BackwardWideSm90
 from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardWideConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
+from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments
 
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -58,8 +59,8 @@ def _forward(config: ForwardConfig) -> tuple[Any, Any]:
     return kernel, arguments
 
 
-def _backward(config: BackwardConfig) -> tuple[Any, Any]:
-    kernel = BackwardSm90(config)
+def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
+    kernel = BackwardSm90(config) if isinstance(config, BackwardConfig) else BackwardWideSm90(config)
     rank = 3 if config.packed else 4
     arguments = BackwardArguments(
         *(_rows(kernel.dtype, rank) for _ in range(6)),
@@ -81,27 +82,6 @@ def _backward(config: BackwardConfig) -> tuple[Any, Any]:
         heads_in_cache=cutlass.Int32(1),
         mNextTile=_ints(True),
         num_ctas=cutlass.Int32(1),
-    )
-    return kernel, arguments
-
-
-def _backward_wide(config: BackwardWideConfig) -> tuple[Any, Any]:
-    kernel = BackwardWideSm90(config)
-    rank = 3 if config.packed else 4
-    arguments = BackwardWideArguments(
-        *(_rows(kernel.dtype, rank) for _ in range(6)),
-        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
-        mCuSeqlensQ=_ints(config.packed),
-        mCuSeqlensK=_ints(config.packed),
-        mSeqUsedQ=_ints(config.has_seqused_q),
-        mSeqUsedK=_ints(config.has_seqused_k),
-        softmax_scale=cutlass.Float32(1.0),
-        softcap=cutlass.Float32(1.0),
-        window_left=cutlass.Int32(0),
-        window_right=cutlass.Int32(0),
-        heads_in_cache=cutlass.Int32(1),
-        mNextTile=_ints(True),
     )
     return kernel, arguments
 
@@ -136,7 +116,7 @@ _KINDS = {
     ForwardConfig: _forward,
     PreprocessConfig: _preprocess,
     BackwardConfig: _backward,
-    BackwardWideConfig: _backward_wide,
+    BackwardWideConfig: _backward,
     PostprocessConfig: _postprocess,
 }
 
@@ -157,7 +137,7 @@ def _ints(present: bool) -> Any:
 def _turns(present: bool) -> Any:
     if not present:
         return None
-    return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
+    return make_fake_compact_tensor(cutlass.Int32, [cute.sym_int() for _ in range(3)], stride_order=(2, 1, 0))
 
 
 def _workspace(*shape: Any) -> Any:

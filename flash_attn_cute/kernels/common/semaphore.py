@@ -1,29 +1,102 @@
 """Turns: the order in which tiles add to a block in global memory.
 
-A number a block, 0 at first, counts the tiles that have added to it. Who is to be the (turn + 1)-th waits until it is
-``turn``, adds, and counts itself. A sum has then one order whatever the GPU does, and as float addition is all that
-depends on it, the same bits. (FlashAttention orders its dQ like this.)
+A counter a block, 0 at first, counts the tiles that have added to it. Whoever is to be the (n + 1)-th waits until it is
+n, adds, and counts itself. A sum then has one order whatever the GPU does, and as float addition is all that depends on
+it, the same bits. (FlashAttention orders its dQ like this.)
 
-The wait acquires, and the count releases, at the scope of the GPU. Both belong to one thread each;
+The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
 between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So additions of one
 turn, by any thread of the CTA, come before those of the next.
 """
 
+from dataclasses import dataclass
+
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
+
+_STAGES = 4  # turns that have come and are not passed on yet; a power of 2
+_COME, _ADDED, _PASSED = 0, _STAGES, 2 * _STAGES
 
 
 @cute.jit
-def wait(counter: cute.Pointer, turn: Int32) -> None:
-    """Returns, to a converged warp, when ``turn`` tiles have added."""
+def wait(counter: cute.Pointer, earlier: Int32) -> None:
+    """Returns, to a converged warp, when that many tiles have added."""
     if cute.arch.lane_idx() == 0:
         added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while added != turn:
+        while added != earlier:
             added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
 
 
 @cute.jit
-def pass_on(counter: cute.Pointer) -> None:
-    """Counts this tile, by one thread, when a barrier has told it that all others have added."""
-    cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+def count(counters: cute.Pointer, num_blocks: Int32 | int) -> None:
+    """Counts this tile for blocks in a row, by one thread, to which a barrier has told that all others have added."""
+    cute.arch.fence_acq_rel_gpu()
+    for i in cutlass.range(num_blocks, unroll=1):
+        cute.arch.red(counters + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Waiting and counting by two warps of their own, so that those that add do neither. A turn's number is from 0 on.
+
+    Barriers, four of each kind: ``come``, the waiting warp -> the adding ones; ``added``, an arrival of each of these
+    -> the counting warp; ``passed``, the counting warp -> the waiting one, for the fourth turn from there.
+    """
+
+    barriers: cute.Pointer
+
+    num_barriers = 3 * _STAGES
+
+    @cute.jit
+    def init(self, adding_warps: cutlass.Constexpr) -> None:
+        """Before all else, by one thread."""
+        for i in cutlass.range_constexpr(_STAGES):
+            cute.arch.mbarrier_init(self.barriers + (_COME + i), 1)
+            cute.arch.mbarrier_init(self.barriers + (_ADDED + i), adding_warps)
+            cute.arch.mbarrier_init(self.barriers + (_PASSED + i), 1)
+
+    def _barrier(self, kind: int, turn: Int32) -> cute.Pointer:
+        return self.barriers + (kind + (turn & _STAGES - 1))
+
+    def _phase(self, turn: Int32) -> Int32:
+        return turn >> _STAGES.bit_length() - 1 & 1
+
+    @cute.jit
+    def call(self, turn: Int32, counter: cute.Pointer, earlier: Int32) -> None:
+        """By the waiting warp: the turn has come when that many tiles have added."""
+        cute.arch.mbarrier_wait(self._barrier(_PASSED, turn), self._phase(turn) ^ 1)  # from the counting warp
+        wait(counter, earlier)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self._barrier(_COME, turn))
+
+    @cute.jit
+    def wait(self, turn: Int32) -> None:
+        """By the adding warps: until the turn has come."""
+        cute.arch.mbarrier_wait(self._barrier(_COME, turn), self._phase(turn))  # from the waiting warp
+
+    @cute.jit
+    def have_added(self, turn: Int32) -> None:
+        """By each adding warp: it has."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self._barrier(_ADDED, turn))
+
+    @cute.jit
+    def pass_on(self, turn: Int32, counters: cute.Pointer, another: Boolean | bool) -> Int32:
+        """By the counting warp: a turn, and with it the next one if that is ``another`` block's, behind, and has added.
+
+        Returns the number of turns. The fence takes longer than a step at times, and as long for two as for one.
+        """
+        cute.arch.mbarrier_wait(self._barrier(_ADDED, turn), self._phase(turn))  # from the adding warps
+        turns = Int32(1)
+        if another and cute.arch.mbarrier_test_wait(self._barrier(_ADDED, turn + 1), self._phase(turn + 1)):
+            turns = Int32(2)
+        turns = cute.arch.shuffle_sync(turns, 0)
+        if cute.arch.lane_idx() == 0:
+            count(counters, turns)
+            for i in cutlass.range(turns, unroll=1):
+                cute.arch.mbarrier_arrive(self._barrier(_PASSED, turn + i))
+        cute.arch.sync_warp()
+        return turns

@@ -1,22 +1,20 @@
 """Attention backward on Hopper: gradients of keys and values whole, those of queries as sums in float32.
 
-Roles (a tile is a block of ``tile_n`` keys for one query head; a CTA takes one after the other, as in the forward
-kernel, and walks over the queries that see it, from the first to the last):
+Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward kernel, and walks over the queries that
+see it, from the first to the last):
     warpgroup 0         warp 0 chooses tiles, and loads by TMA: K and V once a tile, then Q, dO and two numbers a query,
                         block by block, the first of a tile before its K and V.
-                        If deterministic, warp 1 waits for turns to add to the workspace, 2 and 3 pass them on.
+                        If deterministic, warp 1 waits for turns to add to the workspace, warp 2 passes them on.
     warpgroups 1, 2     multiply, 64 keys each.
 
 Pipelines:
     tiles  mbarriers, two stages: what the next tile is. Warp 0 -> one arrival a warp that needs to know, when it has
-           read it: the multiplying ones, and warps 1 to 3 if deterministic.
+           read it: the multiplying ones, and warps 1 and 2 if deterministic.
     kv     mbarriers, one stage: warp 0 -> one arrival a multiplying warp, after the last product of a tile.
     q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
            delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
-    turns  three times two mbarriers, if deterministic: ``turn``, warp 1 -> the multiplying warps, which may add;
-           ``added``, one arrival each of these -> warp 2 or 3, alternately; ``passed``, from it -> warp 1, for the
-           turn after next.
+    turns  see ``common.semaphore``: warp 1 -> the multiplying warps -> warp 2 -> warp 1.
 
 A step of a multiplying warpgroup (transposed: rows are keys, columns are queries), its products in their order:
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
@@ -26,16 +24,6 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
     dK += dS' Q        in flight while dQ is added to the workspace, from registers
     S' = K Q'          of the step to come
 The tensor cores are one warpgroup's while the other computes.
-
-Query heads that share a key head (``grouped``) have tiles of their own, so that heads which run together fit the L2
-cache; their dK and dV are sums in float32, too, added once a tile.
-
-Determinism: the parts that tiles add to a block of the workspace are added in the order in which CTAs have taken the
-tiles, one after the other (``common.semaphore``). Tiles are then taken from the last keys to the first. Under a causal
-mask a tile's walk begins where its keys do, so the tile behind has been at each block two steps ago. A tile only ever
-waits for tiles taken before it, each by a CTA that is running, so the earliest unfinished one never waits: however few
-CTAs are resident, there is no deadlock. (The order is that of FlashAttention's "shortest processing time first";
-DASH, arXiv 2601.21824, models such orders.)
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``common.workspace``'s business.
@@ -50,49 +38,21 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, semaphore, workspace
+from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.assembly import opaque, pack
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.semaphore import Turns
 from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
 
 _TILE_STAGES = 2
 
-_TURN, _ADDED, _PASSED = 0, 2, 4  # two barriers each
-
 _BARRIER_EPILOGUE = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
-
-
-class BackwardArguments(NamedTuple):
-    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace."""
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mdO: cute.Tensor
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
-    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
-    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles of a head, tile_n * tile_d), zeros, if grouped
-    mTurnsQ: cute.Tensor | None  # (heads, blocks): how many have added to mdQaccum; zeros, if deterministic
-    mTurnsK: cute.Tensor | None  # (heads_k, tiles of a head), to mdKVaccum
-    mCuSeqlensQ: cute.Tensor | None
-    mCuSeqlensK: cute.Tensor | None
-    mSeqUsedQ: cute.Tensor | None
-    mSeqUsedK: cute.Tensor | None
-    softmax_scale: Float32
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    heads_in_cache: Int32
-    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
-    num_ctas: Int32  # at most that many
 
 
 class _Layouts(NamedTuple):
@@ -103,22 +63,6 @@ class _Layouts(NamedTuple):
     sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
     sdK: cute.ComposedLayout  # (64, d, warpgroup)
     sdV: cute.ComposedLayout  # (64, d, warpgroup)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
-
-    first_key: Int32
-    head: Int32
-    head_k: Int32
-    batch: Int32
-    block: Int32  # in the workspace of dK and dV
-    q: Rows
-    k: Rows
-    first_block: Int32  # of its sequence, in the workspace
-    window: Window  # queries and keys exchanged
-    blocks: KeyBlocks
 
 
 class BackwardSm90:
@@ -153,7 +97,7 @@ class BackwardSm90:
             q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             ds_barriers: cute.struct.MemRange[Int64, 2]
-            turn_barriers: cute.struct.MemRange[Int64, 6 if c.deterministic else 0]
+            turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if c.deterministic else 0]
             tiles: cute.struct.MemRange[Int32, _TILE_STAGES]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -194,7 +138,7 @@ class BackwardSm90:
         tdK = make_row_tiles(store, mdK, sdK, (64, c.tile_d), c.packed)
         tdV = make_row_tiles(store, mdV, sdV, (64, c.tile_d), c.packed)
         score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
-        ctas = cutlass.min(self._num_tiles(a), a.num_ctas)
+        ctas = cutlass.min(num_key_tiles(c, a), a.num_ctas)
         self.kernel(
             mma_S,
             mma_dV,
@@ -212,14 +156,6 @@ class BackwardSm90:
             score_scale,
             scale_log2,
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
-
-    def _num_tiles(self, a: BackwardArguments) -> Int32:
-        heads = a.mQ.shape[-2]
-        if const_expr(self.config.packed):
-            sequences = a.mCuSeqlensK.shape[0] - 1
-            return schedule.num_packed_tiles(a.mK.shape[0], heads, sequences, self.config.tile_n)
-        batch, rows, _, _ = a.mK.shape
-        return schedule.num_dense_tiles(rows, heads, batch, self.config.tile_n)
 
     @cute.kernel
     def kernel(
@@ -256,19 +192,18 @@ class BackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tile_full, kv_full = storage.tile_barriers.data_ptr(), storage.kv_barriers.data_ptr()
         tile_empty, kv_empty = tile_full + _TILE_STAGES, kv_full + 1
-        ds_barriers, turn_barriers = storage.ds_barriers.data_ptr(), storage.turn_barriers.data_ptr()
+        ds_barriers, turns = storage.ds_barriers.data_ptr(), Turns(storage.turn_barriers.data_ptr())
         if warp_idx == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(kv_full, 1)
                 cute.arch.mbarrier_init(kv_empty, 4 * self.warpgroups)
                 for i in cutlass.range_constexpr(_TILE_STAGES):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups + (3 if c.deterministic else 0))
+                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups + (2 if c.deterministic else 0))
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
-                    if const_expr(c.deterministic):
-                        for kind, arrivals in ((_TURN, 1), (_ADDED, 4 * self.warpgroups), (_PASSED, 1)):
-                            cute.arch.mbarrier_init(turn_barriers + kind + i, arrivals)
+                if const_expr(c.deterministic):
+                    turns.init(4 * self.warpgroups)
         pipe_Q, pipe_dO = (
             tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, c.tile_m * (2 * c.tile_d + 4))
             for barriers in (storage.q_barriers, storage.do_barriers)
@@ -294,7 +229,7 @@ class BackwardSm90:
             kv_full=kv_full,
             kv_empty=kv_empty,
             ds_barriers=ds_barriers,
-            turn_barriers=turn_barriers,
+            turns=turns,
             pipe_Q=pipe_Q,
             pipe_dO=pipe_dO,
         )
@@ -304,9 +239,9 @@ class BackwardSm90:
                 self.load(arguments, tiles, shared)
             if const_expr(c.deterministic):
                 if warp_idx == 1:
-                    self.wait_for_turns(arguments, shared)
-                elif warp_idx >= 2:
-                    self.pass_turns(arguments, warp_idx - 2, shared)
+                    self.call_turns(arguments, shared)
+                elif warp_idx == 2:
+                    self.pass_turns(arguments, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             stores = (
@@ -316,73 +251,19 @@ class BackwardSm90:
             self.multiply(arguments, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, mdK, mdV, score_scale, scale_log2)
 
     @cute.jit
-    def _tile(self, a: BackwardArguments, index: Int32) -> _Tile:
-        """What tile ``index`` is."""
-        c = self.config
-        heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
-        group = heads // heads_k
-        # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
-        if const_expr(c.packed):
-            tiles = self._num_tiles(a) // group
-            nth = index // tiles
-            work, k_start, k_slot = schedule.packed_tile(
-                index - nth * tiles, a.mK.shape[0], heads_k, a.mCuSeqlensK, c.tile_n, last_first=c.deterministic
-            )
-            head_k = work.head
-            batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-            if work.batch >= 0:
-                k_length = k_slot
-                q_start = a.mCuSeqlensQ[work.batch]
-                q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
-                first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
-                if const_expr(c.has_seqused_q):
-                    q_length = a.mSeqUsedQ[work.batch]
-                if const_expr(c.has_seqused_k):
-                    k_length = a.mSeqUsedK[work.batch]
-        else:
-            count, k_slot, _, _ = a.mK.shape
-            work = schedule.dense_tile(
-                index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=c.deterministic
-            )
-            batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
-            first_block = batch * cute.ceil_div(q_length, c.tile_m)
-            nth, head_k = work.head // heads_k, work.head % heads_k
-        first_key = work.first_row
-        num_keys = cutlass.min(k_length - first_key, c.tile_n)
-        window = Window(
-            a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length
-        )
-        blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
-        full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
-        # Keys behind the sequence are hidden in every block.
-        full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
-        return _Tile(
-            first_key=first_key,
-            head=head_k * group + nth,
-            head_k=head_k,
-            batch=batch,
-            block=work.block,
-            q=Rows(q_start, q_length),
-            k=Rows(k_start, k_length, k_slot),
-            first_block=first_block,
-            window=window,
-            blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
-        )
-
-    @cute.jit
     def load(self, a: BackwardArguments, tiles: dict, shared: "_Shared") -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _TILE_STAGES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-        num_tiles = self._num_tiles(a)
+        num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = schedule.take_tile(a.mNextTile, num_questions)
         kv_phase = Int32(1)
         while index < num_tiles:
             self._announce(index, shared, tile_state)
             tile_state.advance()
-            tile = self._tile(a, index)
+            tile = key_tile(c, a, index)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
                 self._load_queries(a, tile, tiles, shared, m, state)
                 state.advance()
@@ -403,7 +284,7 @@ class BackwardSm90:
             cute.arch.mbarrier_arrive(shared.tile_full + state.index)
 
     @cute.jit
-    def _load_keys(self, tile: _Tile, tiles: dict, shared: "_Shared") -> None:
+    def _load_keys(self, tile: KeyTile, tiles: dict, shared: "_Shared") -> None:
         c = self.config
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(shared.kv_full, 4 * c.tile_n * c.tile_d)
@@ -418,7 +299,7 @@ class BackwardSm90:
     def _load_queries(
         self,
         a: BackwardArguments,
-        tile: _Tile,
+        tile: KeyTile,
         tiles: dict,
         shared: "_Shared",
         m: Int32,
@@ -444,73 +325,47 @@ class BackwardSm90:
                 )
 
     @cute.jit
-    def wait_for_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
-        """Warp 1: tells the multiplying warps when all tiles taken before have added to a block."""
+    def call_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
+        """Warp 1: waits for the turns to add to the blocks of a tile, one after the other."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 2)
+        turn = Int32(0)
         index = self._next_tile(shared, tile_state)
         while index >= 0:
             tile_state.advance()
-            tile = self._tile(a, index)
-            n_block = tile.first_key // c.tile_n
-            keys = Window(tile.window.right, tile.window.left, -tile.window.shift)
+            tile = key_tile(c, a, index)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                # Tiles are taken from the last one that the block sees on.
-                turn = KeyBlocks.of(m * c.tile_m, c.tile_m, tile.k.length, keys, c.tile_n).stop - 1 - n_block
-                self._await_turn(shared, state, a.mTurnsQ, tile.head, tile.first_block + m, turn)
-                state.advance()
+                counter = cute.domain_offset((tile.head, 0, tile.first_block + m), a.mTurnsQ).iterator
+                shared.turns.call(turn, counter, tile.earlier(c, m))
+                turn += 1
             if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if tile.blocks.stop > tile.blocks.start:
-                    turn = tile.head % (a.mQ.shape[-2] // a.mK.shape[-2])
-                    self._await_turn(shared, state, a.mTurnsK, tile.head_k, tile.block, turn)
-                    state.advance()
+                    counter = cute.domain_offset((tile.head_k, 0, tile.block), a.mTurnsK).iterator
+                    shared.turns.call(turn, counter, tile.earlier_heads)
+                    turn += 1
             index = self._next_tile(shared, tile_state)
 
     @cute.jit
-    def _await_turn(
-        self,
-        shared: "_Shared",
-        state: pipeline.PipelineState,
-        mTurns: cute.Tensor,
-        head: Int32,
-        block: Int32,
-        turn: Int32,
-    ) -> None:
-        cute.arch.mbarrier_wait(shared.turn_barriers + _PASSED + state.index, state.phase)  # from warp 2
-        semaphore.wait(cute.domain_offset((head, block), mTurns).iterator, turn)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.turn_barriers + _TURN + state.index)
-
-    @cute.jit
-    def pass_turns(self, a: BackwardArguments, which: Int32, shared: "_Shared") -> None:
-        """Warps 2 and 3: when all multiplying warps have added to a block, one of them passes the turn on."""
+    def pass_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
+        """Warp 2: passes turns on to the tiles that come after."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 2)
+        turn = Int32(0)
         index = self._next_tile(shared, tile_state)
         while index >= 0:
             tile_state.advance()
-            tile = self._tile(a, index)
-            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                if state.index == which:
-                    self._pass_turn(shared, state, a.mTurnsQ, tile.head, tile.first_block + m)
-                state.advance()
+            tile = key_tile(c, a, index)
+            m = tile.blocks.start
+            while m < tile.blocks.stop:
+                counters = cute.domain_offset((tile.head, 0, tile.first_block + m), a.mTurnsQ).iterator
+                passed = shared.turns.pass_on(turn, counters, m + 1 < tile.blocks.stop)
+                turn += passed
+                m += passed
             if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if tile.blocks.stop > tile.blocks.start:
-                    if state.index == which:
-                        self._pass_turn(shared, state, a.mTurnsK, tile.head_k, tile.block)
-                    state.advance()
+                    counter = cute.domain_offset((tile.head_k, 0, tile.block), a.mTurnsK).iterator
+                    turn += shared.turns.pass_on(turn, counter, cutlass.Boolean(False))
             index = self._next_tile(shared, tile_state)
-
-    @cute.jit
-    def _pass_turn(
-        self, shared: "_Shared", state: pipeline.PipelineState, mTurns: cute.Tensor, head: Int32, block: Int32
-    ) -> None:
-        cute.arch.mbarrier_wait(shared.turn_barriers + _ADDED + state.index, state.phase)  # from the multiplying warps
-        with cute.arch.elect_one():
-            semaphore.pass_on(cute.domain_offset((head, block), mTurns).iterator)
-            cute.arch.mbarrier_arrive(shared.turn_barriers + _PASSED + state.index)
 
     @cute.jit
     def multiply(
@@ -578,7 +433,7 @@ class BackwardSm90:
         index = self._next_tile(shared, tile_state)
         while index >= 0:
             tile_state.advance()
-            tile = self._tile(a, index)
+            tile = key_tile(c, a, index)
             start, stop = tile.blocks.start, tile.blocks.stop
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
@@ -623,7 +478,7 @@ class BackwardSm90:
     def _step(
         self,
         work: "_Work",
-        tile: _Tile,
+        tile: KeyTile,
         m: Int32,
         step: Int32,
         state: pipeline.PipelineState,
@@ -689,35 +544,27 @@ class BackwardSm90:
             self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
-    def _add_dQ(self, work: "_Work", tile: _Tile, m: Int32, turn: Int32) -> None:
+    def _add_dQ(self, work: "_Work", tile: KeyTile, m: Int32, turn: Int32) -> None:
         """This warpgroup's part of dQ to the workspace."""
-        self._await_turn_to_add(work, turn)
+        if const_expr(self.config.deterministic):
+            work.shared.turns.wait(turn)
         self._add(work, work.acc_dQ, work.arguments.mdQaccum[tile.head, tile.first_block + m, None])
-        self._have_added(work, turn)
+        if const_expr(self.config.deterministic):
+            work.shared.turns.have_added(turn)
 
     @cute.jit
-    def _add_dKV(self, work: "_Work", tile: _Tile, turn: Int32) -> None:
+    def _add_dKV(self, work: "_Work", tile: KeyTile, turn: Int32) -> None:
         """This warpgroup's keys' dK and dV to the workspace."""
-        self._await_turn_to_add(work, turn)
+        if const_expr(self.config.deterministic):
+            work.shared.turns.wait(turn)
         for i, acc in enumerate((work.acc_dK, work.acc_dV)):
             self._add(work, acc, work.arguments.mdKVaccum[i, tile.head_k, tile.block, None])
-        self._have_added(work, turn)
+        if const_expr(self.config.deterministic):
+            work.shared.turns.have_added(turn)
 
     @cute.jit
     def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor) -> None:
         workspace.add(acc, cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,)), work.thread)
-
-    @cute.jit
-    def _await_turn_to_add(self, work: "_Work", turn: Int32) -> None:
-        if const_expr(self.config.deterministic):
-            cute.arch.mbarrier_wait(work.shared.turn_barriers + _TURN + (turn & 1), turn >> 1 & 1)  # from warp 1
-
-    @cute.jit
-    def _have_added(self, work: "_Work", turn: Int32) -> None:
-        if const_expr(self.config.deterministic):
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(work.shared.turn_barriers + _ADDED + (turn & 1))
 
     @cute.jit
     def _gemm(
@@ -740,7 +587,7 @@ class BackwardSm90:
             warpgroup.commit_group()
 
     @cute.jit
-    def _weigh(self, work: "_Work", tile: _Tile, m: Int32, stage: Int32) -> None:
+    def _weigh(self, work: "_Work", tile: KeyTile, m: Int32, stage: Int32) -> None:
         """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
         c, acc_S = self.config, work.acc_S
         if const_expr(c.has_softcap):
@@ -802,7 +649,7 @@ class BackwardSm90:
         cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
 
     @cute.jit
-    def _store(self, work: "_Work", tile: _Tile, stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
+    def _store(self, work: "_Work", tile: KeyTile, stores: tuple, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
         """DK and dV through shared memory and TMA, and zeros into the padding."""
         c, w, thread, shared = self.config, work.warpgroup, work.thread, work.shared
         stores_tiles = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
@@ -848,7 +695,7 @@ class _Shared:
     kv_full: cute.Pointer
     kv_empty: cute.Pointer
     ds_barriers: cute.Pointer
-    turn_barriers: cute.Pointer
+    turns: Turns
     pipe_Q: pipeline.PipelineTmaAsync
     pipe_dO: pipeline.PipelineTmaAsync
 

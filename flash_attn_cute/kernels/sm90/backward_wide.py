@@ -1,12 +1,13 @@
 """Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
 
-A tile is 128 keys of one key head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over the same blocks of
-64 queries in step: from the last block that sees the tile to the first, and at each over the query heads of the group.
-Which tile it is, rank 0 asks a counter, so tiles start in the order of their numbers.
+A tile (``key_tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over
+the same blocks of 64 queries in step, from the first that sees the tile to the last. Which tile it is, rank 0 asks a
+counter, so tiles start in the order of their numbers.
 
 Roles of a CTA (512 threads; registers a thread: ``BackwardWideConfig.registers``):
     warp 0              loads K, then Q, lse and delta block by block.
     warp 1              loads V, then dO block by block.
+    warps 2, 3          if deterministic, wait for turns to add to dQ, and pass them on.
     warpgroup 1         scores: P' = exp2(S' - lse), and dV.
     warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
     warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
@@ -19,6 +20,7 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
     ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
            other CTA -> the warps of warpgroups 3 of both CTAs.
+    turns  see ``common.semaphore``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2.
     k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
 
 A step j of the multiplying warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
@@ -44,17 +46,18 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common import schedule, semaphore, workspace
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, pack
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.common.semaphore import Turns
 from flash_attn_cute.kernels.common.shared import swizzled, transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
+from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
 
 _THREADS = 512
 _STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
@@ -65,29 +68,6 @@ _RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
 _BARRIER_DV, _BARRIER_DK = 1, 2
 
 
-class BackwardWideArguments(NamedTuple):
-    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace."""
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mdO: cute.Tensor
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
-    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
-    mCuSeqlensQ: cute.Tensor | None
-    mCuSeqlensK: cute.Tensor | None
-    mSeqUsedQ: cute.Tensor | None
-    mSeqUsedK: cute.Tensor | None
-    softmax_scale: Float32
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    heads_in_cache: Int32
-    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
-
-
 class _Layouts(NamedTuple):
     sK: cute.ComposedLayout  # (64, d)
     sK_peer: cute.ComposedLayout  # (64, columns of dQ)
@@ -95,40 +75,6 @@ class _Layouts(NamedTuple):
     sQ: cute.ComposedLayout  # (64, d, stage)
     sdO: cute.ComposedLayout  # (64, d / parts of dO, stage)
     sdS: cute.ComposedLayout  # (64, 64, own and the other CTA's, stage)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A cluster's keys: which, and the blocks of queries that see them, as "keys" of a walk from right to left."""
-
-    first_key: Int32
-    head: Int32  # of k
-    batch: Int32
-    q: Rows
-    k: Rows
-    first_block: Int32  # of its sequence, in the workspace
-    window: Window  # queries and keys exchanged
-    blocks: KeyBlocks
-    first_head: Int32  # of q
-    group: Int32  # heads of q
-
-    @property
-    def num_steps(self) -> Int32:
-        """Blocks of queries of all heads."""
-        return self.group * (self.blocks.stop - self.blocks.start)
-
-    def first_step(self) -> tuple[Int32, Int32]:
-        """Head and block of the first step."""
-        return self.first_head, self.blocks.stop - 1
-
-    @cute.jit
-    def next_step(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
-        """Head and block of the step after that one."""
-        head += 1
-        if head == self.first_head + self.group:
-            head = self.first_head
-            m -= 1
-        return head, m
 
 
 class BackwardWideSm90:
@@ -151,7 +97,7 @@ class BackwardWideSm90:
         )
 
     def _shared_storage(self, layouts: _Layouts) -> type:
-        dtype = self.dtype
+        dtype, deterministic = self.dtype, self.config.deterministic
 
         @cute.struct
         class Storage:
@@ -161,6 +107,7 @@ class BackwardWideSm90:
             do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             p_barriers: cute.struct.MemRange[Int64, 2]
             ds_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if deterministic else 0]
             tile: cute.struct.MemRange[Int32, 1]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * _STAGES], 128]
             sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
@@ -174,7 +121,7 @@ class BackwardWideSm90:
         return Storage
 
     @cute.jit
-    def __call__(self, arguments: BackwardWideArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
@@ -219,19 +166,12 @@ class BackwardWideSm90:
             score_scale,
             scale_log2,
         ).launch(
-            grid=[2 * self._num_tiles(a), 1, 1],
+            grid=[2 * num_key_tiles(c, a), 1, 1],
             block=[_THREADS, 1, 1],
             cluster=[2, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def _num_tiles(self, a: BackwardWideArguments) -> Int32:
-        if const_expr(self.config.packed):
-            rows, heads, _ = a.mK.shape
-            return schedule.num_packed_tiles(rows, heads, a.mCuSeqlensK.shape[0] - 1, self.config.tile_n)
-        batch, rows, heads, _ = a.mK.shape
-        return schedule.num_dense_tiles(rows, heads, batch, self.config.tile_n)
 
     @cute.kernel
     def kernel(
@@ -255,7 +195,7 @@ class BackwardWideSm90:
         tma_dV: cute.Tensor,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        arguments: BackwardWideArguments,
+        arguments: BackwardArguments,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
@@ -282,6 +222,7 @@ class BackwardWideSm90:
             do=Ring(storage.do_barriers.data_ptr(), _STAGES),
             p=Ring(storage.p_barriers.data_ptr(), 1),
             ds=Ring(storage.ds_barriers.data_ptr(), _STAGES),
+            turns=Turns(storage.turn_barriers.data_ptr()),
             rank=rank,
         )
         if warp_idx == 0:
@@ -292,8 +233,10 @@ class BackwardWideSm90:
                 shared.do.init(full=1, empty=16)
                 shared.p.init(full=4, empty=4)
                 shared.ds.init(full=4, empty=8)
+                if const_expr(c.deterministic):
+                    shared.turns.init(4)
             if rank == 0:
-                tile = schedule.take_tile(a.mNextTile, self._num_tiles(a))
+                tile = schedule.take_tile(a.mNextTile, num_key_tiles(c, a))
                 if cute.arch.lane_idx() == 0:
                     storage.tile.data_ptr().store(tile)
         cute.arch.mbarrier_init_fence()
@@ -316,6 +259,11 @@ class BackwardWideSm90:
                 gradients = RowTiles(atom_dO, tma_dO, 64, c.columns_dO, c.packed)
                 loads = _Loads(values, shared.v_full, gradients, shared.sdO, shared.do, _RANK_OF_DO)
                 self.load(a, index, loads, shared)
+            if const_expr(c.deterministic):
+                if warp_idx == 2:
+                    self.call_turns(a, index, shared)
+                elif warp_idx == 3:
+                    self.pass_turns(a, index, shared)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.registers[1])
             store_dV = RowTiles(atom_dV, tma_dV, 64, c.columns_dO, c.packed)
@@ -332,75 +280,27 @@ class BackwardWideSm90:
         cute.arch.cluster_wait()
 
     @cute.jit
-    def _tile(self, a: BackwardWideArguments, index: Int32) -> _Tile:
-        """What tile ``index`` is."""
-        c = self.config
-        heads = a.mK.shape[-2]
-        if const_expr(c.packed):
-            work, k_start, k_slot = schedule.packed_tile(
-                index, a.mK.shape[0], heads, a.mCuSeqlensK, c.tile_n, last_first=False
-            )
-            batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-            if work.batch >= 0:
-                k_length = k_slot
-                q_start = a.mCuSeqlensQ[work.batch]
-                q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
-                first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
-                if const_expr(c.has_seqused_q):
-                    q_length = a.mSeqUsedQ[work.batch]
-                if const_expr(c.has_seqused_k):
-                    k_length = a.mSeqUsedK[work.batch]
-        else:
-            count, k_slot, _, _ = a.mK.shape
-            work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=False)
-            batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
-            first_block = batch * cute.ceil_div(q_length, c.tile_m)
-        first_key = work.first_row
-        num_keys = cutlass.min(k_length - first_key, c.tile_n)
-        window = Window(
-            a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length
-        )
-        blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
-        full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
-        # Keys behind the sequence are hidden in every block.
-        full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
-        group = a.mQ.shape[-2] // heads
-        return _Tile(
-            first_key=first_key,
-            head=work.head,
-            batch=batch,
-            q=Rows(q_start, q_length),
-            k=Rows(k_start, k_length, k_slot),
-            first_block=first_block,
-            window=window,
-            blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
-            first_head=work.head * group,
-            group=group,
-        )
-
-    @cute.jit
-    def load(self, a: BackwardWideArguments, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
+    def load(self, a: BackwardArguments, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
         """Warp 0 or 1: keys or values once, and Q or dO block by block."""
         c, rows, ring = self.config, loads.rows, loads.ring
-        tile = self._tile(a, index)
-        num_steps = tile.num_steps
-        if num_steps > 0:
+        tile = key_tile(c, a, index)
+        start, stop = tile.blocks.start, tile.blocks.stop
+        if start < stop:
             num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
             for t, sX, rank, column_tile in loads.keys:
                 first = tile.first_key + 64 * rank
                 last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
-                g = t.at(tile.k.start + first, tile.k.start + last, tile.head, tile.batch, column_tile)
+                g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
                 t.load(g, sX, loads.keys_full)
         parts = c.tile_d // rows.tile_columns
         with_stats = ring is shared.q
         num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        head, m = tile.first_step()
-        for step in cutlass.range(num_steps, unroll=1):
+        for m in cutlass.range(start, stop, unroll=1):
             for part in cutlass.range_constexpr(parts):
-                turn = step * parts + part
+                turn = (m - start) * parts + part
                 full, stage = ring.full(turn), ring.stage(turn)
                 ring.wait_empty(turn)  # warpgroups 1 and 2 of both CTAs have released this stage
                 with cute.arch.elect_one():
@@ -409,22 +309,40 @@ class BackwardWideSm90:
                         for i in cutlass.range_constexpr(2):
                             cute.copy(
                                 numbers,
-                                a.mStats[i, head, tile.first_block + m, None],
+                                a.mStats[i, tile.head, tile.first_block + m, None],
                                 shared.stats[None, i, stage],
                                 mbar_ptr=full,
                             )
                 # The other CTA's barrier counts bytes whether or not its own warp has been here.
                 if shared.rank == loads.rank:
-                    start = m * c.tile_m
-                    stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
-                    block = rows.at(tile.q.start + start, stop, head, tile.batch, part)
+                    first = m * c.tile_m
+                    last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
+                    block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)
                     rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
-            head, m = tile.next_step(head, m)
+
+    @cute.jit
+    def call_turns(self, a: BackwardArguments, index: Int32, shared: "_Shared") -> None:
+        """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
+        c = self.config
+        tile = key_tile(c, a, index)
+        for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
+            counter = cute.domain_offset((tile.head, shared.rank, tile.first_block + m), a.mTurnsQ).iterator
+            shared.turns.call(m - tile.blocks.start, counter, tile.earlier(c, m))
+
+    @cute.jit
+    def pass_turns(self, a: BackwardArguments, index: Int32, shared: "_Shared") -> None:
+        """Warp 3: passes turns on to the tiles that come after."""
+        c = self.config
+        tile = key_tile(c, a, index)
+        m = tile.blocks.start
+        while m < tile.blocks.stop:
+            counters = cute.domain_offset((tile.head, shared.rank, tile.first_block + m), a.mTurnsQ).iterator
+            m += shared.turns.pass_on(m - tile.blocks.start, counters, m + 1 < tile.blocks.stop)
 
     @cute.jit
     def score(
         self,
-        a: BackwardWideArguments,
+        a: BackwardArguments,
         index: Int32,
         mma_S: cute.TiledMma,
         mma_dV: cute.TiledMma,
@@ -437,7 +355,7 @@ class BackwardWideSm90:
         """Warpgroup 1: weights, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile = self._tile(a, index)
+        tile = key_tile(c, a, index)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
         tSrK = mma_S.make_fragment_A(whole_S.partition_A(shared.sK))  # (MMA, 1, MMA_K)
@@ -461,16 +379,15 @@ class BackwardWideSm90:
         rW = cute.make_tensor(cute.recast_tensor(scores.rW, Int32).iterator, cute.make_layout((4, 4)))
         for acc in acc_dV:
             acc.fill(0.0)
-        num_steps = tile.num_steps
+        num_steps = tile.blocks.stop - tile.blocks.start
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
-            head, m = tile.first_step()
             for step in cutlass.range(num_steps, unroll=1):
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0
                 _gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 warpgroup.wait_group(0)
-                self._weigh(scores, shared.stats[None, 0, stage], m)
+                self._weigh(scores, shared.stats[None, 0, stage], tile.blocks.start + step)
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.p.wait_empty(step)  # warpgroup 2 has read the last weights
                 for i in cutlass.range_constexpr(4):
@@ -484,12 +401,15 @@ class BackwardWideSm90:
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
-                head, m = tile.next_step(head, m)
-            # dO is over, and dV leaves through its place once all have read it.
-            for i in cutlass.range_constexpr(_STAGES):
-                shared.do.wait_empty(num_steps * parts + i)
-        places = [shared.sdO[None, None, part] for part in range(parts)]
-        self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
+            if const_expr(not c.grouped):
+                # dO is over, and dV leaves through its place once all have read it.
+                for i in cutlass.range_constexpr(_STAGES):
+                    shared.do.wait_empty(num_steps * parts + i)
+        if const_expr(c.grouped):
+            self._add(a, tile, acc_dV, 1, shared, thread, _BARRIER_DV)
+        else:
+            places = [shared.sdO[None, None, part] for part in range(parts)]
+            self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
 
     @cute.jit
     def _weigh(self, scores: "_Scores", lse: cute.Tensor, m: Int32) -> None:
@@ -531,7 +451,7 @@ class BackwardWideSm90:
     @cute.jit
     def differentiate(
         self,
-        a: BackwardWideArguments,
+        a: BackwardArguments,
         index: Int32,
         mma_dP: cute.TiledMma,
         mma_dK: cute.TiledMma,
@@ -543,7 +463,7 @@ class BackwardWideSm90:
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile = self._tile(a, index)
+        tile = key_tile(c, a, index)
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         parts = c.tile_d // c.columns_dO
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -554,7 +474,7 @@ class BackwardWideSm90:
         acc_dK = cute.make_rmem_tensor(mma_dK.get_slice(thread).partition_shape_C((64, c.tile_d)), Float32)
         rdS = cute.make_rmem_tensor_like(acc_dP, self.dtype)
         acc_dK.fill(0.0)
-        num_steps = tile.num_steps
+        num_steps = tile.blocks.stop - tile.blocks.start
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.v_full, 0)  # from warp 1
             for step in cutlass.range(num_steps, unroll=1):
@@ -576,10 +496,13 @@ class BackwardWideSm90:
                 self._hand_out(rdS, mma_dP, shared, step, thread)
                 warpgroup.wait_group(0)
                 shared.q.release_in_both(step)  # to warps 0
-        for i in cutlass.range_constexpr(cute.size(acc_dK)):
-            acc_dK[i] = acc_dK[i] * a.softmax_scale
-        # Only this warpgroup has read V, where dK leaves through.
-        self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
+        if const_expr(c.grouped):
+            self._add(a, tile, [acc_dK], 0, shared, thread, _BARRIER_DK)
+        else:
+            for i in cutlass.range_constexpr(cute.size(acc_dK)):
+                acc_dK[i] = acc_dK[i] * a.softmax_scale
+            # Only this warpgroup has read V, where dK leaves through.
+            self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
 
     @cute.jit
     def _differentiate(
@@ -613,36 +536,69 @@ class BackwardWideSm90:
             copy_to_cta(1 - shared.rank, own + 4 * numbers, own, 2 * numbers, full)
 
     @cute.jit
-    def sum_queries(self, a: BackwardWideArguments, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared") -> None:
+    def sum_queries(self, a: BackwardArguments, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared") -> None:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile = self._tile(a, index)
+        tile = key_tile(c, a, index)
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
         tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
         tQrdS = mma_dQ.make_fragment_A(whole.partition_A(transposed(shared.sdS)))  # (MMA, 1, MMA_K, CTA, PIPE)
         acc_dQ = cute.make_rmem_tensor(mma_dQ.get_slice(thread).partition_shape_C((64, c.columns_dQ)), Float32)
-        num_steps = tile.num_steps
-        if num_steps > 0:
+        start, stop = tile.blocks.start, tile.blocks.stop
+        if start < stop:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
-        head, m = tile.first_step()
-        for step in cutlass.range(num_steps, unroll=1):
+        for m in cutlass.range(start, stop, unroll=1):
+            step = m - start
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
             _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
             _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
-            block = a.mdQaccum[head, tile.first_block + m, None]
+            block = a.mdQaccum[tile.head, tile.first_block + m, None]
+            if const_expr(c.deterministic):
+                shared.turns.wait(step)
             workspace.add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread)
-            head, m = tile.next_step(head, m)
+            if const_expr(c.deterministic):
+                shared.turns.have_added(step)
+
+    @cute.jit
+    def _add(
+        self,
+        a: BackwardArguments,
+        tile: KeyTile,
+        accs: list[cute.Tensor],
+        which: cutlass.Constexpr,
+        shared: "_Shared",
+        thread: Int32,
+        barrier: cutlass.Constexpr,
+    ) -> None:
+        """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
+        c = self.config
+        if tile.blocks.start < tile.blocks.stop:
+            is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+            if const_expr(c.deterministic):
+                counter = cute.domain_offset((tile.head_k, 2 * shared.rank + which, tile.block), a.mTurnsK).iterator
+                if is_first_warp:
+                    semaphore.wait(counter, tile.earlier_heads)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn
+            block = a.mdKVaccum[which, tile.head_k, tile.block, None]
+            own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
+            for part, acc in enumerate(accs):
+                workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread)
+            if const_expr(c.deterministic):
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has added
+                if is_first_warp:
+                    with cute.arch.elect_one():
+                        semaphore.count(counter, 1)
 
     @cute.jit
     def _store(
         self,
-        a: BackwardWideArguments,
-        tile: _Tile,
+        a: BackwardArguments,
+        tile: KeyTile,
         accs: list[cute.Tensor],
         mma: cute.TiledMma,
         store: RowTiles,
@@ -665,12 +621,12 @@ class BackwardWideSm90:
         stop = cutlass.min(start + 64, tile.k.length)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
             for part, sX in enumerate(places):
-                store.store(sX, store.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch, part))
+                store.store(sX, store.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch, part))
             cute.arch.cp_async_bulk_commit_group()
         if const_expr(c.packed and c.zero_padding):
             first = cutlass.max(start, tile.k.length)
             padding = cutlass.min(start + 64, tile.k.slot) - first
-            zero_rows(mX[None, None, tile.head, tile.batch], tile.k.start + first, padding, thread, 128)
+            zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
 
@@ -713,6 +669,7 @@ class _Shared:
     do: Ring
     p: Ring
     ds: Ring
+    turns: Turns
     rank: Int32  # of this CTA
 
 
@@ -732,7 +689,7 @@ class _Loads:
 class _Scores:
     """What warpgroup 1 makes weights from."""
 
-    tile: _Tile
+    tile: KeyTile
     quad: Int32
     acc_S: cute.Tensor
     rP: cute.Tensor  # weights rounded, laid out as acc_S

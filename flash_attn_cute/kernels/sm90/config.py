@@ -147,9 +147,9 @@ class BackwardConfig:
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
-    def persistent(self) -> bool:
-        """Whether a CTA works on many tiles."""
-        return True
+    def counters(self) -> tuple[int, int]:
+        """If deterministic, counters of additions a block of queries, and of keys."""
+        return 1, 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -169,12 +169,9 @@ class BackwardWideConfig:
     has_left: bool
     has_right: bool
     has_softcap: bool
+    grouped: bool
+    deterministic: bool
     zero_padding: bool
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a CTA works on many tiles."""
-        return False
 
     @property
     def tile_m(self) -> int:
@@ -200,9 +197,14 @@ class BackwardWideConfig:
         return {192: 192, 256: 128}[self.tile_d]
 
     @property
+    def counters(self) -> tuple[int, int]:
+        """If deterministic, counters of additions a block of queries, one a CTA, and of keys, for dK and dV each."""
+        return 2, 4
+
+    @property
     def registers(self) -> tuple[int, int, int, int]:
         """Registers a thread of each warpgroup; 512 in sum."""
-        return 24, 192, 192, 104
+        return 24, 200, 192, 96
 
 
 class BackwardConfigs(NamedTuple):
@@ -243,6 +245,8 @@ def backward_configs(
             has_left=has_left,
             has_right=has_right,
             has_softcap=has_softcap,
+            grouped=grouped,
+            deterministic=deterministic,
             zero_padding=zero_padding,
         )
     else:
@@ -266,7 +270,5 @@ def backward_configs(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
         main,
         PostprocessConfig(dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding),
-        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding)
-        if grouped and tile_d <= 128
-        else None,
+        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding) if grouped else None,
     )

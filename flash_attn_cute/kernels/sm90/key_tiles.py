@@ -1,0 +1,136 @@
+"""What both backward kernels are launched with, and the tiles of keys that they work on.
+
+A tile is a block of keys for one query head: over the queries that see it, dK and dV are summed, and to theirs dQ is
+added. Query heads that share a key head (``grouped``) have tiles of their own, so that heads which run together fit the
+L2 cache; their dK and dV are then sums in float32, too, added once a tile.
+
+Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
+(``common.semaphore``), and they are taken from the last keys to the first. Under a causal mask a tile's walk begins
+where its keys do, so the tile before has been at each block two steps ago. A tile only ever waits for tiles that were
+taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs are resident,
+there is no deadlock (``sparsity.schedule`` has the argument for any mask and order). The order is that of
+FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
+from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardWideConfig
+
+
+class BackwardArguments(NamedTuple):
+    """The launch arguments, in their order: tensors as in the forward kernel, and the workspace."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mdO: cute.Tensor
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
+    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles of a head, tile_n * tile_d), zeros, if grouped
+    mTurnsQ: cute.Tensor | None  # (heads, parts, blocks): how many have added to mdQaccum; zeros, if deterministic
+    mTurnsK: cute.Tensor | None  # (heads_k, parts, tiles of a head): to mdKVaccum, if grouped as well
+    mCuSeqlensQ: cute.Tensor | None
+    mCuSeqlensK: cute.Tensor | None
+    mSeqUsedQ: cute.Tensor | None
+    mSeqUsedK: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    heads_in_cache: Int32
+    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
+    num_ctas: Int32  # at most that many, if they are persistent
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
+
+    first_key: Int32
+    head: Int32
+    head_k: Int32
+    batch: Int32
+    block: Int32  # in the workspace of dK and dV
+    q: Rows
+    k: Rows
+    first_block: Int32  # of its sequence, in the workspace of dQ
+    window: Window  # queries and keys exchanged
+    blocks: KeyBlocks
+    earlier_heads: Int32  # of its group, whose tiles of these keys are taken before
+
+    @cute.jit
+    def earlier(self, config: cutlass.Constexpr, m: Int32) -> Int32:
+        """How many tiles that are taken before, if deterministic, add to block m: those of the keys behind."""
+        keys = Window(self.window.right, self.window.left, -self.window.shift)
+        stop = KeyBlocks.of(m * config.tile_m, config.tile_m, self.k.length, keys, config.tile_n).stop
+        return stop - 1 - self.first_key // config.tile_n
+
+
+def num_key_tiles(config: BackwardConfig | BackwardWideConfig, a: BackwardArguments) -> Int32:
+    """Tiles of all heads and sequences."""
+    heads = a.mQ.shape[-2]
+    if const_expr(config.packed):
+        return schedule.num_packed_tiles(a.mK.shape[0], heads, a.mCuSeqlensK.shape[0] - 1, config.tile_n)
+    batch, rows, _, _ = a.mK.shape
+    return schedule.num_dense_tiles(rows, heads, batch, config.tile_n)
+
+
+@cute.jit
+def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> KeyTile:
+    """What tile ``index`` is."""
+    c = config
+    heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
+    group = heads // heads_k
+    # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
+    if const_expr(c.packed):
+        tiles = num_key_tiles(c, a) // group
+        nth = index // tiles
+        work, k_start, k_slot = schedule.packed_tile(
+            index - nth * tiles, a.mK.shape[0], heads_k, a.mCuSeqlensK, c.tile_n, last_first=c.deterministic
+        )
+        head_k = work.head
+        batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if work.batch >= 0:
+            k_length = k_slot
+            q_start = a.mCuSeqlensQ[work.batch]
+            q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
+            first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
+            if const_expr(c.has_seqused_q):
+                q_length = a.mSeqUsedQ[work.batch]
+            if const_expr(c.has_seqused_k):
+                k_length = a.mSeqUsedK[work.batch]
+    else:
+        count, k_slot, _, _ = a.mK.shape
+        work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=c.deterministic)
+        batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
+        first_block = batch * cute.ceil_div(q_length, c.tile_m)
+        nth, head_k = work.head // heads_k, work.head % heads_k
+    first_key = work.first_row
+    num_keys = cutlass.min(k_length - first_key, c.tile_n)
+    window = Window(a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length)
+    blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
+    full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
+    # Keys behind the sequence are hidden in every block.
+    full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
+    return KeyTile(
+        first_key=first_key,
+        head=head_k * group + nth,
+        head_k=head_k,
+        batch=batch,
+        block=work.block,
+        q=Rows(q_start, q_length),
+        k=Rows(k_start, k_length, k_slot),
+        first_block=first_block,
+        window=window,
+        blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
+        earlier_heads=nth,
+    )
