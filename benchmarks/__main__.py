@@ -2,13 +2,17 @@
 
     python -m benchmarks packed
     python -m benchmarks forward     # or backward, or both of them; need a Hopper GPU
+    python -m benchmarks lengths     # forward and backward from 512 to 32k; needs one, too
+    python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
-Prints a table a case and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` and ``.png`` to the output folder, and
-exits with 1 if a bar fails. The plot needs matplotlib (``pip install flash-attn-cute[bench]``).
+Prints a table a case, means over all of them and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` (after every case)
+and ``.png`` to the output folder, and exits with 1 if a bar fails. The plot needs matplotlib
+(``pip install flash-attn-cute[bench]``).
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +28,7 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
     "backward": partial(attention.suite, "backward"),
     "both": partial(attention.suite, "both"),
+    "lengths": attention.lengths,
     "packed": packed.suite,
 }
 
@@ -38,24 +43,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on cuda, float32 on cpu")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only those whose names match")
+    parser.add_argument(
+        "--commit", help="where there is no git: what `git describe --always --abbrev=40 --dirty` prints"
+    )
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
     dtype_name = chosen.dtype or ("bfloat16" if chosen.device == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, dtype_name)
 
     suite = SUITES[chosen.suite](device, dtype)
-    reports = []
-    for case in suite.cases():
-        reports.append(harness.measure(suite, case))
-        print(report.table(reports[-1]), flush=True)
-    verdicts = harness.judge(suite.bars, reports)
-    for verdict in verdicts:
-        print(report.verdict_line(verdict))
-
+    bars = [bar for bar in suite.bars if chosen.cases.search(bar.case)]
+    environment = report.environment(device, dtype, chosen.commit)
     title = f"{suite.name}, {chosen.device}, {dtype_name}"
     path = chosen.out / f"{suite.name}-{chosen.device}-{dtype_name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    report.write_json(path, device, dtype, reports, verdicts)
+    reports: list[harness.CaseReport] = []
+    for case in suite.cases():
+        if chosen.cases.search(case.name):
+            reports.append(harness.measure(suite, case))
+            print(report.table(reports[-1]), flush=True)
+            report.write_json(path, environment, reports, harness.judge(bars, reports))
+    if not reports:
+        parser.error(f"argument --cases: no case of {suite.name} matches {chosen.cases.pattern!r}")
+    for mean in harness.means(reports):
+        print(report.mean_line(mean))
+    verdicts = harness.judge(bars, reports)
+    for verdict in verdicts:
+        print(report.verdict_line(verdict))
     print(f"wrote {path}")
     try:
         report.write_plot(path.with_suffix(".png"), title, reports)

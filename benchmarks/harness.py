@@ -2,14 +2,15 @@
 
 A suite has cases (what is computed), contenders (who computes it) and bars (what must hold). Of every case
 each contender first runs once for its results, which must agree with the reference's, and once for its peak
-memory; both runs warm it up. Then all take turns, A B A B ..., with a gemm and a copy among them, so that
-whatever slows the machine down slows everyone. Ratios are taken round by round: they are the result, and
-absolute figures only describe one machine.
+memory; both runs warm it up. One that raises at first is reported, and takes no turns. Then all others take
+turns, A B A B ..., with a gemm and a copy among them, so that whatever slows the machine down slows everyone.
+Ratios are taken round by round: they are the result, and absolute figures only describe one machine.
 """
 
 import functools
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -39,13 +40,18 @@ class Disagreement(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One thing to compute. Suites derive their own, which carry the input tensors."""
+    """One thing to compute. Suites derive their own, which carry the input tensors.
+
+    Cases of one panel are averaged together, and plotted together: as lines if they have lengths.
+    """
 
     name: str
     detail: str
     device: torch.device
     dtype: torch.dtype
     work: Work
+    panel: str = ""
+    length: int | None = None
 
 
 C = TypeVar("C", bound=Case)
@@ -56,10 +62,12 @@ class Contender(Generic[C]):
     """One implementation. ``make(case)`` returns what runs one repetition, or raises ``Unavailable``.
 
     Everything a real user would do once and not every step (offsets, masks, compiling) belongs in ``make``.
+    Its ratios are to the contender ``against``, if not to the reference.
     """
 
     name: str
     make: Callable[[C], Run]
+    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,18 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured in one case: seconds of every round by contender, FLOP/s and bytes/s by ceiling."""
+    """What was measured in one case: seconds of every round by contender, FLOP/s and bytes/s by ceiling.
+
+    ``against`` tells to whom a contender's ratios are; those that have none are not in it.
+    """
 
     name: str
     detail: str
+    panel: str
+    length: int | None
     work: Work
     reference: str
+    against: dict[str, str]
     times: dict[str, list[float]]
     peak_bytes: dict[str, int | None]
     unavailable: dict[str, str]
@@ -134,6 +148,11 @@ class CaseReport:
         """Time over time, of the rounds that both ran."""
         return Spread.of([a / b for a, b in zip(self.times[contender], self.times[against], strict=False)])
 
+    def peak_ratio(self, contender: str, against: str) -> float | None:
+        """Peak memory over peak memory; None if one of them is unknown or nothing."""
+        mine, others = self.peak_bytes[contender], self.peak_bytes[against]
+        return mine / others if mine and others else None
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -148,23 +167,26 @@ class Verdict:
         return self.ratio is not None and self.ratio <= self.bar.most
 
 
+@dataclass(frozen=True)
+class Mean:
+    """Geometric means of a contender's ratios to another, over the cases of a panel that both ran."""
+
+    panel: str
+    contender: str
+    against: str
+    cases: int
+    time: float
+    peak: float | None
+
+
 def measure(suite: Suite[C], case: C) -> CaseReport:
     """Verifies and times every contender in one case.
 
     Raises:
         Disagreement: a contender's results differ from the reference's.
-        Unavailable: the reference cannot run.
+        Exception: whatever the reference raises.
     """
-    runs: dict[str, Run] = {}
-    unavailable: dict[str, str] = {}
-    for contender in suite.contenders:
-        try:
-            runs[contender.name] = contender.make(case)
-        except Unavailable as reason:
-            if contender.name == suite.reference:
-                raise
-            unavailable[contender.name] = str(reason)
-    _verify(runs, suite.reference, case)
+    runs, unavailable = _verified(suite, case)
     peak_bytes = {name: peak_extra_bytes(run, case.device) for name, run in runs.items()}
 
     ceilings = {"gemm": work.gemm(case.device, case.dtype), "copy": work.copy(case.device)}
@@ -176,8 +198,11 @@ def measure(suite: Suite[C], case: C) -> CaseReport:
     return CaseReport(
         name=case.name,
         detail=case.detail,
+        panel=case.panel,
+        length=case.length,
         work=case.work,
         reference=suite.reference,
+        against=_opponents(suite, runs),
         times={name: times[name] for name in runs},
         peak_bytes=peak_bytes,
         unavailable=unavailable,
@@ -201,31 +226,68 @@ def interleave(
 
 
 def judge(bars: Sequence[Bar], reports: Sequence[CaseReport]) -> list[Verdict]:
-    """A verdict on every bar."""
+    """A verdict on every bar, also on those of cases that were not measured."""
     by_name = {report.name: report for report in reports}
     verdicts = []
     for bar in bars:
-        report = by_name[bar.case]
-        measured = bar.contender in report.times and bar.against in report.times
-        verdicts.append(Verdict(bar, report.ratio(bar.contender, bar.against).median if measured else None))
+        report = by_name.get(bar.case)
+        measured = report is not None and bar.contender in report.times and bar.against in report.times
+        verdicts.append(Verdict(bar, report.ratio(bar.contender, bar.against).median if report and measured else None))
     return verdicts
 
 
-def _verify(runs: Mapping[str, Run], reference: str, case: Case) -> None:
-    expected = runs[reference]()
-    for name, run in runs.items():
-        if name == reference:
-            continue
-        results = run()
-        if results.keys() != expected.keys():
-            raise Disagreement(f"{case.name}: {reference} gives {list(expected)}, {name} gives {list(results)}")
-        for part, x in results.items():
-            difference, largest = (y.abs().max().item() for y in (x - expected[part], expected[part]))
-            if not difference <= _TOLERANCES[case.dtype] * largest:  # NaN must not pass
-                raise Disagreement(
-                    f"{case.name}: {part} of {name} is up to {difference:.1e} off that of {reference}, "
-                    f"whose largest value is {largest:.1e}"
-                )
+def means(reports: Sequence[CaseReport]) -> list[Mean]:
+    """The means of every contender that has ratios, panel by panel."""
+    together: dict[tuple[str, str, str], list[CaseReport]] = {}
+    for report in reports:
+        for contender, against in report.against.items():
+            together.setdefault((report.panel, contender, against), []).append(report)
+    result = []
+    for (panel, contender, against), those in together.items():
+        times = [report.ratio(contender, against).median for report in those]
+        peaks = [report.peak_ratio(contender, against) for report in those]
+        known = [peak for peak in peaks if peak is not None]
+        peak = statistics.geometric_mean(known) if len(known) == len(peaks) else None
+        result.append(Mean(panel, contender, against, len(those), statistics.geometric_mean(times), peak))
+    return result
+
+
+def _verified(suite: Suite[C], case: C) -> tuple[dict[str, Run], dict[str, str]]:
+    """Runs that agree with the reference's, which is the first of them, and why there are none of the others."""
+    reference, *others = sorted(suite.contenders, key=lambda contender: contender.name != suite.reference)
+    runs = {reference.name: reference.make(case)}
+    expected = runs[reference.name]()
+    unavailable = {}
+    for contender in others:
+        try:
+            run = contender.make(case)
+            results = run()
+        except Unavailable as reason:
+            unavailable[contender.name] = str(reason)
+        except Exception as error:  # nobody's failure keeps the others from being measured
+            unavailable[contender.name] = "raised " + "".join(traceback.format_exception_only(error)).strip()
+        else:
+            _verify(case, contender.name, results, reference.name, expected)
+            runs[contender.name] = run
+    return runs, unavailable
+
+
+def _verify(case: Case, name: str, results: Results, reference: str, expected: Results) -> None:
+    if results.keys() != expected.keys():
+        raise Disagreement(f"{case.name}: {reference} gives {list(expected)}, {name} gives {list(results)}")
+    for part, x in results.items():
+        difference, largest = (y.abs().max().item() for y in (x - expected[part], expected[part]))
+        if not difference <= _TOLERANCES[case.dtype] * largest:  # NaN must not pass
+            raise Disagreement(
+                f"{case.name}: {part} of {name} is up to {difference:.1e} off that of {reference}, "
+                f"whose largest value is {largest:.1e}"
+            )
+
+
+def _opponents(suite: Suite[C], runs: Mapping[str, Run]) -> dict[str, str]:
+    """To whom each contender's ratios are, where both run."""
+    pairs = {contender.name: contender.against or suite.reference for contender in suite.contenders}
+    return {name: other for name, other in pairs.items() if name != suite.reference and {name, other} <= runs.keys()}
 
 
 def _cpu_seconds(run: Callable[[], object]) -> float:

@@ -1,8 +1,10 @@
 """The benchmark harness: what it counts, how it takes turns, and that it never calls a bad run good."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import harness
-from benchmarks.harness import Bar, Case, Contender, Disagreement, Results, Run, Suite, Unavailable
+from benchmarks import harness, report, work
+from benchmarks.harness import Bar, Case, CaseReport, Contender, Disagreement, Mean, Results, Run, Suite, Unavailable
 from benchmarks.memory import peak_extra_bytes
 from benchmarks.suites import attention, packed
 from benchmarks.work import Passes, Work, attention_flop, causal_area
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
 CPU = torch.device("cpu")
 CASE = Case(name="case", detail="a toy", device=CPU, dtype=torch.float32, work=Work(1e6, 1e6))
@@ -25,11 +28,17 @@ TINY = (
 )
 
 
-def toy(*contenders: Contender[Case], bars: Sequence[Bar] = ()) -> Suite[Case]:
-    """A suite of the one toy case, against a contender that computes ones."""
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 256)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 20)
+
+
+def toy(*contenders: Contender[Case], bars: Sequence[Bar] = (), cases: Sequence[str] = ("case",)) -> Suite[Case]:
+    """A suite of toy cases of these names, against a contender that computes ones."""
     return Suite(
         name="toy",
-        cases=lambda: iter([CASE]),
+        cases=lambda: (replace(CASE, name=name) for name in cases),
         contenders=(constant("reference", 1.0), *contenders),
         reference="reference",
         bars=bars,
@@ -50,6 +59,25 @@ def constant(name: str, value: float) -> Contender[Case]:
 def missing(case: Case) -> Run:
     """Makes nothing."""
     raise Unavailable("no such library")
+
+
+def measured(
+    panel: str, against: dict[str, str], peak_bytes: dict[str, int | None], **times: list[float]
+) -> CaseReport:
+    """A report of these times at a gemm of 1 GFLOP/s."""
+    return CaseReport(
+        name="case",
+        detail="",
+        panel=panel,
+        length=None,
+        work=Work(1e9, 1e6),
+        reference="a",
+        against=against,
+        times=times,
+        peak_bytes=peak_bytes,
+        unavailable={},
+        rates={"gemm": [1e9, 1e9], "copy": [1e9, 1e9]},
+    )
 
 
 def test_flop_counts_visible_pairs() -> None:
@@ -81,18 +109,30 @@ def test_contenders_take_turns() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    report = harness.CaseReport(
-        name="case",
-        detail="",
-        work=Work(1e9, 1e6),
-        reference="a",
-        times={"a": [1.0, 2.0, 4.0, 8.0], "b": [3.0, 6.0, 12.0]},
-        peak_bytes={},
-        unavailable={},
-        rates={"gemm": [1e9, 1e9], "copy": [1e9, 1e9]},
+    result = measured("", {}, {}, a=[1.0, 2.0, 4.0, 8.0], b=[3.0, 6.0, 12.0])
+    assert result.ratio("b", "a") == (3.0, 3.0, 3.0)
+    assert result.bound == 1.0
+
+
+def test_means_are_geometric_and_over_a_panel() -> None:
+    known: dict[str, int | None] = {"a": 10, "b": 20, "c": 5}
+    reports = [
+        measured("one", {"b": "a", "c": "b"}, known, a=[1.0, 1.0], b=[2.0, 2.0], c=[1.0, 1.0]),
+        measured("one", {"b": "a"}, {"a": 10, "b": 80}, a=[1.0, 1.0], b=[8.0, 8.0]),
+        measured("two", {"b": "a"}, {"a": 0, "b": None}, a=[2.0, 2.0], b=[1.0, 1.0]),
+    ]
+    rounded = [
+        replace(mean, time=round(mean.time, 9), peak=mean.peak and round(mean.peak, 9))
+        for mean in harness.means(reports)
+    ]
+    assert rounded == [
+        Mean("one", "b", "a", 2, 4.0, 4.0),
+        Mean("one", "c", "b", 1, 0.5, 0.25),
+        Mean("two", "b", "a", 1, 0.5, None),
+    ]
+    assert report.mean_line(harness.means(reports)[0]).startswith(
+        "mean: one: b takes 4 of the time of a and 4.00 of its"
     )
-    assert report.ratio("b", "a") == (3.0, 3.0, 3.0)
-    assert report.bound == 1.0
 
 
 @pytest.mark.parametrize("value", [1.001, torch.nan])
@@ -110,6 +150,30 @@ def test_missing_results_are_an_error() -> None:
 def test_the_reference_must_be_available() -> None:
     suite: Suite[Case] = Suite("toy", lambda: iter([CASE]), (Contender("a", missing),), "a", (), 3, 1.0)
     with pytest.raises(Unavailable, match="no such library"):
+        harness.measure(suite, CASE)
+
+
+def test_a_contender_that_raises_is_reported() -> None:
+    def broken(case: Case) -> Run:
+        return lambda: {"out": torch.ones(4, device="nowhere")}
+
+    def refused(case: Case) -> Run:
+        raise AssertionError
+
+    opponent = replace(constant("opponent", 1.0), against="broken")
+    suite = toy(Contender("broken", broken), Contender("refused", refused), opponent, constant("same", 1.0))
+    result = harness.measure(suite, CASE)
+    assert list(result.times) == ["reference", "opponent", "same"]
+    assert result.unavailable["broken"].startswith("raised RuntimeError: ")
+    assert result.unavailable["refused"] == "raised AssertionError"
+    assert result.against == {"same": "reference"}, "the one against whom the opponent is compared did not run"
+    assert "  refused: unavailable: raised AssertionError" in report.table(result).splitlines()
+
+
+def test_what_the_reference_raises_is_an_error() -> None:
+    broken = Contender[Case]("a", lambda case: lambda: {"out": torch.ones(4, device="nowhere")})
+    suite = Suite("toy", lambda: iter([CASE]), (constant("b", 1.0), broken), "a", (), 3, 1.0)
+    with pytest.raises(RuntimeError, match="nowhere"):
         harness.measure(suite, CASE)
 
 
@@ -160,6 +224,61 @@ def test_without_matplotlib_everything_but_the_plot_is_there(
     assert [path.name for path in tmp_path.iterdir()] == ["toy-cpu-float32.json"]
 
 
+def test_chosen_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bars of the others are not judged; a choice of none is an error."""
+    names = ["2k causal", "8k causal", "8k full"]
+    suite = toy(constant("same", 1.0), bars=[Bar(name, "same", "reference", 1e9) for name in names], cases=names)
+    monkeypatch.setitem(cli.SUITES, "toy", lambda device, dtype: suite)
+    command = ["toy", "--device", "cpu", "--out", str(tmp_path), "--commit", "c0ffee-dirty", "--cases"]
+    assert cli.main([*command, "^8k"]) == 0
+    printed = capsys.readouterr().out
+    assert "2k" not in printed
+    assert "mean: same takes" in printed
+    assert "cases: 2" in printed
+    content = json.loads((tmp_path / "toy-cpu-float32.json").read_text())
+    assert [case["name"] for case in content["cases"]] == [bar["case"] for bar in content["bars"]] == names[1:]
+    assert [(mean["contender"], mean["against"], mean["cases"]) for mean in content["means"]] == [
+        ("same", "reference", 2)
+    ]
+    assert (content["environment"]["commit"], content["environment"]["dirty"]) == ("c0ffee", True)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "16k"])
+    assert "no case of toy matches '16k'" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(case: Case) -> Run:
+        if case.name == "third":
+            raise KeyboardInterrupt
+        return lambda: {"out": torch.ones(4)}
+
+    names = ["first", "second", "third"]
+    bars = [Bar(name, "cut off", "reference", 1e9) for name in names]
+    suite = toy(Contender("cut off", make), bars=bars, cases=names)
+    monkeypatch.setitem(cli.SUITES, "toy", lambda device, dtype: suite)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["toy", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "toy-cpu-float32.json").read_text())
+    assert [case["name"] for case in content["cases"]] == ["first", "second"]
+    assert [bar["passed"] for bar in content["bars"]] == [True, True, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["toy-cpu-float32.json"]
+
+
+def test_a_result_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    report.write_json(path, {"commit": "a"}, [], [])
+    write = Path.write_text
+
+    def cut_off(self: Path, text: str) -> None:
+        write(self, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        report.write_json(path, {"commit": "b"}, [], [])
+    assert json.loads(path.read_text())["environment"] == {"commit": "a"}
+
+
 def test_peak_memory_of_a_known_allocation() -> None:
     peak = peak_extra_bytes(lambda: torch.ones(1 << 24), CPU)
     if peak is None:
@@ -171,10 +290,10 @@ def test_peak_memory_of_a_known_allocation() -> None:
 def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
     suite = replace(packed.suite(CPU, dtype, TINY), rounds=3)
     reports = [harness.measure(suite, case) for case in suite.cases()]
-    assert [report.name for report in reports] == ["ragged", "gqa"]
+    assert [result.name for result in reports] == ["ragged", "gqa"]
     assert reports[0].work.flop == attention_flop(15 + 1 + 153, 2, 8, 8, "both")
-    for report in reports:
-        assert list(report.times) == [packed.LOOP, packed.PACKAGE, packed.PADDED]
+    for result in reports:
+        assert list(result.times) == [packed.LOOP, packed.PACKAGE, packed.PADDED]
     verdicts = harness.judge(suite.bars, reports)
     assert [verdict.bar.case for verdict in verdicts] == (["ragged"] if dtype == torch.float32 else [])
     assert all(verdict.ratio is not None for verdict in verdicts)
@@ -188,7 +307,8 @@ def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> 
     """A backward pass has its forward pass behind it; of both, both are run every time."""
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=passes != "forward") for _ in range(3))
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 5, 2, 8)}
-    case = attention.AttentionCase(**vars(CASE), **tensors, causal=False, cu_seqlens=None, max_seqlen=5)
+    mask: dict[str, Any] = {"causal": False, "cu_seqlens": None, "max_seqlen": 5}
+    case = attention.AttentionCase(**vars(CASE), passes=passes, **tensors, **mask)
     count = 0
 
     def make(case: attention.AttentionCase) -> attention.Forward:
@@ -199,7 +319,7 @@ def test_passes_of_a_contender(passes: Passes, calls: int, names: list[str]) -> 
 
         return forward
 
-    run = attention._passes(passes, make)(case)
+    run = attention._passes(make)(case)
     results = [run() for _ in range(3)][-1]
     assert count == calls
     assert list(results) == names
@@ -219,3 +339,130 @@ def test_bars_of_the_attention_suites() -> None:
         bars = [bar for bar in suite.bars if bar.against == attention.FA4]
         assert len(bars) == len(attention.DENSE) + len(attention.PACKED)
         assert {round(1 / bar.most, 6) for bar in bars} == least
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """Attention suites of tiny cases, by the portable backend, which stands in for flash-attn-4, too.
+
+    Returns who was called with which ``deterministic``. Flash-attn-4's stand-in refuses it where d = 16.
+    """
+    asked = set()
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, deterministic: bool, **options: Any) -> Any:
+            asked.add((attention.PACKAGE, deterministic))
+            return function(*args, deterministic=deterministic, **options)
+
+        return call
+
+    def peer(q: torch.Tensor, *args: Any, deterministic: bool, **options: Any) -> tuple[torch.Tensor, None]:
+        asked.add((attention.FA4, deterministic))
+        if deterministic and q.shape[-1] == 16:
+            raise NotImplementedError("d = 16")
+        function = flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func
+        return function(q, *args, **options), None
+
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        monkeypatch.setattr(attention, function.__name__, recording(function))
+    module = types.ModuleType("flash_attn.cute")
+    vars(module).update(flash_attn_func=peer, flash_attn_varlen_func=peer)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(attention, "BACKEND", "portable")
+    monkeypatch.setattr(attention, "TOKENS", 32)
+    monkeypatch.setattr(attention, "DENSE", ((2, 2, 8, 16, True), (4, 2, 16, 16, False)))
+    monkeypatch.setattr(attention, "PACKED", ((4, 2, 8),))
+    monkeypatch.setattr(attention, "DOCUMENTS", (5, 1, 17))
+    monkeypatch.setattr(attention, "LENGTHS", (8, 16, 32))
+
+    def short(
+        make: Callable[[torch.device, torch.dtype], Suite[Any]],
+    ) -> Callable[[torch.device, torch.dtype], Suite[Any]]:
+        return lambda device, dtype: replace(make(device, dtype), rounds=3)
+
+    for name in ("forward", "backward", "both", "lengths"):
+        monkeypatch.setitem(cli.SUITES, name, short(cli.SUITES[name]))
+    return asked
+
+
+def run_tiny(suite: str, out: Path) -> dict[str, Any]:
+    """The JSON of a suite of the attention."""
+    pytest.importorskip("matplotlib")
+    cli.main([suite, "--device", "cpu", "--out", str(out)])
+    assert (out / f"{suite}-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+    content: dict[str, Any] = json.loads((out / f"{suite}-cpu-float32.json").read_text())
+    return content
+
+
+PLAIN = [attention.PACKAGE, attention.FA4]
+DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("suite", ["backward", "both"])
+def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = run_tiny(suite, tmp_path)
+    assert [case["name"] for case in content["cases"]] == ["2x8 16 causal", "4/2x16 16 full", "documents 4/2x8 causal"]
+    for case in content["cases"]:
+        refused = DETERMINISTIC[1:] if "x16" in case["name"] else []
+        names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
+        assert [name for name in case["times"] if name != attention.CUDNN] == names
+        assert case["peak_bytes"].keys() == case["times"].keys()
+        for name in refused:
+            assert case["unavailable"][name] == "raised NotImplementedError: d = 16"
+    expected = {
+        (attention.FA4, attention.PACKAGE): 3,
+        (attention.PACKAGE_DETERMINISTIC, attention.PACKAGE): 3,
+        (attention.FA4_DETERMINISTIC, attention.PACKAGE_DETERMINISTIC): 2,
+    }
+    means = {(mean["contender"], mean["against"]): mean["cases"] for mean in content["means"]}
+    assert {pair: count for pair, count in means.items() if attention.CUDNN not in pair} == expected
+    printed = capsys.readouterr().out
+    for (contender, against), count in expected.items():
+        line = rf"mean: {contender} takes \S+ of the time of {against} and \S+ of its peak memory \(\D+{count}\)"
+        assert re.search(line, printed)
+
+
+def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
+    for case in run_tiny("forward", tmp_path)["cases"]:
+        assert case["unavailable"].keys() >= set(DETERMINISTIC)
+    assert tiny == {(name, False) for name in PLAIN}
+
+
+def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
+    cases = run_tiny("lengths", tmp_path)["cases"]
+    assert [case["name"] for case in cases[:4]] == [
+        *(f"forward 16x128 {length} causal" for length in (8, 16, 32)),
+        "forward 16x128 8 full",
+    ]
+    panels = [f"{passes}, {mask}" for passes in ("forward", "backward") for mask in ("causal", "full")]
+    assert [(case["panel"], case["length"]) for case in cases] == [(x, n) for x in panels for n in (8, 16, 32)]
+    for case in cases:
+        backward = case["panel"].startswith("backward")
+        assert set(PLAIN + DETERMINISTIC) & case["times"].keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
+        factor = 2.5 if backward else 1.0
+        pairs = (case["length"] + 1) / 2 if "causal" in case["panel"] else case["length"]
+        assert case["work"]["flop"] == factor * 4 * 32 * pairs * 16 * 128
+    assert tiny == {(name, deterministic) for name in PLAIN for deterministic in (False, True)}
+
+
+def test_rows_of_the_attention_suites() -> None:
+    """Those of which figures of the peers are known."""
+    names = [attention._dense_name(*row) for row in attention.DENSE]
+    names += [attention._packed_name(*heads) for heads in attention.PACKED]
+    assert names == [
+        "16x128 2k causal",
+        "16x128 8k causal",
+        "16x128 16k causal",
+        "16x128 2k full",
+        "16x128 8k full",
+        "32/8x128 8k causal",
+        "32x64 8k causal",
+        "32x64 8k full",
+        "8x256 8k causal",
+        "8x256 8k full",
+        "documents 16x128 causal",
+        "documents 32/8x128 causal",
+        "documents 32x64 causal",
+    ]

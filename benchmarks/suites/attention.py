@@ -1,14 +1,16 @@
 """Either pass, and both, on a Hopper GPU, over the sizes that peers publish: 32k tokens in bfloat16.
 
-Dense batches of several lengths and head shapes, causal and full, and sixteen causal documents of uneven lengths.
-Against flash-attn-4 (its CuTe DSL kernels) and, for dense batches, PyTorch's cuDNN attention, where they are there.
+Dense batches of several lengths and head shapes, causal and full, and sixteen causal documents of uneven lengths; and
+either pass over one head shape and many lengths. Against flash-attn-4 (its CuTe DSL kernels) and, for dense batches,
+PyTorch's cuDNN attention, where they are there. Where there is a backward pass, the package and flash-attn-4 also take
+part with ``deterministic=True``.
 """
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,8 @@ from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
 PACKAGE, FA4, CUDNN = "flash_attn_cute", "flash-attn-4", "cuDNN"
+PACKAGE_DETERMINISTIC, FA4_DETERMINISTIC = (f"{name} deterministic" for name in (PACKAGE, FA4))
+BACKEND = "sm90"
 TOKENS = 32_768
 
 # Query heads, key heads, head dimension, length, causal.
@@ -35,13 +39,18 @@ DENSE = (
     (8, 8, 256, 8192, True),
     (8, 8, 256, 8192, False),
 )
+# Query heads, key heads, head dimension; of documents of these lengths.
 PACKED = ((16, 16, 128), (32, 8, 128), (32, 32, 64))
+DOCUMENTS = tuple(random.Random(i).randint(64, 4096) for i in range(16))
+# 16 heads of 128, causal and full.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCase(Case):
-    """Inputs, dense (batch, seqlen, heads, d) or packed (total, heads, d) with offsets."""
+    """Passes, and inputs, dense (batch, seqlen, heads, d) or packed (total, heads, d) with offsets."""
 
+    passes: Passes
     q: Tensor
     k: Tensor
     v: Tensor
@@ -53,23 +62,45 @@ class AttentionCase(Case):
 
 # Computes out; its inputs require gradients if a backward pass follows.
 Forward: TypeAlias = Callable[[], Tensor]
+# Standard normal numbers of a shape.
+Normal: TypeAlias = Callable[..., Tensor]
+
+
+class Maker(Protocol):
+    """Makes a contender's forward pass, of which it may be asked that the backward pass behind it is deterministic."""
+
+    def __call__(self, case: AttentionCase, *, deterministic: bool = False) -> Forward:
+        """The forward pass of one case."""
 
 
 def suite(passes: Passes, device: torch.device, dtype: torch.dtype) -> Suite[AttentionCase]:
     """The suite of either pass, or of both. Its bars are the least that the package has to reach on every row."""
-    names = [_dense_name(*row) for row in DENSE] + [_packed_name(*row) for row in PACKED]
+
+    def cases() -> Iterator[AttentionCase]:
+        normal = _normal(device, dtype)
+        for row in DENSE:
+            yield _dense(passes, *row, normal)
+        for heads in PACKED:
+            yield _packed(passes, *heads, normal)
+
+    names = [_dense_name(*row) for row in DENSE] + [_packed_name(*heads) for heads in PACKED]
     bars = [Bar(name, PACKAGE, FA4, 1 / _least(passes, name)) for name in names]
     bars += [Bar(_dense_name(*row), PACKAGE, CUDNN, 1.0) for row in DENSE]
-    makers = ((PACKAGE, _package), (FA4, _flash_attn_4), (CUDNN, _cudnn))
-    return Suite(
-        name=passes,
-        cases=lambda: _cases(passes, device, dtype),
-        contenders=[Contender(name, _passes(passes, make)) for name, make in makers],
-        reference=PACKAGE,
-        bars=bars,
-        rounds=30,
-        seconds=2.0,
-    )
+    return Suite(passes, cases, _contenders(), PACKAGE, bars, rounds=30, seconds=2.0)
+
+
+def lengths(device: torch.device, dtype: torch.dtype) -> Suite[AttentionCase]:
+    """The suite of either pass over the lengths. It has no bars."""
+
+    def cases() -> Iterator[AttentionCase]:
+        normal = _normal(device, dtype)
+        each: tuple[Passes, ...] = ("forward", "backward")
+        for passes, causal, length in product(each, (True, False), LENGTHS):
+            case = _dense(passes, 16, 16, 128, length, causal, normal)
+            panel = f"{passes}, {'causal' if causal else 'full'}"
+            yield replace(case, name=f"{passes} {case.name}", panel=panel, length=length)
+
+    return Suite("lengths", cases, _contenders(), PACKAGE, bars=(), rounds=10, seconds=1.0)
 
 
 def _least(passes: Passes, name: str) -> float:
@@ -79,14 +110,33 @@ def _least(passes: Passes, name: str) -> float:
     return 1.35 if passes == "backward" and "x256" in name else 1.05
 
 
-def _passes(passes: Passes, make: Callable[[AttentionCase], Forward]) -> Callable[[AttentionCase], Run]:
-    """Makes what runs these passes of a contender."""
+def _contenders() -> list[Contender[AttentionCase]]:
+    return [
+        Contender(PACKAGE, _passes(_package)),
+        Contender(FA4, _passes(_flash_attn_4)),
+        Contender(CUDNN, _passes(_cudnn)),
+        Contender(PACKAGE_DETERMINISTIC, _passes(_deterministic(_package))),
+        Contender(FA4_DETERMINISTIC, _passes(_deterministic(_flash_attn_4)), against=PACKAGE_DETERMINISTIC),
+    ]
+
+
+def _deterministic(make: Maker) -> Callable[[AttentionCase], Forward]:
+    def of(case: AttentionCase) -> Forward:
+        if case.passes == "forward":
+            raise Unavailable("forward passes are deterministic without it, too")
+        return make(case, deterministic=True)
+
+    return of
+
+
+def _passes(make: Callable[[AttentionCase], Forward]) -> Callable[[AttentionCase], Run]:
+    """Makes what runs the passes of a case."""
 
     def of(case: AttentionCase) -> Run:
         forward = make(case)
-        if passes == "forward":
+        if case.passes == "forward":
             return lambda: {"out": forward()}
-        once = forward() if passes == "backward" else None
+        once = forward() if case.passes == "backward" else None
 
         def run() -> Results:
             out = forward() if once is None else once
@@ -100,61 +150,75 @@ def _passes(passes: Passes, make: Callable[[AttentionCase], Forward]) -> Callabl
 
 def _dense_name(nheads: int, nheads_k: int, d: int, seqlen: int, causal: bool) -> str:
     heads = nheads if nheads == nheads_k else f"{nheads}/{nheads_k}"
-    return f"{heads}x{d} {seqlen // 1024}k {'causal' if causal else 'full'}"
+    length = seqlen if seqlen < 1024 else f"{seqlen // 1024}k"
+    return f"{heads}x{d} {length} {'causal' if causal else 'full'}"
 
 
 def _packed_name(nheads: int, nheads_k: int, d: int) -> str:
     return f"documents {nheads if nheads == nheads_k else f'{nheads}/{nheads_k}'}x{d} causal"
 
 
-def _cases(passes: Passes, device: torch.device, dtype: torch.dtype) -> Iterator[AttentionCase]:
+def _normal(device: torch.device, dtype: torch.dtype) -> Normal:
     draw = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=device, dtype=dtype)
-
-    def case(name: str, q: Tensor, k: Tensor, v: Tensor, area: int, causal: bool, **packing: Any) -> AttentionCase:
-        reads_and_writes = {"forward": (2, 1), "backward": (4, 2), "both": (6, 3)}  # like q, and like k and like v
-        like_q, like_k = reads_and_writes[passes]
-        traffic = like_q * q.nbytes + like_k * (k.nbytes + v.nbytes)
-        work = Work(attention_flop(area, q.shape[-2], q.shape[-1], q.shape[-1], passes), traffic)
-        detail = f"q {tuple(q.shape)}, k and v {tuple(k.shape)}"
-        dout = normal(*q.shape)
-        for x in (q, k, v):
-            x.requires_grad_(passes != "forward")
-        inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "causal": causal, **packing}
-        return AttentionCase(name=name, detail=detail, device=device, dtype=dtype, work=work, **inputs)
-
-    for row in DENSE:
-        nheads, nheads_k, d, seqlen, causal = row
-        batch = TOKENS // seqlen
-        q, k, v = (normal(batch, seqlen, heads, d) for heads in (nheads, nheads_k, nheads_k))
-        area = batch * (causal_area([seqlen]) if causal else seqlen**2)
-        yield case(_dense_name(*row), q, k, v, area, causal, cu_seqlens=None, max_seqlen=seqlen)
-    lengths = [random.Random(i).randint(64, 4096) for i in range(16)]
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    for nheads, nheads_k, d in PACKED:
-        q, k, v = (normal(sum(lengths), heads, d) for heads in (nheads, nheads_k, nheads_k))
-        packing: dict[str, Any] = {"cu_seqlens": offsets, "max_seqlen": max(lengths)}
-        yield case(_packed_name(nheads, nheads_k, d), q, k, v, causal_area(lengths), True, **packing)
+    return lambda *shape: torch.randn(shape, generator=draw, device=device, dtype=dtype)
 
 
-def _package(case: AttentionCase) -> Forward:
-    cu, longest = case.cu_seqlens, case.max_seqlen
+def _dense(
+    passes: Passes, nheads: int, nheads_k: int, d: int, seqlen: int, causal: bool, normal: Normal
+) -> AttentionCase:
+    batch = TOKENS // seqlen
+    q, k, v = (normal(batch, seqlen, heads, d) for heads in (nheads, nheads_k, nheads_k))
+    name = _dense_name(nheads, nheads_k, d, seqlen, causal)
+    area = batch * (causal_area([seqlen]) if causal else seqlen**2)
+    return _case(name, passes, q, k, v, normal(*q.shape), area, causal=causal, cu_seqlens=None, max_seqlen=seqlen)
+
+
+def _packed(passes: Passes, nheads: int, nheads_k: int, d: int, normal: Normal) -> AttentionCase:
+    q, k, v = (normal(sum(DOCUMENTS), heads, d) for heads in (nheads, nheads_k, nheads_k))
+    offsets = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device=q.device)
+    packing: dict[str, Any] = {"cu_seqlens": offsets, "max_seqlen": max(DOCUMENTS)}
+    name, area = _packed_name(nheads, nheads_k, d), causal_area(DOCUMENTS)
+    return _case(name, passes, q, k, v, normal(*q.shape), area, causal=True, **packing)
+
+
+def _case(
+    name: str, passes: Passes, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, area: int, **mask: Any
+) -> AttentionCase:
+    reads_and_writes = {"forward": (2, 1), "backward": (4, 2), "both": (6, 3)}  # like q, and like k and like v
+    like_q, like_k = reads_and_writes[passes]
+    traffic = like_q * q.nbytes + like_k * (k.nbytes + v.nbytes)
+    for x in (q, k, v):
+        x.requires_grad_(passes != "forward")
+    return AttentionCase(
+        name=name,
+        detail=f"q {tuple(q.shape)}, k and v {tuple(k.shape)}",
+        device=q.device,
+        dtype=q.dtype,
+        work=Work(attention_flop(area, q.shape[-2], q.shape[-1], q.shape[-1], passes), traffic),
+        passes=passes,
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        **mask,
+    )
+
+
+def _package(case: AttentionCase, *, deterministic: bool = False) -> Forward:
+    q, k, v, cu, longest = case.q, case.k, case.v, case.cu_seqlens, case.max_seqlen
+    options: dict[str, Any] = {"causal": case.causal, "deterministic": deterministic, "backend": BACKEND}
 
     def run() -> Tensor:
         if cu is None:
-            out: Tensor = flash_attn_func(case.q, case.k, case.v, causal=case.causal, backend="sm90")
+            out: Tensor = flash_attn_func(q, k, v, **options)
         else:
-            out = flash_attn_varlen_func(
-                case.q, case.k, case.v, cu, cu, longest, longest, causal=case.causal, backend="sm90"
-            )
+            out = flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
         return out
 
     return run
 
 
-def _flash_attn_4(case: AttentionCase) -> Forward:
+def _flash_attn_4(case: AttentionCase, *, deterministic: bool = False) -> Forward:
     try:
         from flash_attn.cute import flash_attn_func as dense
         from flash_attn.cute import flash_attn_varlen_func as packed
@@ -162,12 +226,13 @@ def _flash_attn_4(case: AttentionCase) -> Forward:
         raise Unavailable(str(reason)) from reason
     offsets = {"cu_seqlens_q": case.cu_seqlens, "cu_seqlens_k": case.cu_seqlens}
     bounds = {"max_seqlen_q": case.max_seqlen, "max_seqlen_k": case.max_seqlen}
+    options = {"causal": case.causal, "deterministic": deterministic}
 
     def run() -> Tensor:
         if case.cu_seqlens is None:
-            result = dense(case.q, case.k, case.v, causal=case.causal)
+            result = dense(case.q, case.k, case.v, **options)
         else:
-            result = packed(case.q, case.k, case.v, **offsets, **bounds, causal=case.causal)
+            result = packed(case.q, case.k, case.v, **offsets, **bounds, **options)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
