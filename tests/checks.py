@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from tests import oracle
 from tests.oracle import Call
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 GRADS = ("q", "k", "v", "bias", "learnable_sink")
 
@@ -239,7 +243,11 @@ def assert_close(name: str, got: Tensor, expected: Tensor, low: Tensor, factor: 
     assert error <= bound, f"{name}: error {error:.3g} above the bound {bound:.3g}"  # NaN fails too
 
 
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers, which tell NaNs and signed zeros apart."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits, NaN and signed zeros included."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))

@@ -27,6 +27,7 @@ hypothesis.settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
+    parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
 
 @pytest.fixture
@@ -34,6 +35,13 @@ def fuzz_seconds(request: pytest.FixtureRequest) -> float:
     """How long a test may go on drawing."""
     seconds: float = request.config.getoption("--fuzz-seconds")
     return seconds
+
+
+@pytest.fixture
+def repetitions(request: pytest.FixtureRequest) -> int:
+    """How often a test is to repeat what must give the same bits."""
+    count: int = request.config.getoption("--repetitions")
+    return count
 
 
 @pytest.fixture(autouse=True)

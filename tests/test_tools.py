@@ -15,10 +15,9 @@ import torch
 
 from flash_attn_cute import dispatch
 from flash_attn_cute.backends.portable import PortableBackend
+from tests.checks import needs_hopper
 from tools import machine, ncu, ncu_report, nsys, workload
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 MAIN = {"ncu": ncu.main, "nsys": nsys.main, "workload": workload.main}
 KERNEL = "kernel_cutlass_kernel_flash_attn_cutekernelssm90forwardForwardSm90_object_at__0"
 STALLED = "smsp__average_warps_issue_stalled_"
