@@ -16,8 +16,8 @@ hold if a CTA owned a tile before it runs, by its number in the grid.
 
 Heads share the counter, their tickets mixed in any way that keeps the order of each head. The query heads of a group
 may add to one dK and dV by turns too, and the argument covers that if these turns follow the tickets: the number of the
-head within its group will do where, for each n, the heads of the group have their tickets in ascending order. Every
-tile passes that turn on, also one that no query sees.
+head within its group will do where, for each n, the heads of the group have their tickets in ascending order, and
+either all of them add or those that do not pass the turn on all the same.
 
 Which launch order is fast depends on the mask. DASH (arXiv 2601.21824) models the additions as a directed acyclic graph
 whose longest path is the time, and walks causal masks from the last query. Walking from the first one, last keys first

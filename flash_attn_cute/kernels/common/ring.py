@@ -9,7 +9,7 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Ring:
-    """One or two stages; the number of a step, counted from 0, says which stage and in what phase its barriers are.
+    """Stages, a power of 2; the number of a step, counted from 0, says which stage and in what phase its barriers are.
 
     A stage is filled and emptied by whoever ``init`` counts: arrivals, and bytes that were announced with one of them.
     """
@@ -35,16 +35,17 @@ class Ring:
     def _empty(self, step: Int32) -> cute.Pointer:
         return self.barriers + (self.stages + self.stage(step))
 
-    def _phase(self, step: Int32) -> Int32:
+    def phase(self, step: Int32) -> Int32:
+        """Of the barriers of a step's stage, once it is full."""
         return step >> self.stages.bit_length() - 1 & 1
 
     def wait_full(self, step: Int32) -> None:
         """Until a step's data are there."""
-        cute.arch.mbarrier_wait(self.full(step), self._phase(step))
+        cute.arch.mbarrier_wait(self.full(step), self.phase(step))
 
     def wait_empty(self, step: Int32) -> None:
         """Until the step before that had this stage is over."""
-        cute.arch.mbarrier_wait(self._empty(step), self._phase(step) ^ 1)
+        cute.arch.mbarrier_wait(self._empty(step), self.phase(step) ^ 1)
 
     @cute.jit
     def arrive(self, step: Int32) -> None:

@@ -1,7 +1,8 @@
-"""Which tile is which, in an order that starts the longest ones first, and which one a CTA takes next.
+"""Which tile is which, and which one a CTA takes next.
 
-CTAs start, and take tiles, in the order of the index. Under a causal mask a sequence's last queries see the most keys,
-so tiles of queries are numbered from the back; its first keys are seen by the most queries, so those of keys are not.
+CTAs start, and take tiles, in the order of the index, and the longest should start first. Under a causal mask a
+sequence's last queries see the most keys, so tiles of queries are numbered from the back (``last_first``); its first
+keys are seen by the most queries, so those of keys are not, unless their additions are to have an order.
 """
 
 from dataclasses import dataclass

@@ -15,16 +15,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-_STAGES = 4  # turns that have come and are not passed on yet; a power of 2
-_COME, _ADDED, _PASSED = 0, _STAGES, 2 * _STAGES
+from flash_attn_cute.kernels.common.ring import Ring
+
+_STAGES = 4  # turns that have come and are not passed on yet
 
 
 @cute.jit
 def wait(counter: cute.Pointer, earlier: Int32) -> None:
-    """Returns, to a converged warp, when that many tiles have added."""
+    """Returns, to a converged warp, when that many tiles have added.
+
+    Or more: lengths that nobody has checked may let sequences share a block, which is to be wrong, not to hang.
+    """
     if cute.arch.lane_idx() == 0:
         added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while added != earlier:
+        while added < earlier:
             added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
 
@@ -41,47 +45,45 @@ def count(counters: cute.Pointer, num_blocks: Int32 | int) -> None:
 class Turns:
     """Waiting and counting by two warps of their own, so that those that add do neither. A turn's number is from 0 on.
 
-    Barriers, four of each kind: ``come``, the waiting warp -> the adding ones; ``added``, an arrival of each of these
-    -> the counting warp; ``passed``, the counting warp -> the waiting one, for the fourth turn from there.
+    A ring of four: the waiting warp fills it, when a turn has come, and the counting warp empties it, when that has
+    been passed on. In between each adding warp arrives at a barrier, when it has added.
     """
 
-    barriers: cute.Pointer
+    barriers: cute.Pointer  # those of the ring, then four of additions
 
     num_barriers = 3 * _STAGES
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.barriers, _STAGES)
+
+    def _added(self, turn: Int32) -> cute.Pointer:
+        return self.barriers + (2 * _STAGES + self._ring.stage(turn))
 
     @cute.jit
     def init(self, adding_warps: cutlass.Constexpr) -> None:
         """Before all else, by one thread."""
+        self._ring.init(full=1, empty=1)
         for i in cutlass.range_constexpr(_STAGES):
-            cute.arch.mbarrier_init(self.barriers + (_COME + i), 1)
-            cute.arch.mbarrier_init(self.barriers + (_ADDED + i), adding_warps)
-            cute.arch.mbarrier_init(self.barriers + (_PASSED + i), 1)
-
-    def _barrier(self, kind: int, turn: Int32) -> cute.Pointer:
-        return self.barriers + (kind + (turn & _STAGES - 1))
-
-    def _phase(self, turn: Int32) -> Int32:
-        return turn >> _STAGES.bit_length() - 1 & 1
+            cute.arch.mbarrier_init(self.barriers + (2 * _STAGES + i), adding_warps)
 
     @cute.jit
     def call(self, turn: Int32, counter: cute.Pointer, earlier: Int32) -> None:
         """By the waiting warp: the turn has come when that many tiles have added."""
-        cute.arch.mbarrier_wait(self._barrier(_PASSED, turn), self._phase(turn) ^ 1)  # from the counting warp
+        self._ring.wait_empty(turn)  # from the counting warp
         wait(counter, earlier)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._barrier(_COME, turn))
+        self._ring.arrive(turn)
 
-    @cute.jit
     def wait(self, turn: Int32) -> None:
         """By the adding warps: until the turn has come."""
-        cute.arch.mbarrier_wait(self._barrier(_COME, turn), self._phase(turn))  # from the waiting warp
+        self._ring.wait_full(turn)  # from the waiting warp
 
     @cute.jit
     def have_added(self, turn: Int32) -> None:
         """By each adding warp: it has."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._barrier(_ADDED, turn))
+            cute.arch.mbarrier_arrive(self._added(turn))
 
     @cute.jit
     def pass_on(self, turn: Int32, counters: cute.Pointer, another: Boolean | bool) -> Int32:
@@ -89,14 +91,13 @@ class Turns:
 
         Returns the number of turns. The fence takes longer than a step at times, and as long for two as for one.
         """
-        cute.arch.mbarrier_wait(self._barrier(_ADDED, turn), self._phase(turn))  # from the adding warps
+        cute.arch.mbarrier_wait(self._added(turn), self._ring.phase(turn))  # from the adding warps
         turns = Int32(1)
-        if another and cute.arch.mbarrier_test_wait(self._barrier(_ADDED, turn + 1), self._phase(turn + 1)):
+        if another and cute.arch.mbarrier_test_wait(self._added(turn + 1), self._ring.phase(turn + 1)):
             turns = Int32(2)
         turns = cute.arch.shuffle_sync(turns, 0)
         if cute.arch.lane_idx() == 0:
             count(counters, turns)
-            for i in cutlass.range(turns, unroll=1):
-                cute.arch.mbarrier_arrive(self._barrier(_PASSED, turn + i))
-        cute.arch.sync_warp()
+        for i in cutlass.range(turns, unroll=1):
+            self._ring.release(turn + i)
         return turns

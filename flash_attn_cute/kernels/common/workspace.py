@@ -1,4 +1,6 @@
-"""The float32 workspace in which dQ is summed, and the numbers that the backward pass keeps of every query.
+"""The float32 workspace in which gradients are summed, and the numbers that the backward pass keeps of every query.
+
+Sums are of dQ, and of dK and dV where query heads share a key head: for these read keys for queries, and tile_n.
 
 Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
 numbered as their tiles are (``schedule.packed_tile``), so that no block holds queries of two sequences: batch *

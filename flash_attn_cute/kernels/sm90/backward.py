@@ -49,6 +49,7 @@ from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.products import gemm
 
 _TILE_STAGES = 2
 
@@ -277,7 +278,7 @@ class BackwardSm90:
 
     @cute.jit
     def _announce(self, index: Int32, shared: "_Shared", state: pipeline.PipelineState) -> None:
-        """Tells the multiplying warpgroups of a tile, or that there is none any more."""
+        """Tells all others of a tile, or that there is none any more."""
         cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all have read what was here
         with cute.arch.elect_one():
             shared.tiles[state.index] = index
@@ -500,10 +501,10 @@ class BackwardSm90:
         shared, stage = work.shared, state.index
         tPrdO = work.tPrdO[None, None, None, stage]
         shared.pipe_dO.consumer_wait(state)
-        self._gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
+        gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
         self._weigh(work, tile, m, stage)
         self._read_stats(work, 1, stage)
-        self._gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
+        gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
         self._differentiate(work, stage)
         # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
@@ -513,7 +514,7 @@ class BackwardSm90:
         warpgroup.wait_group(0)  # dV is there
         shared.pipe_dO.consumer_release(state)
         self._start_dQ(work, step - 1)
-        self._gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
+        gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         following = state.clone()
         following.advance()
         if m + 1 < tile.blocks.stop:
@@ -534,14 +535,14 @@ class BackwardSm90:
     def _start_S(self, work: "_Work", stage: Int32) -> None:
         """Scores of a block."""
         tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, stage]
-        self._gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
+        gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
 
     @cute.jit
     def _start_dQ(self, work: "_Work", step: Int32) -> None:
         """This warpgroup's part of a step's dQ."""
         for i in cutlass.range_constexpr(self.warpgroups):
             tQrdS, tQrK = work.tQrdS[None, None, None, i, step & 1], work.tQrK[None, None, None, i]
-            self._gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
+            gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
     def _add_dQ(self, work: "_Work", tile: KeyTile, m: Int32, turn: Int32) -> None:
@@ -565,26 +566,6 @@ class BackwardSm90:
     @cute.jit
     def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor) -> None:
         workspace.add(acc, cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,)), work.thread)
-
-    @cute.jit
-    def _gemm(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        is_first: cutlass.Constexpr,
-        is_last: cutlass.Constexpr = True,
-    ) -> None:
-        """Acc (+)= a b, in flight on return: as a group of its own, or up to the one that is the last."""
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not is_first)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        if const_expr(is_last):
-            warpgroup.commit_group()
 
     @cute.jit
     def _weigh(self, work: "_Work", tile: KeyTile, m: Int32, stage: Int32) -> None:
@@ -668,13 +649,13 @@ class BackwardSm90:
         stop = cutlass.min(start + 64, tile.k.length)
         if stores_tiles and start < stop:
             for t, sX in zip(stores, (shared.sdK, shared.sdV), strict=True):
-                t.store(sX[None, None, w], t.at(tile.k.start + start, tile.k.start + stop, tile.head, tile.batch))
+                t.store(sX[None, None, w], t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch))
             cute.arch.cp_async_bulk_commit_group()
         if const_expr(c.packed and c.zero_padding):
             first = cutlass.max(start, tile.k.length)
             padding = cutlass.min(start + 64, tile.k.slot) - first
             for mX in (mdK, mdV):
-                zero_rows(mX[None, None, tile.head, tile.batch], tile.k.start + first, padding, thread, 128)
+                zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
     ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
            other CTA -> the warps of warpgroups 3 of both CTAs.
-    turns  see ``common.semaphore``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2.
+    turns  see ``common.semaphore``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
+           heads, once a tile, warpgroups 1 and 2 wait and count themselves.
     k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
 
 A step j of the multiplying warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
@@ -58,6 +59,7 @@ from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.products import gemm
 
 _THREADS = 512
 _STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
@@ -385,7 +387,7 @@ class BackwardWideSm90:
             for step in cutlass.range(num_steps, unroll=1):
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0
-                _gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
+                gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 self._weigh(scores, shared.stats[None, 0, stage], tile.blocks.start + step)
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
@@ -397,7 +399,7 @@ class BackwardWideSm90:
                     turn = step * parts + part
                     shared.do.wait_full(turn)  # from warp 1
                     tVrdO_now = tVrdO[None, None, None, shared.do.stage(turn)]
-                    _gemm(mma_dV, acc_dV[part], as_operand_a(rP), tVrdO_now, False)
+                    gemm(mma_dV, acc_dV[part], as_operand_a(rP), tVrdO_now, False)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
@@ -481,7 +483,7 @@ class BackwardWideSm90:
                 for part in cutlass.range_constexpr(parts):
                     turn = step * parts + part
                     shared.do.wait_full(turn)  # from warp 1
-                    _gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(turn)], part == 0)
+                    gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(turn)], part == 0)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
@@ -491,7 +493,7 @@ class BackwardWideSm90:
                 self._differentiate(acc_dP, shared.sP[None, thread, None], shared.stats[None, 1, stage], quad, rdS)
                 shared.p.release(step)  # to warpgroup 1
                 # Before dS is handed out: the tensor cores may well be idle.
-                _gemm(mma_dK, acc_dK, as_operand_a(rdS), tKrQ[None, None, None, stage], False)
+                gemm(mma_dK, acc_dK, as_operand_a(rdS), tKrQ[None, None, None, stage], False)
                 shared.ds.wait_empty(step)  # warpgroups 3 of both CTAs have read the dS of two steps before
                 self._hand_out(rdS, mma_dP, shared, step, thread)
                 warpgroup.wait_group(0)
@@ -553,8 +555,8 @@ class BackwardWideSm90:
             step = m - start
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
-            _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
-            _gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
+            gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
+            gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
             block = a.mdQaccum[tile.head, tile.first_block + m, None]
@@ -628,26 +630,6 @@ class BackwardWideSm90:
             padding = cutlass.min(start + 64, tile.k.slot) - first
             zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
-
-
-@cute.jit
-def _gemm(
-    mma: cute.TiledMma,
-    acc: cute.Tensor,
-    a: cute.Tensor,
-    b: cute.Tensor,
-    is_first: cutlass.Constexpr,
-    is_last: cutlass.Constexpr = True,
-) -> None:
-    """Acc (+)= a b, in flight on return: as a group of its own, or up to the one that is the last."""
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not is_first)
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    if const_expr(is_last):
-        warpgroup.commit_group()
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ L2 cache; their dK and dV are then sums in float32, too, added once a tile.
 
 Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
 (``common.semaphore``), and they are taken from the last keys to the first. Under a causal mask a tile's walk begins
-where its keys do, so the tile before has been at each block two steps ago. A tile only ever waits for tiles that were
-taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs are resident,
-there is no deadlock (``sparsity.schedule`` has the argument for any mask and order). The order is that of
+where its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps ago. A tile only ever waits for
+tiles that were taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs
+are resident, there is no deadlock (``sparsity.schedule`` has the argument for any mask and order). The order is that of
 FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders.
 """
 
@@ -65,7 +65,7 @@ class KeyTile:
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # queries and keys exchanged
     blocks: KeyBlocks
-    earlier_heads: Int32  # of its group, whose tiles of these keys are taken before
+    earlier_heads: Int32  # of its group, whose tiles of these keys are taken before, and see as many queries
 
     @cute.jit
     def earlier(self, config: cutlass.Constexpr, m: Int32) -> Int32:
@@ -97,7 +97,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         work, k_start, k_slot = schedule.packed_tile(
             index - nth * tiles, a.mK.shape[0], heads_k, a.mCuSeqlensK, c.tile_n, last_first=c.deterministic
         )
-        head_k = work.head
+        head_k, block = work.head, work.block
         batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         if work.batch >= 0:
             k_length = k_slot
@@ -110,10 +110,13 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
                 k_length = a.mSeqUsedK[work.batch]
     else:
         count, k_slot, _, _ = a.mK.shape
-        work = schedule.dense_tile(index, k_slot, heads, count, a.heads_in_cache, c.tile_n, last_first=c.deterministic)
-        batch, k_start, k_length, q_start, q_length = work.batch, Int32(0), k_slot, Int32(0), a.mQ.shape[1]
+        work = schedule.dense_tile(
+            index, k_slot, heads_k, count * group, a.heads_in_cache, c.tile_n, last_first=c.deterministic
+        )
+        nth, batch, head_k = work.batch // count, work.batch % count, work.head
+        k_start, k_length, q_start, q_length = Int32(0), k_slot, Int32(0), a.mQ.shape[1]
         first_block = batch * cute.ceil_div(q_length, c.tile_m)
-        nth, head_k = work.head // heads_k, work.head % heads_k
+        block = batch * cute.ceil_div(k_slot, c.tile_n) + work.first_row // c.tile_n
     first_key = work.first_row
     num_keys = cutlass.min(k_length - first_key, c.tile_n)
     window = Window(a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length)
@@ -126,7 +129,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         head=head_k * group + nth,
         head_k=head_k,
         batch=batch,
-        block=work.block,
+        block=block,
         q=Rows(q_start, q_length),
         k=Rows(k_start, k_length, k_slot),
         first_block=first_block,
