@@ -39,9 +39,8 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, workspace
-from flash_attn_cute.kernels.common.assembly import opaque, pack
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
-from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.semaphore import Turns
 from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
@@ -50,6 +49,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.products import gemm
+from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
 _TILE_STAGES = 2
 
@@ -413,19 +413,21 @@ class BackwardSm90:
             tKrQ=mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ))),
             tQrdS=mma_dQ.make_fragment_A(whole_dQ.partition_A(transposed(sdS_part))),
             tQrK=mma_dQ.make_fragment_B(whole_dQ.partition_B(transposed(sK_part))),
-            acc_S=acc_S,
+            scores=Scores(
+                acc_S=acc_S,
+                rP=rP,
+                rW=rdS if c.has_softcap else rP,
+                cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
+                score_scale=score_scale,
+                scale_log2=scale_log2,
+            ),
             acc_dP=acc_dP,
             acc_dV=cute.make_rmem_tensor(slice_dV.partition_shape_C((64, c.tile_d)), Float32),
             acc_dK=cute.make_rmem_tensor(slice_dK.partition_shape_C((64, c.tile_d)), Float32),
             acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, c.columns_dQ)), Float32),
-            rP=rP,
-            rW=rdS if c.has_softcap else rP,
             rdS=rdS,
             # 128 queries leave registers for one group of theirs.
             rStats=cute.make_rmem_tensor((4, 4 if c.tile_m == 64 else 1), Float32),
-            cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
-            score_scale=score_scale,
-            scale_log2=scale_log2,
             shared=shared,
         )
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _TILE_STAGES)
@@ -498,15 +500,27 @@ class BackwardSm90:
             state: of the pipelines of Q and dO.
             turn: counts additions; that of dQ of the step before.
         """
-        shared, stage = work.shared, state.index
+        shared, stage, rW = work.shared, state.index, work.scores.rW
         tPrdO = work.tPrdO[None, None, None, stage]
         shared.pipe_dO.consumer_wait(state)
         gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
-        self._weigh(work, tile, m, stage)
+        weigh(
+            self.config,
+            work.scores,
+            tile,
+            lambda: tile.first_key + 64 * work.warpgroup,
+            m,
+            lambda i: self._stats(work, 0, stage, i),
+        )
         self._read_stats(work, 1, stage)
-        gemm(work.mma_dV, work.acc_dV, as_operand_a(work.rP), work.tVrdO[None, None, None, stage], False)
+        gemm(work.mma_dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
-        self._differentiate(work, stage)
+        differentiate(
+            work.acc_dP,
+            lambda i: cute.local_tile(cute.make_tensor(rW.iterator, cute.size(rW)), (8,), (i,)),
+            lambda i: self._stats(work, 1, stage, i),
+            work.rdS,
+        )
         # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         write(work.rdS, work.mma_S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
@@ -535,7 +549,7 @@ class BackwardSm90:
     def _start_S(self, work: "_Work", stage: Int32) -> None:
         """Scores of a block."""
         tSrK, tSrQ = work.tSrK[None, None, None, work.warpgroup], work.tSrQ[None, None, None, stage]
-        gemm(work.mma_S, work.acc_S, tSrK, tSrQ, True)
+        gemm(work.mma_S, work.scores.acc_S, tSrK, tSrQ, True)
 
     @cute.jit
     def _start_dQ(self, work: "_Work", step: Int32) -> None:
@@ -566,52 +580,6 @@ class BackwardSm90:
     @cute.jit
     def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor) -> None:
         workspace.add(acc, cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,)), work.thread)
-
-    @cute.jit
-    def _weigh(self, work: "_Work", tile: KeyTile, m: Int32, stage: Int32) -> None:
-        """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
-        c, acc_S = self.config, work.acc_S
-        if const_expr(c.has_softcap):
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
-        if m < tile.blocks.full_start or m >= tile.blocks.full_stop:
-            hide(
-                acc_S,
-                work.scale_log2 * -Float32.inf,
-                work.cS,
-                tile.first_key + 64 * work.warpgroup,
-                1,
-                m * c.tile_m,
-                tile.q.length,
-                tile.window,
-                c.has_left,
-                c.has_right,
-                tile.k.length,
-            )
-        packed_P, packed_W = cute.recast_tensor(work.rP, Int32), cute.recast_tensor(work.rW, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
-            lse = self._stats(work, 0, stage, i // 8)
-            for j in cutlass.range_constexpr(0, 8, 2):  # of two queries and a key, another key, two more queries
-                x, y = acc_S[i + j], acc_S[i + j + 1]
-                low = cute.math.exp2(x * work.scale_log2 - lse[j // 4 * 2], fastmath=True)
-                high = cute.math.exp2(y * work.scale_log2 - lse[j // 4 * 2 + 1], fastmath=True)
-                packed_P[(i + j) // 2] = pack(low, high, self.dtype)
-                if const_expr(c.has_softcap):  # x and y are infinite where the weights are 0
-                    low = low * (1.0 - x * x) if low != 0.0 else Float32(0.0)
-                    high = high * (1.0 - y * y) if high != 0.0 else Float32(0.0)
-                    packed_W[(i + j) // 2] = pack(low, high, self.dtype)
-
-    @cute.jit
-    def _differentiate(self, work: "_Work", stage: Int32) -> None:
-        """Gradients of the scores, but for their scale, rounded into rdS."""
-        packed = cute.recast_tensor(work.rdS, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(work.acc_dP), 8):
-            delta = self._stats(work, 1, stage, i // 8)
-            for j in cutlass.range_constexpr(0, 8, 2):
-                low, high = (
-                    work.rW[i + j + n].to(Float32) * (work.acc_dP[i + j + n] - delta[j // 4 * 2 + n]) for n in range(2)
-                )
-                packed[(i + j) // 2] = pack(low, high, self.dtype)
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""
@@ -704,16 +672,11 @@ class _Work:
     tKrQ: cute.Tensor
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, PIPE)
     tQrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup)
-    acc_S: cute.Tensor
+    scores: Scores  # its rW is where rdS will be, with a softcap
     acc_dP: cute.Tensor
     acc_dV: cute.Tensor
     acc_dK: cute.Tensor
     acc_dQ: cute.Tensor
-    rP: cute.Tensor  # weights rounded, laid out as acc_S
-    rW: cute.Tensor  # times the derivative of a softcap, where rdS will be
     rdS: cute.Tensor
     rStats: cute.Tensor  # (four, group of sixteen queries): lse, then delta, of as many as there are registers for
-    cS: cute.Tensor  # coordinates of acc_S
-    score_scale: Float32  # into tanh, with a softcap
-    scale_log2: Float32
     shared: _Shared

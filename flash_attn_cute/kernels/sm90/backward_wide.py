@@ -48,9 +48,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, semaphore, workspace
-from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, pack
+from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
-from flash_attn_cute.kernels.common.mask import hide
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.semaphore import Turns
@@ -60,6 +59,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.products import gemm
+from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
 _THREADS = 512
 _STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
@@ -368,9 +368,8 @@ class BackwardWideSm90:
         shape_dV = mma_dV.get_slice(thread).partition_shape_C((64, c.columns_dO))
         acc_dV = [cute.make_rmem_tensor(shape_dV, Float32) for _ in range(parts)]
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
-        scores = _Scores(
-            tile=tile,
-            quad=opaque(thread % 4),
+        quad = opaque(thread % 4)
+        scores = Scores(
             acc_S=acc_S,
             rP=rP,
             rW=cute.make_rmem_tensor_like(rP) if c.has_softcap else rP,
@@ -389,7 +388,15 @@ class BackwardWideSm90:
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 warpgroup.wait_group(0)
-                self._weigh(scores, shared.stats[None, 0, stage], tile.blocks.start + step)
+                lse = shared.stats[None, 0, stage]
+                weigh(
+                    c,
+                    scores,
+                    tile,
+                    lambda: self._first_key(tile),
+                    tile.blocks.start + step,
+                    lambda i, lse=lse: self._four(lse, quad, i),
+                )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.p.wait_empty(step)  # warpgroup 2 has read the last weights
                 for i in cutlass.range_constexpr(4):
@@ -413,42 +420,15 @@ class BackwardWideSm90:
             places = [shared.sdO[None, None, part] for part in range(parts)]
             self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
 
-    @cute.jit
-    def _weigh(self, scores: "_Scores", lse: cute.Tensor, m: Int32) -> None:
-        """Scores to weights, rounded into rP; with a softcap, the weights times its derivative into rW."""
-        c, acc_S, tile = self.config, scores.acc_S, scores.tile
-        if const_expr(c.has_softcap):
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i] = cute.math.tanh(acc_S[i] * scores.score_scale, fastmath=True)
-        if m < tile.blocks.full_start or m >= tile.blocks.full_stop:
-            # The rank is read again, which is seldom, rather than kept in a register.
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-            hide(
-                acc_S,
-                scores.scale_log2 * -Float32.inf,
-                scores.cS,
-                tile.first_key + 64 * rank,
-                1,
-                m * c.tile_m,
-                tile.q.length,
-                tile.window,
-                c.has_left,
-                c.has_right,
-                tile.k.length,
-            )
-        packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
-            four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(workspace.four_stats(lse, scores.quad, i // 8), four)
-            for j in cutlass.range_constexpr(0, 8, 2):  # of two queries and a key, another key, two more queries
-                x, y = acc_S[i + j], acc_S[i + j + 1]
-                low = cute.math.exp2(x * scores.scale_log2 - four[j // 4 * 2], fastmath=True)
-                high = cute.math.exp2(y * scores.scale_log2 - four[j // 4 * 2 + 1], fastmath=True)
-                packed_P[(i + j) // 2] = pack(low, high, self.dtype)
-                if const_expr(c.has_softcap):  # x and y are infinite where the weights are 0
-                    low = low * (1.0 - x * x) if low != 0.0 else Float32(0.0)
-                    high = high * (1.0 - y * y) if high != 0.0 else Float32(0.0)
-                    packed_W[(i + j) // 2] = pack(low, high, self.dtype)
+    def _first_key(self, tile: KeyTile) -> Int32:
+        """This CTA's; its rank is read again, which is seldom, rather than kept in a register."""
+        return tile.first_key + 64 * cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def _four(self, numbers: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
+        """Lse or delta of this thread's four queries in the i-th group of sixteen."""
+        four = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(workspace.four_stats(numbers, quad, i), four)
+        return four
 
     @cute.jit
     def differentiate(
@@ -490,7 +470,13 @@ class BackwardWideSm90:
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0: with Q comes delta
                 shared.p.wait_full(step)  # from warpgroup 1
-                self._differentiate(acc_dP, shared.sP[None, thread, None], shared.stats[None, 1, stage], quad, rdS)
+                weights, delta = shared.sP[None, thread, None], shared.stats[None, 1, stage]
+                differentiate(
+                    acc_dP,
+                    lambda i, weights=weights: self._eight(weights, i),
+                    lambda i, delta=delta: self._four(delta, quad, i),
+                    rdS,
+                )
                 shared.p.release(step)  # to warpgroup 1
                 # Before dS is handed out: the tensor cores may well be idle.
                 gemm(mma_dK, acc_dK, as_operand_a(rdS), tKrQ[None, None, None, stage], False)
@@ -506,20 +492,11 @@ class BackwardWideSm90:
             # Only this warpgroup has read V, where dK leaves through.
             self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
 
-    @cute.jit
-    def _differentiate(
-        self, acc_dP: cute.Tensor, weights: cute.Tensor, delta: cute.Tensor, quad: Int32, rdS: cute.Tensor
-    ) -> None:
-        """Gradients of the scores, but for their scale, rounded into rdS."""
-        packed = cute.recast_tensor(rdS, Int32)
-        for i in cutlass.range_constexpr(0, cute.size(acc_dP), 8):
-            four, eight = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(workspace.four_stats(delta, quad, i // 8), four)
-            cute.autovec_copy(weights[None, i // 8], eight)
-            rP = cute.recast_tensor(eight, self.dtype)
-            for j in cutlass.range_constexpr(0, 8, 2):
-                low, high = (rP[j + n].to(Float32) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
-                packed[(i + j) // 2] = pack(low, high, self.dtype)
+    def _eight(self, weights: cute.Tensor, i: int) -> cute.Tensor:
+        """This thread's weights of the i-th group of sixteen queries, from warpgroup 1."""
+        packed = cute.make_rmem_tensor(4, Int32)
+        cute.autovec_copy(weights[None, i], packed)
+        return cute.recast_tensor(packed, self.dtype)
 
     @cute.jit
     def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: "_Shared", step: Int32, thread: Int32) -> None:
@@ -665,17 +642,3 @@ class _Loads:
     sX: cute.Tensor  # where they go
     ring: Ring  # guards sX
     rank: cutlass.Constexpr  # of the CTA that loads for both
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """What warpgroup 1 makes weights from."""
-
-    tile: KeyTile
-    quad: Int32
-    acc_S: cute.Tensor
-    rP: cute.Tensor  # weights rounded, laid out as acc_S
-    rW: cute.Tensor  # times the derivative of a softcap, if there is one
-    cS: cute.Tensor  # coordinates of acc_S
-    score_scale: Float32  # into tanh, with a softcap
-    scale_log2: Float32
