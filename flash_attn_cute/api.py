@@ -120,7 +120,8 @@ def flash_attn_varlen_func(
         k: (total_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
         v: (total_k, nheads_k, d_v), of q's dtype.
         cu_seqlens_q: (batch + 1,) int32, non-decreasing offsets of the sequences' query rows.
-        cu_seqlens_k: (batch + 1,) int32, those of their rows in k and v. May be the same tensor.
+        cu_seqlens_k: (batch + 1,) int32, those of their rows in k and v. May be the same tensor, and should be where
+            the lengths are equal: under causal masks that saves the backward pass some work.
         max_seqlen_q: upper bound on the real query rows of any sequence, an int or a 0-d integer tensor (which is
             never read, so it cannot make the host wait).
         max_seqlen_k: likewise for keys.
