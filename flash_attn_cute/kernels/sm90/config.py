@@ -1,7 +1,7 @@
 """Tile sizes of the Hopper kernels, and all else that changes their code."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
 
@@ -118,14 +118,11 @@ def _tile_columns(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
-    """What a compiled backward kernel is made for."""
+class _BackwardFeatures:
+    """What calls ask of either backward kernel."""
 
     dtype: str
     tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
-    tile_m: int  # queries a block
-    tile_n: int  # keys a tile, 64 a warpgroup
-    stages: int  # blocks of queries in flight
     packed: bool
     has_seqused_q: bool
     has_seqused_k: bool
@@ -135,6 +132,15 @@ class BackwardConfig:
     grouped: bool  # query heads share a key head
     deterministic: bool
     zero_padding: bool
+
+
+@dataclass(frozen=True)
+class BackwardConfig(_BackwardFeatures):
+    """What a compiled backward kernel is made for."""
+
+    tile_m: int  # queries a block
+    tile_n: int  # keys a tile, 64 a warpgroup
+    stages: int  # blocks of queries in flight
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -158,20 +164,8 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
-class BackwardWideConfig:
+class BackwardWideConfig(_BackwardFeatures):
     """What a compiled backward kernel for head dimensions above 128 is made for."""
-
-    dtype: str
-    tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
-    packed: bool
-    has_seqused_q: bool
-    has_seqused_k: bool
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    grouped: bool
-    deterministic: bool
-    zero_padding: bool
 
     @property
     def tile_m(self) -> int:
@@ -234,38 +228,25 @@ def backward_configs(
 ) -> BackwardConfigs:
     """The configurations that serve a call: their tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
+    features: dict[str, Any] = {
+        "dtype": dtype,
+        "tile_d": tile_d,
+        "packed": packed,
+        "has_seqused_q": has_seqused_q,
+        "has_seqused_k": has_seqused_k,
+        "has_left": has_left,
+        "has_right": has_right,
+        "has_softcap": has_softcap,
+        "grouped": grouped,
+        "deterministic": deterministic,
+        "zero_padding": zero_padding,
+    }
     main: BackwardConfig | BackwardWideConfig
     if tile_d > 128:
-        main = BackwardWideConfig(
-            dtype=dtype,
-            tile_d=tile_d,
-            packed=packed,
-            has_seqused_q=has_seqused_q,
-            has_seqused_k=has_seqused_k,
-            has_left=has_left,
-            has_right=has_right,
-            has_softcap=has_softcap,
-            grouped=grouped,
-            deterministic=deterministic,
-            zero_padding=zero_padding,
-        )
+        main = BackwardWideConfig(**features)
     else:
-        main = BackwardConfig(
-            dtype=dtype,
-            tile_d=tile_d,
-            tile_m=128 if tile_d == 64 and not has_softcap else 64,  # 128 spill elsewhere
-            tile_n=128,
-            stages=2,
-            packed=packed,
-            has_seqused_q=has_seqused_q,
-            has_seqused_k=has_seqused_k,
-            has_left=has_left,
-            has_right=has_right,
-            has_softcap=has_softcap,
-            grouped=grouped,
-            deterministic=deterministic,
-            zero_padding=zero_padding,
-        )
+        tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
+        main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
     return BackwardConfigs(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
         main,
