@@ -35,11 +35,12 @@ FEATURES: dict[str, dict[str, bool]] = {
     "seqused_k": {"has_seqused_k": True, "packed": True},
     "softcap": {"has_softcap": True},
     "sink": {"has_sink": True},  # of the forward pass alone
-    "lse_gradient": {"has_dlse": True},  # of the backward pass alone, as are the next two
+    "lse_gradient": {"has_dlse": True},
     "grouped": {"grouped": True},  # query heads share a key head
     "deterministic": {"deterministic": True},
     "unwritten_padding": {"zero_padding": False},
 }
+_BACKWARD_ALONE = ("has_dlse", "grouped", "deterministic")
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -130,9 +131,6 @@ def run_clear(path: Path) -> None:
     except FileNotFoundError:
         removed = 0
     print(f"{path}: {removed} kernels removed")
-
-
-_BACKWARD_ALONE = ("has_dlse", "grouped", "deterministic")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,6 +7,14 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
+@cute.jit
+def arrive_as_warp(barrier: cute.Pointer) -> None:
+    """One arrival, when all threads of the warp have come to it."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
 @dataclass(frozen=True)
 class Ring:
     """Stages, a power of 2; the number of a step, counted from 0, says which stage and in what phase its barriers are.
@@ -50,16 +58,12 @@ class Ring:
     @cute.jit
     def arrive(self, step: Int32) -> None:
         """By a warp: what it had to write is there."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.full(step))
+        arrive_as_warp(self.full(step))
 
     @cute.jit
     def release(self, step: Int32) -> None:
         """By a warp: it has read what it had to."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._empty(step))
+        arrive_as_warp(self._empty(step))
 
     @cute.jit
     def release_in_both(self, step: Int32) -> None:

@@ -15,9 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
+
+
+def counter(mTurns: cute.Tensor, head: Int32, part: Int32 | int, block: Int32) -> cute.Pointer:
+    """That of a block, out of (heads, parts, blocks); those of the blocks behind it follow."""
+    return cute.domain_offset((head, part, block), mTurns).iterator
 
 
 @cute.jit
@@ -81,9 +86,7 @@ class Turns:
     @cute.jit
     def have_added(self, turn: Int32) -> None:
         """By each adding warp: it has."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self._added(turn))
+        arrive_as_warp(self._added(turn))
 
     @cute.jit
     def pass_on(self, turn: Int32, counters: cute.Pointer, another: Boolean | bool) -> Int32:

@@ -34,13 +34,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common import schedule, semaphore, workspace
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
+from flash_attn_cute.kernels.common.ring import arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.semaphore import Turns
 from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
@@ -48,7 +48,7 @@ from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.products import gemm
+from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
 from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
 _TILE_STAGES = 2
@@ -121,15 +121,10 @@ class BackwardSm90:
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
-        def mma(major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object) -> cute.TiledMma:
-            return sm90.make_trivial_tiled_mma(
-                dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a
-            )
-
-        mma_S = mma(k_major, k_major, c.tile_m, shared)
-        mma_dV = mma(k_major, mn_major, c.tile_d, registers)
-        mma_dK = mma(k_major, mn_major, c.tile_d, registers)
-        mma_dQ = mma(mn_major, mn_major, c.columns_dQ, shared)
+        mma_S = tiled_mma(dtype, k_major, k_major, c.tile_m, shared)
+        mma_dV = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
+        mma_dK = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
+        mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _, sdK, sdV = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
@@ -336,12 +331,12 @@ class BackwardSm90:
             tile_state.advance()
             tile = key_tile(c, a, index)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                counter = cute.domain_offset((tile.head, 0, tile.first_block + m), a.mTurnsQ).iterator
+                counter = semaphore.counter(a.mTurnsQ, tile.head, 0, tile.first_block + m)
                 shared.turns.call(turn, counter, tile.earlier(c, m))
                 turn += 1
             if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if tile.blocks.stop > tile.blocks.start:
-                    counter = cute.domain_offset((tile.head_k, 0, tile.block), a.mTurnsK).iterator
+                    counter = semaphore.counter(a.mTurnsK, tile.head_k, 0, tile.block)
                     shared.turns.call(turn, counter, tile.earlier_heads)
                     turn += 1
             index = self._next_tile(shared, tile_state)
@@ -358,13 +353,13 @@ class BackwardSm90:
             tile = key_tile(c, a, index)
             m = tile.blocks.start
             while m < tile.blocks.stop:
-                counters = cute.domain_offset((tile.head, 0, tile.first_block + m), a.mTurnsQ).iterator
+                counters = semaphore.counter(a.mTurnsQ, tile.head, 0, tile.first_block + m)
                 passed = shared.turns.pass_on(turn, counters, m + 1 < tile.blocks.stop)
                 turn += passed
                 m += passed
             if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if tile.blocks.stop > tile.blocks.start:
-                    counter = cute.domain_offset((tile.head_k, 0, tile.block), a.mTurnsK).iterator
+                    counter = semaphore.counter(a.mTurnsK, tile.head_k, 0, tile.block)
                     turn += shared.turns.pass_on(turn, counter, cutlass.Boolean(False))
             index = self._next_tile(shared, tile_state)
 
@@ -537,9 +532,7 @@ class BackwardSm90:
         self._read_stats(work, 0, following.index)
         warpgroup.wait_group(2)  # dQ is there
         # This warp's part of dS is there, and the other buffer is read by it no more.
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.ds_barriers + (step & 1))
+        arrive_as_warp(shared.ds_barriers + (step & 1))
         if m > tile.blocks.start:
             self._add_dQ(work, tile, m - 1, turn)
         warpgroup.wait_group(0)  # dK and the next scores are there

@@ -43,7 +43,6 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
@@ -58,7 +57,7 @@ from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.products import gemm
+from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
 from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
 _THREADS = 512
@@ -132,14 +131,11 @@ class BackwardWideSm90:
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
-        def mma(major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object) -> cute.TiledMma:
-            return sm90.make_trivial_tiled_mma(
-                dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a
-            )
-
-        mma_S = mma(k_major, k_major, 64, shared)  # and dP
-        mma_dV = mma(k_major, mn_major, c.columns_dO, registers)  # and dK, in as many products as dO has parts
-        mma_dQ = mma(mn_major, mn_major, c.columns_dQ, shared)
+        mma_S = tiled_mma(dtype, k_major, k_major, 64, shared)  # and dP
+        mma_dV = tiled_mma(
+            dtype, k_major, mn_major, c.columns_dO, registers
+        )  # and dK, in as many products as dO has parts
+        mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
@@ -328,7 +324,7 @@ class BackwardWideSm90:
         c = self.config
         tile = key_tile(c, a, index)
         for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-            counter = cute.domain_offset((tile.head, shared.rank, tile.first_block + m), a.mTurnsQ).iterator
+            counter = semaphore.counter(a.mTurnsQ, tile.head, shared.rank, tile.first_block + m)
             shared.turns.call(m - tile.blocks.start, counter, tile.earlier(c, m))
 
     @cute.jit
@@ -338,7 +334,7 @@ class BackwardWideSm90:
         tile = key_tile(c, a, index)
         m = tile.blocks.start
         while m < tile.blocks.stop:
-            counters = cute.domain_offset((tile.head, shared.rank, tile.first_block + m), a.mTurnsQ).iterator
+            counters = semaphore.counter(a.mTurnsQ, tile.head, shared.rank, tile.first_block + m)
             m += shared.turns.pass_on(m - tile.blocks.start, counters, m + 1 < tile.blocks.stop)
 
     @cute.jit
@@ -559,7 +555,7 @@ class BackwardWideSm90:
         if tile.blocks.start < tile.blocks.stop:
             is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
             if const_expr(c.deterministic):
-                counter = cute.domain_offset((tile.head_k, 2 * shared.rank + which, tile.block), a.mTurnsK).iterator
+                counter = semaphore.counter(a.mTurnsK, tile.head_k, 2 * shared.rank + which, tile.block)
                 if is_first_warp:
                     semaphore.wait(counter, tile.earlier_heads)
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn

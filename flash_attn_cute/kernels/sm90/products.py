@@ -2,8 +2,16 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
-from cutlass.cute.nvgpu import warpgroup
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+
+def tiled_mma(
+    dtype: type, major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object
+) -> cute.TiledMma:
+    """Products of 64 rows by one warpgroup, summed in float32."""
+    return sm90.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a)
 
 
 @cute.jit
