@@ -160,7 +160,7 @@ class BackwardConfig(_BackwardFeatures):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the first warpgroup and of the others."""
-        return 24, 240
+        return (40, 232) if self.tile_d == 96 else (24, 240)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ class BackwardArguments(NamedTuple):
     num_ctas: Int32  # at most that many, if they are persistent
 
 
+NUM_FIELDS = 14  # Int32 in shared memory that describe a tile
+
+
 @dataclass(frozen=True)
 class KeyTile:
     """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
@@ -66,6 +69,32 @@ class KeyTile:
     window: Window  # queries and keys exchanged
     blocks: KeyBlocks
     earlier_heads: Int32  # of its group, whose tiles of these keys are taken before, and see as many queries
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory, for warps that neither load nor write padding."""
+        b, lengths = self.blocks, (self.q.length, self.k.start, self.k.length)
+        which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block, self.earlier_heads
+        for i, value in enumerate((*which, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
+            fields[i] = value
+
+    @staticmethod
+    def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
+        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        values = [fields[i] for i in range(NUM_FIELDS)]
+        first_key, head, head_k, batch, block, first_block, earlier_heads, q_length, k_start, k_length, *blocks = values
+        return KeyTile(
+            first_key=first_key,
+            head=head,
+            head_k=head_k,
+            batch=batch,
+            block=block,
+            q=Rows(None, q_length),
+            k=Rows(k_start, k_length),
+            first_block=first_block,
+            window=_window(config, a, q_length, k_length),
+            blocks=KeyBlocks(*blocks),
+            earlier_heads=earlier_heads,
+        )
 
     @cute.jit
     def earlier(self, config: cutlass.Constexpr, m: Int32) -> Int32:
@@ -119,7 +148,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         block = batch * cute.ceil_div(k_slot, c.tile_n) + work.first_row // c.tile_n
     first_key = work.first_row
     num_keys = cutlass.min(k_length - first_key, c.tile_n)
-    window = Window(a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length)
+    window = _window(c, a, q_length, k_length)
     blocks = KeyBlocks.of(first_key, num_keys, q_length, window, c.tile_m)
     full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
     # Keys behind the sequence are hidden in every block.
@@ -137,3 +166,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
         earlier_heads=nth,
     )
+
+
+def _window(c: BackwardConfig | BackwardWideConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:
+    return Window(a.window_right if c.has_right else None, a.window_left if c.has_left else None, q_length - k_length)
