@@ -176,11 +176,12 @@ def _launch_backward(
         spec, q.shape, k.shape, sequences, seqused_q is not None, seqused_k is not None, dlse is not None
     )
     stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
-    sums_keys = None if launch.postprocess_keys is None else lse.new_zeros(launch.sums_keys_shape)
-    turns = turns_keys = None
-    if spec.deterministic:
+    sums_keys = turns = turns_keys = None
+    if spec.deterministic:  # the first to add to a block overwrites it
         turns = lse.new_zeros(launch.turns_shape, dtype=torch.int32)
-        turns_keys = None if sums_keys is None else lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32)
+    if launch.postprocess_keys is not None:
+        sums_keys = (lse.new_empty if spec.deterministic else lse.new_zeros)(launch.sums_keys_shape)
+        turns_keys = lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32) if spec.deterministic else None
     dout = _aligned(dout)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
@@ -191,10 +192,10 @@ def _launch_backward(
     num_ctas = _device_properties(q.device).multi_processor_count
     launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_ctas))
     scale = launch.numbers[0]
-    launch.postprocess((dq, sums, cu_q, seqused_q, scale))
+    launch.postprocess((dq, sums, cu_q, seqused_q, scale, turns))
     if launch.postprocess_keys is not None and sums_keys is not None:
         for dx, sums_x, scale_x in zip((dk, dv), sums_keys, (scale, 1.0), strict=True):
-            launch.postprocess_keys((dx, sums_x, cu_k, seqused_k, scale_x))
+            launch.postprocess_keys((dx, sums_x, cu_k, seqused_k, scale_x, turns_keys))
     return stats
 
 

@@ -108,6 +108,7 @@ def _postprocess(config: PostprocessConfig) -> tuple[Any, Any]:
         mCuSeqlens=_ints(config.packed),
         mSeqUsed=_ints(config.has_seqused),
         scale=cutlass.Float32(1.0),
+        mTurns=_turns(config.counted),
     )
     return Postprocess(config), arguments
 

@@ -13,6 +13,7 @@ class PreprocessConfig:
     packed: bool
     has_seqused_q: bool
     has_dlse: bool
+    zeroes: bool  # the workspace: unless the first to add to a block overwrites it
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,4 @@ class PostprocessConfig:
     packed: bool
     has_seqused: bool
     zero_padding: bool
+    counted: bool  # blocks have counters of additions, and hold nothing if there were none

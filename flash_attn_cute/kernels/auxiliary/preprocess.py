@@ -1,4 +1,4 @@
-"""What the backward kernel needs of every query beside Q and dO, and a workspace of zeros.
+"""What the backward kernel needs of every query beside Q and dO, and a workspace of zeros, if it needs that.
 
 delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row shares, and lse in base 2. A query that
 has seen no key, or that is none, gets an lse of inf: its weights vanish.
@@ -35,6 +35,7 @@ class Preprocess:
     """One CTA a block of queries of one head; a row by as many threads as it has vectors of 16 bytes."""
 
     def __init__(self, config: PreprocessConfig):
+        self.zeroes = config.zeroes
         self.tile_m, self.packed = config.tile_m, config.packed
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
@@ -81,8 +82,9 @@ class Preprocess:
                 delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
                 a.mStats[0, work.head, work.block, workspace.permuted(within)] = lse
                 a.mStats[1, work.head, work.block, workspace.permuted(within)] = delta
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        accum = a.mdQaccum[work.head, work.block, None]
-        for i in cutlass.range(thread, accum.shape[0] // 4, _THREADS):
-            cute.autovec_copy(zeros, cute.local_tile(accum, (4,), (i,)))
+        if const_expr(self.zeroes):
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            accum = a.mdQaccum[work.head, work.block, None]
+            for i in cutlass.range(thread, accum.shape[0] // 4, _THREADS):
+                cute.autovec_copy(zeros, cute.local_tile(accum, (4,), (i,)))

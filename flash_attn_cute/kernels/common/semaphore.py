@@ -55,8 +55,10 @@ class Turns:
     """
 
     barriers: cute.Pointer  # those of the ring, then four of additions
+    earlier: cute.Pointer  # of every stage's turn: how many have added before
 
     num_barriers = 3 * _STAGES
+    num_stages = _STAGES
 
     @property
     def _ring(self) -> Ring:
@@ -77,11 +79,14 @@ class Turns:
         """By the waiting warp: the turn has come when that many tiles have added."""
         self._ring.wait_empty(turn)  # from the counting warp
         wait(counter, earlier)
+        with cute.arch.elect_one():
+            (self.earlier + self._ring.stage(turn)).store(earlier)
         self._ring.arrive(turn)
 
-    def wait(self, turn: Int32) -> None:
-        """By the adding warps: until the turn has come."""
+    def wait(self, turn: Int32) -> Boolean:
+        """By the adding warps: until the turn has come. Returns whether it is the first one."""
         self._ring.wait_full(turn)  # from the waiting warp
+        return (self.earlier + self._ring.stage(turn)).load() == 0
 
     @cute.jit
     def have_added(self, turn: Int32) -> None:

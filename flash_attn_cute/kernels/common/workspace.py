@@ -12,7 +12,7 @@ block's queries are permuted, so that a thread finds those of the queries that a
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import add_four
 
@@ -33,11 +33,30 @@ def four_stats(stats: cute.Tensor, thread: Int32, i: int) -> cute.Tensor:
 
 
 @cute.jit
-def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
-    """Adds a warpgroup's accumulator to a part of the workspace."""
+def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32, is_first: Boolean | None) -> None:
+    """Adds a warpgroup's accumulator to a part of the workspace.
+
+    Args:
+        acc: the accumulator.
+        part: of a block.
+        thread: of the warpgroup.
+        is_first: whether nobody has added to the part before: what is there is overwritten. None: nobody knows, and the
+            workspace was zero to begin with.
+    """
     target = cute.make_tensor(part.iterator, cute.make_layout((4, 128, cute.size(acc) // 4), stride=(1, 4, 512)))
-    for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        add_four(target[None, thread, i].iterator.toint(), *(acc[4 * i + j] for j in range(4)))
+    fours = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
+    if const_expr(is_first is None):
+        _add_fours(fours, target, thread)
+    elif is_first:
+        for i in cutlass.range_constexpr(cute.size(fours, mode=[1])):
+            cute.autovec_copy(fours[None, i], target[None, thread, i])
+    else:
+        _add_fours(fours, target, thread)
+
+
+def _add_fours(fours: cute.Tensor, target: cute.Tensor, thread: Int32) -> None:
+    for i in range(cute.size(fours, mode=[1])):
+        add_four(target[None, thread, i].iterator.toint(), *(fours[j, i] for j in range(4)))
 
 
 @cute.jit

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, semaphore, workspace
@@ -102,6 +102,7 @@ class BackwardSm90:
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             ds_barriers: cute.struct.MemRange[Int64, 2]
             turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if c.deterministic else 0]
+            turns_earlier: cute.struct.MemRange[Int32, Turns.num_stages if c.deterministic else 0]
             tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * _TILE_STAGES]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -190,7 +191,10 @@ class BackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), _TILE_STAGES)
         k, v = Ring(storage.k_barriers.data_ptr(), 2), Ring(storage.v_barriers.data_ptr(), 1)
-        ds_barriers, turns = storage.ds_barriers.data_ptr(), Turns(storage.turn_barriers.data_ptr())
+        ds_barriers, turns = (
+            storage.ds_barriers.data_ptr(),
+            Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
+        )
         if warp_idx == 0:
             with cute.arch.elect_one():
                 tiles.init(full=1, empty=4 * self.warpgroups + (2 if c.deterministic else 0))
@@ -346,7 +350,7 @@ class BackwardSm90:
         return KeyTile.read(self.config, a, shared.tile_fields[None, shared.tiles.stage(walk)])
 
     @cute.jit
-    def _has_tile(self, shared: "_Shared", walk: Int32) -> cutlass.Boolean:
+    def _has_tile(self, shared: "_Shared", walk: Int32) -> Boolean:
         """Whether there is another tile; warp 0 tells."""
         shared.tiles.wait_full(walk)  # from warp 0
         return (
@@ -384,7 +388,7 @@ class BackwardSm90:
                 if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                     if m == last:
                         counter = semaphore.counter(a.mTurnsK, tile.head_k, 0, tile.block)
-                        turn += shared.turns.pass_on(turn, counter, cutlass.Boolean(False))
+                        turn += shared.turns.pass_on(turn, counter, Boolean(False))
                 counters = semaphore.counter(a.mTurnsQ, tile.head, 0, tile.first_block + m)
                 passed = shared.turns.pass_on(turn, counters, m + 1 < last)
                 turn += passed
@@ -560,7 +564,7 @@ class BackwardSm90:
             shared.k.release(walk_before)  # to warp 0: a tile of one step waits for the next one's keys, which go there
         following = state.clone()
         following.advance()
-        follows = cutlass.Boolean(True)
+        follows = Boolean(True)
         if is_last:
             walk_after = walk + 1
             follows = self._has_tile(shared, walk_after)
@@ -594,25 +598,28 @@ class BackwardSm90:
     @cute.jit
     def _add_dQ(self, work: "_Work", head: Int32, block: Int32, turn: Int32) -> None:
         """This warpgroup's part of dQ to the workspace."""
+        is_first = None
         if const_expr(self.config.deterministic):
-            work.shared.turns.wait(turn)
-        self._add(work, work.acc_dQ, work.arguments.mdQaccum[head, block, None])
+            is_first = work.shared.turns.wait(turn)
+        self._add(work, work.acc_dQ, work.arguments.mdQaccum[head, block, None], is_first)
         if const_expr(self.config.deterministic):
             work.shared.turns.have_added(turn)
 
     @cute.jit
     def _add_dKV(self, work: "_Work", tile: KeyTile, turn: Int32) -> None:
         """This warpgroup's keys' dK and dV to the workspace."""
+        is_first = None
         if const_expr(self.config.deterministic):
-            work.shared.turns.wait(turn)
+            is_first = work.shared.turns.wait(turn)
         for i, acc in enumerate((work.acc_dK, work.acc_dV)):
-            self._add(work, acc, work.arguments.mdKVaccum[i, tile.head_k, tile.block, None])
+            self._add(work, acc, work.arguments.mdKVaccum[i, tile.head_k, tile.block, None], is_first)
         if const_expr(self.config.deterministic):
             work.shared.turns.have_added(turn)
 
     @cute.jit
-    def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor) -> None:
-        workspace.add(acc, cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,)), work.thread)
+    def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor, is_first: Boolean | None) -> None:
+        part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
+        workspace.add(acc, part, work.thread, is_first)
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""

@@ -109,6 +109,7 @@ class BackwardWideSm90:
             p_barriers: cute.struct.MemRange[Int64, 2]
             ds_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if deterministic else 0]
+            turns_earlier: cute.struct.MemRange[Int32, Turns.num_stages if deterministic else 0]
             tile: cute.struct.MemRange[Int32, 1]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * _STAGES], 128]
             sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
@@ -220,7 +221,7 @@ class BackwardWideSm90:
             do=Ring(storage.do_barriers.data_ptr(), _STAGES),
             p=Ring(storage.p_barriers.data_ptr(), 1),
             ds=Ring(storage.ds_barriers.data_ptr(), _STAGES),
-            turns=Turns(storage.turn_barriers.data_ptr()),
+            turns=Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
             rank=rank,
         )
         if warp_idx == 0:
@@ -533,9 +534,10 @@ class BackwardWideSm90:
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
             block = a.mdQaccum[tile.head, tile.first_block + m, None]
+            is_first = None
             if const_expr(c.deterministic):
-                shared.turns.wait(step)
-            workspace.add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread)
+                is_first = shared.turns.wait(step)
+            workspace.add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread, is_first)
             if const_expr(c.deterministic):
                 shared.turns.have_added(step)
 
@@ -554,7 +556,9 @@ class BackwardWideSm90:
         c = self.config
         if tile.blocks.start < tile.blocks.stop:
             is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+            is_first = None
             if const_expr(c.deterministic):
+                is_first = tile.earlier_heads == 0
                 counter = semaphore.counter(a.mTurnsK, tile.head_k, 2 * shared.rank + which, tile.block)
                 if is_first_warp:
                     semaphore.wait(counter, tile.earlier_heads)
@@ -562,7 +566,7 @@ class BackwardWideSm90:
             block = a.mdKVaccum[which, tile.head_k, tile.block, None]
             own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
             for part, acc in enumerate(accs):
-                workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread)
+                workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
             if const_expr(c.deterministic):
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has added
                 if is_first_warp:

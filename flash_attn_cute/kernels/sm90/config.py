@@ -248,8 +248,12 @@ def backward_configs(
         tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
         main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
     return BackwardConfigs(
-        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse),
+        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, not deterministic),
         main,
-        PostprocessConfig(dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding),
-        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding) if grouped else None,
+        PostprocessConfig(
+            dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding, deterministic
+        ),
+        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, deterministic)
+        if grouped
+        else None,
     )

@@ -36,7 +36,7 @@ class BackwardArguments(NamedTuple):
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles of a head, tile_n * tile_d), zeros, if grouped
-    mTurnsQ: cute.Tensor | None  # (heads, parts, blocks): how many have added to mdQaccum; zeros, if deterministic
+    mTurnsQ: cute.Tensor | None  # (heads, parts, blocks): how many have added to mdQaccum, 0 as yet, if deterministic
     mTurnsK: cute.Tensor | None  # (heads_k, parts, tiles of a head): to mdKVaccum, if grouped as well
     mCuSeqlensQ: cute.Tensor | None
     mCuSeqlensK: cute.Tensor | None
