@@ -22,8 +22,9 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
-# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else.
-_CACHE_BYTES = 40_000_000
+# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
+# the backward pass that follow each other are further apart in what they read, and add to more than they read.
+_CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
 _FEW_QUERIES = 64
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 _LOG2_E = math.log2(math.e)
@@ -173,7 +174,14 @@ def _launch_backward(
     cu_q, cu_k, seqused_q, seqused_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     sequences = 0 if cu_q is None else cu_q.shape[0] - 1
     launch = _backward_launch(
-        spec, q.shape, k.shape, sequences, seqused_q is not None, seqused_k is not None, dlse is not None
+        spec,
+        q.shape,
+        k.shape,
+        sequences,
+        inputs.max_seqlen_q,
+        seqused_q is not None,
+        seqused_k is not None,
+        dlse is not None,
     )
     stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
     sums_keys = turns = turns_keys = None
@@ -247,7 +255,9 @@ def _forward_launch(
     )
     heads = spec.nheads // group
     bytes_a_head = 2 * k_shape[-3] * (spec.head_dim + spec.head_dim_v)
-    heads_in_cache = _heads_in_cache(heads * math.prod(q_shape[:-3]), bytes_a_head, heads // spec.nheads_k)
+    heads_in_cache = _heads_in_cache(
+        heads * math.prod(q_shape[:-3]), bytes_a_head, heads // spec.nheads_k, _CACHE_BYTES_FORWARD
+    )
     return _ForwardLaunch(cache.kernel(config), config.persistent, (*_numbers(spec, q_shape, k_shape), heads_in_cache))
 
 
@@ -257,6 +267,7 @@ def _backward_launch(
     q_shape: torch.Size,
     k_shape: torch.Size,
     sequences: int,
+    longest: int,
     has_seqused_q: bool,
     has_seqused_k: bool,
     has_dlse: bool,
@@ -278,8 +289,8 @@ def _backward_launch(
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
-    bytes_a_head = q_shape[-3] * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
-    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1)
+    bytes_a_head = longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1, _CACHE_BYTES_BACKWARD)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
@@ -316,10 +327,10 @@ def _numbers(spec: AttentionSpec, q_shape: torch.Size, k_shape: torch.Size) -> t
     return scale, spec.softcap, left, right
 
 
-def _heads_in_cache(heads: int, bytes_a_head: int, heads_sharing: int) -> int:
+def _heads_in_cache(heads: int, bytes_a_head: int, heads_sharing: int, cache_bytes: int) -> int:
     """How many heads run together, so that what they read again, and ``heads_sharing`` of them share, stays cached."""
     # Sections of equal size: a small last one would start its longest tiles when the others have finished.
-    sections = -(-heads // (max(1, _CACHE_BYTES // bytes_a_head) * heads_sharing))
+    sections = -(-heads // (max(1, cache_bytes // max(1, bytes_a_head)) * heads_sharing))
     return -(-heads // sections)
 
 

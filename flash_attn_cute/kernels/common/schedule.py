@@ -42,14 +42,18 @@ def dense_tile(
 ) -> WorkTile:
     """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache."""
     num_m = cute.ceil_div(seqlen, tile_m)
-    section = index // (heads_in_cache * num_m)
-    within = index - section * heads_in_cache * num_m
-    heads_here = cutlass.min(heads_in_cache, heads * batch - section * heads_in_cache)
-    m_block = within // heads_here
+    m_block, pair = _in_sections(index, num_m, heads * batch, heads_in_cache)
     if const_expr(last_first):
         m_block = num_m - 1 - m_block
-    pair = section * heads_in_cache + within % heads_here
     return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
+
+
+def _in_sections(index: Int32, num_tiles: Int32, heads: Int32, heads_in_cache: Int32) -> tuple[Int32, Int32]:
+    """Which of a head's tiles, and which head: all tiles of some heads, then all of the next ones."""
+    section = index // (heads_in_cache * num_tiles)
+    within = index - section * heads_in_cache * num_tiles
+    heads_here = cutlass.min(heads_in_cache, heads - section * heads_in_cache)
+    return within // heads_here, section * heads_in_cache + within % heads_here
 
 
 def num_packed_tiles(total: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
@@ -65,6 +69,7 @@ def packed_tile(
     cu_seqlens: cute.Tensor,
     tile_m: cutlass.Constexpr,
     last_first: cutlass.Constexpr = True,
+    heads_in_cache: Int32 | None = None,
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 
@@ -72,11 +77,16 @@ def packed_tile(
     that every row belongs to one. Sequence p, from row s(p) on, gets the tiles from s(p) // tile_m + p on: never fewer
     than it needs, and found by a search over the offsets alone, without a prefix sum over tile counts. The warp
     searches 32 candidates at a time. At most one tile a sequence is left with nothing to do.
+
+    All heads of a tile come before the next tile, or as in ``dense_tile``, if ``heads_in_cache`` is given.
     """
     num_sequences = cu_seqlens.shape[0] + 1
-    position = index // heads
+    num_positions = total // tile_m + num_sequences
+    position, head = index // heads, index % heads
+    if const_expr(heads_in_cache is not None):
+        position, head = _in_sections(index, num_positions, heads, heads_in_cache)
     if const_expr(last_first):
-        position = (total // tile_m + num_sequences) - 1 - position
+        position = num_positions - 1 - position
     low, size = Int32(0), num_sequences
     while size > 1:
         step = cute.ceil_div(size, 32)
@@ -96,7 +106,7 @@ def packed_tile(
         stop = cu_seqlens[low]
     batch = low - 1 if low < num_sequences - 1 else Int32(-1)
     first = (position - start // tile_m - low) * tile_m
-    return WorkTile(first, index % heads, batch, position), start, stop - start
+    return WorkTile(first, head, batch, position), start, stop - start
 
 
 @cute.jit

@@ -124,7 +124,13 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         tiles = num_key_tiles(c, a) // group
         nth = index // tiles
         work, k_start, k_slot = schedule.packed_tile(
-            index - nth * tiles, a.mK.shape[0], heads_k, a.mCuSeqlensK, c.tile_n, last_first=c.deterministic
+            index - nth * tiles,
+            a.mK.shape[0],
+            heads_k,
+            a.mCuSeqlensK,
+            c.tile_n,
+            last_first=c.deterministic,
+            heads_in_cache=a.heads_in_cache,
         )
         head_k, block = work.head, work.block
         batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
