@@ -76,7 +76,11 @@ def test_the_check_sees_padding_that_counts(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
-    """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN)."""
+    """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN).
+
+    They come from two kernels, and the compiler may fuse a multiplication and an addition in one of them and not in the
+    other: lse may differ in its last bit.
+    """
     call = random_call([50, 3, 20], [44, 9, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options)
     zeroed, unwritten = results(call, torch.nan), results(call, torch.nan, zero_padding=False)
     real_q, real_k = (real.to(device) for real in call.real_rows())
@@ -84,7 +88,7 @@ def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.d
         assert bitwise_equal(zeroed[name][real], unwritten[name][real]), name
         assert unwritten[name][~real].isnan().all(), name
     lse = zeroed["lse"].transpose(-1, -2), unwritten["lse"].transpose(-1, -2)
-    assert bitwise_equal(lse[0][real_q], lse[1][real_q])
+    torch.testing.assert_close(lse[0][real_q], lse[1][real_q], rtol=2**-22, atol=2**-22)
     assert lse[1][~real_q].isnan().all()
 
 

@@ -179,6 +179,7 @@ def _launch_backward(
         k.shape,
         sequences,
         inputs.max_seqlen_q,
+        _device_properties(q.device).multi_processor_count,
         seqused_q is not None,
         seqused_k is not None,
         dlse is not None,
@@ -255,9 +256,9 @@ def _forward_launch(
     )
     heads = spec.nheads // group
     bytes_a_head = 2 * k_shape[-3] * (spec.head_dim + spec.head_dim_v)
-    heads_in_cache = _heads_in_cache(
-        heads * math.prod(q_shape[:-3]), bytes_a_head, heads // spec.nheads_k, _CACHE_BYTES_FORWARD
-    )
+    heads_sharing = heads // spec.nheads_k
+    heads_in_cache = max(1, _CACHE_BYTES_FORWARD // bytes_a_head) * heads_sharing
+    heads_in_cache = _in_equal_sections(heads * math.prod(q_shape[:-3]), heads_in_cache)
     return _ForwardLaunch(cache.kernel(config), config.persistent, (*_numbers(spec, q_shape, k_shape), heads_in_cache))
 
 
@@ -268,6 +269,7 @@ def _backward_launch(
     k_shape: torch.Size,
     sequences: int,
     longest: int,
+    num_sms: int,
     has_seqused_q: bool,
     has_seqused_k: bool,
     has_dlse: bool,
@@ -289,8 +291,14 @@ def _backward_launch(
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
-    bytes_a_head = longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
-    heads_in_cache = _heads_in_cache(spec.nheads * math.prod(q_shape[:-3]), bytes_a_head, 1, _CACHE_BYTES_BACKWARD)
+    bytes_a_head = max(1, longest) * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
+    if spec.deterministic and spec.window_right is None:
+        # All tiles of a head start with the same queries: one is best begun when the one before has passed its first
+        # turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
+        tiles_under_way, steps_a_tile = num_sms // configs.main.ctas_a_tile, -(-max(1, longest) // tile_m)
+        heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
+    heads_in_cache = _in_equal_sections(spec.nheads * math.prod(q_shape[:-3]), heads_in_cache)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
@@ -327,10 +335,12 @@ def _numbers(spec: AttentionSpec, q_shape: torch.Size, k_shape: torch.Size) -> t
     return scale, spec.softcap, left, right
 
 
-def _heads_in_cache(heads: int, bytes_a_head: int, heads_sharing: int, cache_bytes: int) -> int:
-    """How many heads run together, so that what they read again, and ``heads_sharing`` of them share, stays cached."""
-    # Sections of equal size: a small last one would start its longest tiles when the others have finished.
-    sections = -(-heads // (max(1, cache_bytes // max(1, bytes_a_head)) * heads_sharing))
+def _in_equal_sections(heads: int, at_once: int) -> int:
+    """How many heads run together, if they are to be about so many: all sections of the same size.
+
+    A small last one would start its longest tiles when the others have finished.
+    """
+    sections = -(-heads // at_once)
     return -(-heads // sections)
 
 

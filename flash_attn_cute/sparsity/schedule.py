@@ -22,7 +22,9 @@ either all of them add or those that do not pass the turn on all the same.
 Which launch order is fast depends on the mask. DASH (arXiv 2601.21824) models the additions as a directed acyclic graph
 whose longest path is the time, and walks causal masks from the last query. Walking from the first one, last keys first
 does as well (shortest processing time first, FlashAttention-3's order): every tile reaches a block of queries later
-than the tile whose turn is before.
+than the tile whose turn is before. How many heads draw their tickets in turn decides how far apart these two are: one
+head's tiles follow each other so closely that those of a full mask wait, many heads' so far that the cache has lost
+what they share.
 """
 
 import torch

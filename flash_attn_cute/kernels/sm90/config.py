@@ -1,7 +1,7 @@
 """Tile sizes of the Hopper kernels, and all else that changes their code."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
 
@@ -142,6 +142,8 @@ class BackwardConfig(_BackwardFeatures):
     tile_n: int  # keys a tile, 64 a warpgroup
     stages: int  # blocks of queries in flight
 
+    ctas_a_tile: ClassVar[int] = 1
+
     @property
     def num_mma_warpgroups(self) -> int:
         """Warpgroups that multiply; one more loads."""
@@ -166,6 +168,8 @@ class BackwardConfig(_BackwardFeatures):
 @dataclass(frozen=True)
 class BackwardWideConfig(_BackwardFeatures):
     """What a compiled backward kernel for head dimensions above 128 is made for."""
+
+    ctas_a_tile: ClassVar[int] = 2
 
     @property
     def tile_m(self) -> int:
