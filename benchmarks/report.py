@@ -103,8 +103,19 @@ def write_json(
         ],
     }
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(json.dumps(_rounded(content), indent=1) + "\n")
     partial.replace(path)
+
+
+def _rounded(content: Any) -> Any:
+    """With seven digits a number, which is more than clocks have."""
+    if isinstance(content, float):
+        return float(f"{content:.7g}")
+    if isinstance(content, Mapping):
+        return {key: _rounded(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_rounded(value) for value in content]
+    return content
 
 
 def write_plot(path: Path, title: str, reports: Sequence[CaseReport]) -> None:
