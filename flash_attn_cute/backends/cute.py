@@ -173,13 +173,14 @@ def _launch_backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     cu_q, cu_k, seqused_q, seqused_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     sequences = 0 if cu_q is None else cu_q.shape[0] - 1
+    num_sms = _device_properties(q.device).multi_processor_count
     launch = _backward_launch(
         spec,
         q.shape,
         k.shape,
         sequences,
         inputs.max_seqlen_q,
-        _device_properties(q.device).multi_processor_count,
+        num_sms,
         seqused_q is not None,
         seqused_k is not None,
         dlse is not None,
@@ -198,8 +199,7 @@ def _launch_backward(
     users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
     offsets = cu_q, cu_k, seqused_q, seqused_k
     workspace = stats, sums, sums_keys, turns, turns_keys
-    num_ctas = _device_properties(q.device).multi_processor_count
-    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_ctas))
+    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_sms))
     scale = launch.numbers[0]
     launch.postprocess((dq, sums, cu_q, seqused_q, scale, turns))
     if launch.postprocess_keys is not None and sums_keys is not None:
@@ -291,12 +291,13 @@ def _backward_launch(
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
-    bytes_a_head = max(1, longest) * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    longest = max(1, longest)
+    bytes_a_head = longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     if spec.deterministic and spec.window_right is None:
         # All tiles of a head start with the same queries: one is best begun when the one before has passed its first
         # turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
-        tiles_under_way, steps_a_tile = num_sms // configs.main.ctas_a_tile, -(-max(1, longest) // tile_m)
+        tiles_under_way, steps_a_tile = num_sms // configs.main.ctas_a_tile, -(-longest // tile_m)
         heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
     heads_in_cache = _in_equal_sections(spec.nheads * math.prod(q_shape[:-3]), heads_in_cache)
     return _BackwardLaunch(

@@ -241,7 +241,7 @@ class BackwardSm90:
                     self.call_turns(arguments, shared)
                 elif warp_idx == 2:
                     self.pass_turns(arguments, shared)
-            # Every dense key is seen if there is no window; sums of grouped heads are zero to begin with.
+            # Every dense key is seen if there is no window, and postprocessing writes all of grouped heads.
             if const_expr(not c.grouped and (c.packed or c.has_left or c.has_right)):  # noqa: SIM102 (as elsewhere)
                 if warp_idx == 3:
                     self.zero(arguments, mdK, mdV)

@@ -133,9 +133,8 @@ class BackwardWideSm90:
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
         mma_S = tiled_mma(dtype, k_major, k_major, 64, shared)  # and dP
-        mma_dV = tiled_mma(
-            dtype, k_major, mn_major, c.columns_dO, registers
-        )  # and dK, in as many products as dO has parts
+        # And dK, in as many products as dO has parts.
+        mma_dV = tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers)
         mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
