@@ -276,6 +276,23 @@ def test_against_the_oracle(backend: str, case: Case) -> None:
     assert_matches_oracle(small_call(*lengths, case, backend), deterministic=True, backend=backend)
 
 
+def run_beyond_slots(head_dim: int, packed: bool) -> None:
+    """Both passes of a call whose first sequence is told to have more keys than it owns, all of them in the buffer."""
+    case: Case = {"head_dim": head_dim, "nheads": 2, "packed": packed}
+    call = small_call([37, 37], [7, 200] if packed else [67, 67], case, "sm90")
+    used = torch.tensor([1000, 603], dtype=torch.int32, device="cuda")
+    both_passes(replace(call, seqused_k=used), torch.randn_like(call.q), deterministic=True, backend="sm90")()
+    torch.cuda.synchronize()
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
+    """They break the contract, and the results may be anything, but nobody waits for tiles that there are not."""
+    in_processes(1, run_beyond_slots, head_dim, packed)
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @on_both
 def test_padding(backend: str, head_dim: int, packed: bool) -> None:

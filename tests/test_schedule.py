@@ -261,6 +261,18 @@ def test_heads_of_a_group_in_another_order_deadlock() -> None:
         simulate(backward(turns, launch, group=2, section=2).tiles, Machine(1))
 
 
+def test_turns_of_keys_without_tiles_deadlock() -> None:
+    """A length beyond what its sequence owns counts tiles that nobody takes: kernels end it where the rows end."""
+    tiles, launch = 3, torch.arange(2, -1, -1)[None]
+    for seqlen_k, ends in ((tiles * 128, True), (tiles * 128 + 1, False), (1000, False)):
+        work = backward(turns_of_window(200, seqlen_k, 64, 128)[None, :, :tiles], launch)
+        if ends:
+            assert simulate(work.tiles, Machine(4))
+        else:
+            with pytest.raises(DeadlockError, match="0 of 3 tiles finished"):
+                simulate(work.tiles, Machine(4))
+
+
 def test_tiles_owned_before_running_deadlock() -> None:
     """A first tile by the CTA's number is drawn by nobody: all that run may wait for one that cannot start."""
     launch = torch.arange(8)[None]

@@ -29,7 +29,7 @@ def counter(mTurns: cute.Tensor, head: Int32, part: Int32 | int, block: Int32) -
 def wait(counter: cute.Pointer, earlier: Int32) -> None:
     """Returns, to a converged warp, when that many tiles have added.
 
-    Or more: lengths that nobody has checked may let sequences share a block, which is to be wrong, not to hang.
+    Or more: offsets that nobody has checked may let sequences share a block, which is to be wrong, not to hang.
     """
     if cute.arch.lane_idx() == 0:
         added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")

@@ -140,9 +140,9 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
             first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
             if const_expr(c.has_seqused_q):
-                q_length = a.mSeqUsedQ[work.batch]
+                q_length = cutlass.min(a.mSeqUsedQ[work.batch], q_length)
             if const_expr(c.has_seqused_k):
-                k_length = a.mSeqUsedK[work.batch]
+                k_length = cutlass.min(a.mSeqUsedK[work.batch], k_slot)  # or turns would be waited for in vain
     else:
         count, k_slot, _, _ = a.mK.shape
         work = schedule.dense_tile(
