@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends import cute as cute_backend
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
 from flash_attn_cute.kernels.sm90.config import (
@@ -167,6 +168,30 @@ def test_compiled_before_and_after(configs: BackwardConfigs, tmp_path: Path) -> 
         assert re.search(r"\bLDG\.E\.128", sass)
         stores_rows = not isinstance(chosen, PreprocessConfig) or chosen.zeroes
         assert bool(re.search(r"\bSTG\.E\.128", sass)) == stores_rows
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "nheads_k", "expected"),
+    [
+        ((9000, 32, 128), 32, 5),
+        ((9000, 32, 128), 8, 4),  # two sections of the first heads of all groups, two of the second ones, and so on
+        ((9000, 32, 128), 1, 1),
+        ((3, 3000, 32, 128), 8, 5),
+        ((1, 3000, 8, 128), 2, 4),
+    ],
+    ids=str,
+)
+def test_backward_sections_are_equal(
+    q_shape: tuple[int, ...], nheads_k: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has room for five heads of this length at a time."""
+    monkeypatch.setattr(cache, "kernel", lambda chosen: chosen)
+    q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
+    k = q[..., :nheads_k, :]
+    cu = torch.empty(4, dtype=torch.int32, device="meta") if len(q_shape) == 3 else None
+    spec = AttentionSpec.of(_inputs(q, k, k, cu), Options(None, None, 0, 0.0, False, True))
+    launch = cute_backend._backward_launch.__wrapped__(spec, q.shape, k.shape, 3, 3000, 132, False, False, False)
+    assert launch.numbers[-1] == expected
 
 
 def cuobjdump() -> str:

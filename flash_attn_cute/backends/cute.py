@@ -299,7 +299,9 @@ def _backward_launch(
         # turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
         tiles_under_way, steps_a_tile = num_sms // configs.main.ctas_a_tile, -(-longest // tile_m)
         heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
-    heads_in_cache = _in_equal_sections(spec.nheads * math.prod(q_shape[:-3]), heads_in_cache)
+    # Of packed sequences the first heads of all groups have sections of their own, and so on.
+    heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads * q_shape[0]
+    heads_in_cache = _in_equal_sections(heads, heads_in_cache)
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
