@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends import cute as cute_backend
 from tests.checks import assert_matches_oracle, bits, gradients, needs_hopper, poisoned_dout, random_call, run
 from tests.oracle import Call
 
@@ -274,6 +275,31 @@ def test_against_the_oracle(backend: str, case: Case) -> None:
     """What is the same every time is right, too."""
     lengths = ([37, 1, 0, 16, 33], [25, 5, 7, 0, 50]) if case["packed"] else ([33] * 2, [43] * 2)
     assert_matches_oracle(small_call(*lengths, case, backend), deterministic=True, backend=backend)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads_in_cache", [1, 2, 3])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 4)], ids=["alone", "grouped"])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sections_of_heads(
+    head_dim: int, mask: str, heads: tuple[int, int], packed: bool, heads_in_cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few heads at a time, as only long sequences have them, and a last section of fewer."""
+    chosen = cute_backend._backward_launch
+
+    def launch(*arguments: Any) -> Any:
+        found = chosen(*arguments)
+        return found._replace(numbers=(*found.numbers[:-1], heads_in_cache))
+
+    monkeypatch.setattr(cute_backend, "_backward_launch", launch)
+    case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}
+    lengths = ([137, 0, 37, 64], [119, 7, 37, 70]) if packed else ([119] * 2, [137] * 2)
+    call = small_call(*lengths, case, "sm90")
+    assert_matches_oracle(call, deterministic=True, backend="sm90")
+    repeat = both_passes(call, poisoned_dout(call, call.q), deterministic=True, backend="sm90")
+    assert not differing(repeat(), repeat, 5)
 
 
 def run_beyond_slots(head_dim: int, packed: bool) -> None:
