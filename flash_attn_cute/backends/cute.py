@@ -310,8 +310,8 @@ def _backward_launch(
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
         sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
-        turns_shape=(spec.nheads, counters, blocks),
-        turns_keys_shape=(spec.nheads_k, counters_k, blocks_k),
+        turns_shape=(counters, spec.nheads, blocks),
+        turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache),
     )
 

@@ -21,7 +21,7 @@ class PostprocessArguments(NamedTuple):
     mCuSeqlens: cute.Tensor | None
     mSeqUsed: cute.Tensor | None
     scale: Float32
-    mTurns: cute.Tensor | None  # (heads, parts, blocks): how many have added to mdXaccum, if that was not zero
+    mTurns: cute.Tensor | None  # (parts, heads, blocks): how many have added to mdXaccum, if that was not zero
 
 
 class Postprocess:
@@ -49,7 +49,7 @@ class Postprocess:
         vectors, parts_a_row = self.columns // 8, self.tile_d // self.columns
         units = self.tile_m * self.tile_d // 16
         if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-            if a.mTurns[work.head, 0, work.block] == 0:
+            if a.mTurns[0, work.head, work.block] == 0:
                 length = Int32(0)
         for i in cutlass.range_constexpr(-(-units // _THREADS)):
             unit = i * _THREADS + thread

@@ -47,6 +47,24 @@ def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, 
 
 
 @dsl_user_op
+def add_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Adds float32 numbers in shared memory to those in global memory, each by itself atomic, by one thread."""
+    _bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", address, source, num_bytes, loc, ip)
+
+
+@dsl_user_op
+def store_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Stores shared memory in global memory, by one thread."""
+    _bulk("cp.async.bulk.global.shared::cta.bulk_group", address, source, num_bytes, loc, ip)
+
+
+def _bulk(instruction: str, address: Int64, source: Pointer, num_bytes: int, loc: Any, ip: Any) -> None:
+    """Both are in flight on return, and belong to the thread's next group of bulk copies."""
+    operands = [address, Int32(source.toint(loc=loc, ip=ip)), Int32(num_bytes)]
+    _assembly(None, operands, f"{instruction} [$0], [$1], $2;", "l,r,r,~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
 def copy_to_cta(
     rank: Int32, target: Pointer, source: Pointer, num_bytes: Int32 | int, mbarrier: Pointer, *, loc=None, ip=None
 ) -> None:  # type: ignore[no-untyped-def]

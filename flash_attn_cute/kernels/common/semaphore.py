@@ -7,7 +7,8 @@ it. Waits end if turns follow the order in which tiles are taken (``sparsity.sch
 
 The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
 between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what one turn
-stores or adds, by any thread of the CTA, comes before what the next one adds.
+stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, it is that thread which
+tells it to, behind a fence between the two, and waits until it has.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 _STAGES = 4  # turns that have come and are not passed on yet
 
 
-def counter(mTurns: cute.Tensor, head: Int32, part: Int32 | int, block: Int32) -> cute.Pointer:
-    """That of a block, out of (heads, parts, blocks); those of the blocks behind it follow."""
-    return cute.domain_offset((head, part, block), mTurns).iterator
+def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
+    """That of a block, out of (parts, heads, blocks); those of the blocks behind it follow."""
+    return cute.domain_offset((part, head, block), mTurns).iterator
 
 
 @cute.jit

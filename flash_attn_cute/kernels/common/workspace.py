@@ -10,7 +10,6 @@ warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 5
 block's queries are permuted, so that a thread finds those of the queries that are its columns four at a time.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
@@ -43,20 +42,32 @@ def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32, is_first: Boolean | 
         is_first: whether nobody has added to the part before: what is there is overwritten. None: nobody knows, and the
             workspace was zero to begin with.
     """
-    target = cute.make_tensor(part.iterator, cute.make_layout((4, 128, cute.size(acc) // 4), stride=(1, 4, 512)))
-    fours = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
     if const_expr(is_first is None):
-        _add_fours(fours, target, thread)
+        _add(acc, part, thread)
     elif is_first:
-        for i in cutlass.range_constexpr(cute.size(fours, mode=[1])):
-            cute.autovec_copy(fours[None, i], target[None, thread, i])
+        put(acc, part, thread)
     else:
-        _add_fours(fours, target, thread)
+        _add(acc, part, thread)
 
 
-def _add_fours(fours: cute.Tensor, target: cute.Tensor, thread: Int32) -> None:
+def put(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
+    """Writes a warpgroup's accumulator into a part of the workspace, or of shared memory that is to be copied there."""
+    fours, target = _fours(acc, part)
+    for i in range(cute.size(fours, mode=[1])):
+        cute.autovec_copy(fours[None, i], target[None, thread, i])
+
+
+def _add(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
+    fours, target = _fours(acc, part)
     for i in range(cute.size(fours, mode=[1])):
         add_four(target[None, thread, i].iterator.toint(), *(fours[j, i] for j in range(4)))
+
+
+def _fours(acc: cute.Tensor, part: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Four numbers at a time: of an accumulator, and where they belong, (number, thread, four)."""
+    n = cute.size(acc) // 4
+    target = cute.make_tensor(part.iterator, cute.make_layout((4, 128, n), stride=(1, 4, 512)))
+    return cute.make_tensor(acc.iterator, cute.make_layout((4, n))), target
 
 
 @cute.jit

@@ -3,30 +3,30 @@
 Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward kernel, and walks over the queries that
 see it, from the first to the last):
     warpgroup 0         warp 0 chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by block.
-                        If deterministic, warp 1 waits for turns to add to the workspace, warp 2 passes them on.
+                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
+                        the workspace, if deterministic in turn, dK and dV are stored.
                         Warp 3 writes zeros into dK and dV where nothing else is to be.
     warpgroups 1, 2     multiply, 64 keys each.
 
 Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
-    tiles  4 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile: the
-           multiplying ones, and warps 1 and 2 if deterministic. Only tiles that some query sees are told of.
+    tiles  2 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile:
+           warps 1, 2 and the multiplying ones. Only tiles that some query sees are told of.
     k      2 stages: warp 0 and the bytes -> one arrival a multiplying warp, after the tile's last dQ.
     v      1 stage: the same, after the tile's last dP.
-    q, do  PipelineTmaAsync, ``stages`` deep: warp 0 -> one arrival a multiplying warp. With Q comes lse, with dO comes
-           delta = rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
+    q, do  2 stages: warp 0 and the bytes -> one arrival a multiplying warp. With Q comes lse, with dO comes delta =
+           rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
-    turns  see ``common.semaphore``: warp 1 -> the multiplying warps -> warp 2 -> warp 1.
+    out    1 stage a multiplying warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
 
 A step of a multiplying warpgroup (transposed: rows are keys, columns are queries), its products in their order:
+    S' = K Q'
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
     dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
                        warpgroups, into shared memory
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
-    dK += dS' Q        in flight while dQ is added to the workspace, from registers
-    S' = K Q'          of the step to come
-The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the last step
-of one computes the first scores of the next, whose first step computes the last dQ of the one before; in between, dK
-and dV leave through shared memory.
+    dK += dS' Q        in flight while dQ is put out
+The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
+of one computes the last dQ of the one before.
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``common.workspace``'s business.
@@ -37,16 +37,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, semaphore, workspace
-from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.assembly import add_from_shared, opaque, store_from_shared
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.semaphore import Turns
-from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.common.shared import swizzled, transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
@@ -54,10 +53,9 @@ from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments
 from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
 from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
-# With two, a tile of one step would wait for the next one before it adds the last dQ of the one before: for ever.
-_TILE_STAGES = 4
+_TILE_STAGES = 2
 _START, _STOP = NUM_FIELDS - 4, NUM_FIELDS - 1  # of a tile's blocks, among its fields
-_BARRIER_EPILOGUE = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
+_BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
 
 
 class _Layouts(NamedTuple):
@@ -66,7 +64,7 @@ class _Layouts(NamedTuple):
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
     sdO: cute.ComposedLayout  # (tile_m, d, stage)
     sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
-    sdX: cute.ComposedLayout  # (64, d, warpgroup)
+    sOut: cute.ComposedLayout  # (64, d, so many hold a part of dQ, warpgroup)
 
 
 class BackwardSm90:
@@ -87,7 +85,7 @@ class BackwardSm90:
             sQ=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
             sdO=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
             sdS=swizzled(self.dtype, c.tile_m, (64, c.tile_m, self.warpgroups, 2)),
-            sdX=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
+            sOut=swizzled(self.dtype, c.tile_d, (64, c.tile_d, 2 * c.columns_dQ // c.tile_d, self.warpgroups)),
         )
 
     def _shared_storage(self, layouts: _Layouts) -> type:
@@ -101,8 +99,7 @@ class BackwardSm90:
             q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             ds_barriers: cute.struct.MemRange[Int64, 2]
-            turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if c.deterministic else 0]
-            turns_earlier: cute.struct.MemRange[Int32, Turns.num_stages if c.deterministic else 0]
+            out_barriers: cute.struct.MemRange[Int64, 2 * self.warpgroups]
             tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * _TILE_STAGES]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -110,7 +107,7 @@ class BackwardSm90:
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-            sdX: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdX)], 1024]
+            sOut: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sOut)], 1024]
 
         return Storage
 
@@ -129,13 +126,13 @@ class BackwardSm90:
         mma_dK = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
         mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK, sV, sQ, sdO, _, sdX = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
         tdO = make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), c.packed)
         tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
         tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
-        tdK = make_row_tiles(store, mdK, sdX, (64, c.tile_d), c.packed)
-        tdV = make_row_tiles(store, mdV, sdX, (64, c.tile_d), c.packed)
+        tdK = make_row_tiles(store, mdK, sOut, (64, c.tile_d), c.packed)
+        tdV = make_row_tiles(store, mdV, sOut, (64, c.tile_d), c.packed)
         score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.num_ctas)
         self.kernel(
@@ -191,25 +188,22 @@ class BackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), _TILE_STAGES)
         k, v = Ring(storage.k_barriers.data_ptr(), 2), Ring(storage.v_barriers.data_ptr(), 1)
-        ds_barriers, turns = (
-            storage.ds_barriers.data_ptr(),
-            Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
-        )
+        q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
+        out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
+        ds_barriers = storage.ds_barriers.data_ptr()
         if warp_idx == 0:
             with cute.arch.elect_one():
-                tiles.init(full=1, empty=4 * self.warpgroups + (2 if c.deterministic else 0))
+                tiles.init(full=1, empty=5 * self.warpgroups)
                 k.init(full=1, empty=4 * self.warpgroups)
                 v.init(full=1, empty=4 * self.warpgroups)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
-                if const_expr(c.deterministic):
-                    turns.init(4 * self.warpgroups)
-        pipe_Q, pipe_dO = (
-            tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, c.tile_m * (2 * c.tile_d + 4))
-            for barriers in (storage.q_barriers, storage.do_barriers)
-        )
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+                for ring in (q, do):
+                    ring.init(full=1, empty=4 * self.warpgroups)
+                for ring in out:
+                    ring.init(full=4, empty=1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
 
         loads = {
             "Q": RowTiles(atom_Q, tma_Q, c.tile_m, c.tile_d, c.packed),
@@ -228,40 +222,37 @@ class BackwardSm90:
             k=k,
             v=v,
             ds_barriers=ds_barriers,
-            turns=turns,
-            pipe_Q=pipe_Q,
-            pipe_dO=pipe_dO,
+            out_barriers=storage.out_barriers.data_ptr(),
+            sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
+            q=q,
+            do=do,
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
                 self.load(arguments, loads, shared)
-            if const_expr(c.deterministic):
-                if warp_idx == 1:
-                    self.call_turns(arguments, shared)
-                elif warp_idx == 2:
-                    self.pass_turns(arguments, shared)
+            elif warp_idx <= self.warpgroups:
+                stores = (
+                    RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
+                    RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
+                )
+                self.carry_out(arguments, stores, shared, warp_idx - 1)
             # Every dense key is seen if there is no window, and postprocessing writes all of grouped heads.
             if const_expr(not c.grouped and (c.packed or c.has_left or c.has_right)):  # noqa: SIM102 (as elsewhere)
                 if warp_idx == 3:
                     self.zero(arguments, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            stores = (
-                RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
-                RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
-            )
-            self.multiply(arguments, mma_S, mma_dV, mma_dK, mma_dQ, stores, shared, score_scale, scale_log2)
+            self.multiply(arguments, mma_S, mma_dV, mma_dK, mma_dQ, shared, score_scale, scale_log2)
 
     @cute.jit
     def load(self, a: BackwardArguments, tiles: dict, shared: "_Shared") -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = schedule.take_tile(a.mNextTile, num_questions)
-        walk = Int32(0)
+        walk, step = Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, index)
             start, stop = tile.blocks.start, tile.blocks.stop
@@ -272,8 +263,8 @@ class BackwardSm90:
                     cute.arch.mbarrier_arrive(shared.tiles.full(walk))
                 self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
                 for m in cutlass.range(start, stop, unroll=1):
-                    self._load_queries(a, tile, tiles, shared, m, state)
-                    state.advance()
+                    self._load_queries(a, tile, tiles, shared, m, step)
+                    step += 1
                     if m == start:  # behind the first queries, for which there is room before there is for V
                         self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
                 walk += 1
@@ -318,32 +309,26 @@ class BackwardSm90:
 
     @cute.jit
     def _load_queries(
-        self,
-        a: BackwardArguments,
-        tile: KeyTile,
-        tiles: dict,
-        shared: "_Shared",
-        m: Int32,
-        state: pipeline.PipelineState,
+        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: "_Shared", m: Int32, step: Int32
     ) -> None:
         """Q, dO, lse and delta of a block of queries."""
-        start = m * self.config.tile_m
-        stop = tile.q.start + cutlass.min(start + self.config.tile_m, tile.q.length)
+        c = self.config
+        start = m * c.tile_m
+        stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
         start += tile.q.start
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for i, (t, s, pipe) in enumerate(
-            ((tiles["Q"], shared.sQ, shared.pipe_Q), (tiles["dO"], shared.sdO, shared.pipe_dO))
-        ):
-            pipe.producer_acquire(state)  # all warpgroups have released this stage
-            barrier = pipe.producer_get_barrier(state)
-            t.load(t.at(start, stop, tile.head, tile.batch), s[None, None, state.index], barrier)
+        for i, (t, sX, ring) in enumerate(((tiles["Q"], shared.sQ, shared.q), (tiles["dO"], shared.sdO, shared.do))):
+            full, stage = ring.full(step), ring.stage(step)
+            ring.wait_empty(step)  # all warpgroups have released this stage
             with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
                     a.mStats[i, tile.head, tile.first_block + m, None],
-                    shared.stats[None, i, state.index],
-                    mbar_ptr=barrier,
+                    shared.stats[None, i, stage],
+                    mbar_ptr=full,
                 )
+            t.load(t.at(start, stop, tile.head, tile.batch), sX[None, None, stage], full)
 
     def _tile(self, a: BackwardArguments, shared: "_Shared", walk: Int32) -> KeyTile:
         """What warp 0 has told of a tile."""
@@ -358,43 +343,63 @@ class BackwardSm90:
         )
 
     @cute.jit
-    def call_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
-        """Warp 1: waits for turns to add, in the multiplying warps' order: dK and dV before the last dQ."""
-        c = self.config
-        turn, walk = Int32(0), Int32(0)
+    def carry_out(self, a: BackwardArguments, stores: tuple, shared: "_Shared", w: Int32) -> None:
+        """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
+        c, out = self.config, shared.out(w)
+        step, walk, block, earlier = (Int32(0) for _ in range(4))
         while self._has_tile(shared, walk):
             tile = self._tile(a, shared, walk)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-                    if m + 1 == tile.blocks.stop:
-                        counter = semaphore.counter(a.mTurnsK, tile.head_k, 0, tile.block)
-                        shared.turns.call(turn, counter, tile.earlier_heads)
-                        turn += 1
-                counter = semaphore.counter(a.mTurnsQ, tile.head, 0, tile.first_block + m)
-                shared.turns.call(turn, counter, tile.earlier(c, m))
-                turn += 1
+                if step > 0:  # of the step before
+                    self._add_dQ(a, shared, w, self._piece(step, walk), block, earlier)
+                step += 1
+                block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
+                if const_expr(c.deterministic):
+                    earlier = tile.earlier(c, m)
+            if const_expr(not c.grouped):
+                start = tile.first_key + 64 * w
+                stop = cutlass.min(start + 64, tile.k.length)
+                for i, t in enumerate(stores):
+                    piece = self._piece(step, walk) + i
+                    out.wait_full(piece)  # from warpgroup w
+                    if start < stop:
+                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                        t.store(shared.sOut[None, None, 0, w], g)
+                        cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    out.release(piece)  # to warpgroup w
             shared.tiles.release(walk)
             walk += 1
+        if step > 0:
+            self._add_dQ(a, shared, w, self._piece(step, walk), block, earlier)
 
     @cute.jit
-    def pass_turns(self, a: BackwardArguments, shared: "_Shared") -> None:
-        """Warp 2: passes turns on to the tiles that come after."""
-        c = self.config
-        turn, walk = Int32(0), Int32(0)
-        while self._has_tile(shared, walk):
-            tile = self._tile(a, shared, walk)
-            m, last = tile.blocks.start, tile.blocks.stop - 1
-            while m <= last:
-                if const_expr(c.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-                    if m == last:
-                        counter = semaphore.counter(a.mTurnsK, tile.head_k, 0, tile.block)
-                        turn += shared.turns.pass_on(turn, counter, Boolean(False))
-                counters = semaphore.counter(a.mTurnsQ, tile.head, 0, tile.first_block + m)
-                passed = shared.turns.pass_on(turn, counters, m + 1 < last)
-                turn += passed
-                m += passed
-            shared.tiles.release(walk)
-            walk += 1
+    def _add_dQ(
+        self, a: BackwardArguments, shared: "_Shared", w: Int32, piece: Int32, block: Int32, earlier: Int32
+    ) -> None:
+        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads."""
+        out, size = shared.out(w), 64 * self.config.columns_dQ
+        part = cute.domain_offset((0, block, size * w), a.mdQaccum).iterator.toint()
+        out.wait_full(piece)  # from warpgroup w
+        if const_expr(self.config.deterministic):
+            counter = semaphore.counter(a.mTurnsQ, w, 0, block)
+            semaphore.wait(counter, earlier)
+            cute.arch.fence_proxy("async.global")  # what others have added comes before what TMA adds
+            with cute.arch.elect_one():
+                if earlier == 0:
+                    store_from_shared(part, shared.sums + size * w, 4 * size)
+                else:
+                    add_from_shared(part, shared.sums + size * w, 4 * size)
+        else:
+            with cute.arch.elect_one():
+                add_from_shared(part, shared.sums + size * w, 4 * size)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        out.release(piece)  # to warpgroup w
+        if const_expr(self.config.deterministic):
+            cute.arch.cp_async_bulk_wait_group(0)  # it has been added
+            with cute.arch.elect_one():
+                semaphore.count(counter, 1)
 
     @cute.jit
     def multiply(
@@ -404,7 +409,6 @@ class BackwardSm90:
         mma_dV: cute.TiledMma,
         mma_dK: cute.TiledMma,
         mma_dQ: cute.TiledMma,
-        stores: tuple,
         shared: "_Shared",
         score_scale: Float32,
         scale_log2: Float32,
@@ -452,88 +456,74 @@ class BackwardSm90:
             acc_dK=cute.make_rmem_tensor(slice_dK.partition_shape_C((64, c.tile_d)), Float32),
             acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rdS=rdS,
-            # 128 queries leave registers for one group of theirs.
-            rStats=cute.make_rmem_tensor((4, 4 if c.tile_m == 64 else 1), Float32),
+            rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
         )
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        walk, step, last_head, last_block = (Int32(0) for _ in range(4))
-        has_tile = self._has_tile(shared, walk)
-        if has_tile:
-            shared.k.wait_full(walk)  # from warp 0
-            shared.pipe_Q.consumer_wait(state)
-        self._start_S(work, walk, state.index)
-        self._read_stats(work, 0, state.index)
-        warpgroup.wait_group(0)
-        while has_tile:
+        walk, step = Int32(0), Int32(0)
+        while self._has_tile(shared, walk):
             tile = self._tile(a, shared, walk)
-            start, stop = tile.blocks.start, tile.blocks.stop
+            blocks = tile.blocks
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            for m in cutlass.range(start, stop, unroll=1):
-                self._step(work, tile, walk, m, step, (last_head, last_block), state)
-                state.advance()
+            for n in cutlass.range(blocks.start - blocks.full_start, blocks.stop - blocks.full_start, unroll=1):
+                self._step(work, tile, walk, n, step)
                 step += 1
-            last_head, last_block = tile.head, tile.first_block + stop - 1
             if const_expr(c.grouped):
-                self._add_dKV(work, tile, self._turn(step, walk))
+                self._add_dKV(work, self._tile_again(work, walk))
             else:
-                self._store(work, tile, stores)
+                self._put_out_dKV(work, self._piece(step, walk))
             shared.tiles.release(walk)
             walk += 1
-            has_tile = self._has_tile(shared, walk)
         if step > 0:
             cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)  # all warps' last dS
         self._start_dQ(work, step - 1, walk - 1)
         warpgroup.wait_group(0)
         if step > 0:
-            self._add_dQ(work, last_head, last_block, self._turn(step, walk))
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+            self._put_out_dQ(work, self._piece(step, walk))
 
-    def _turn(self, step: Int32, walk: Int32) -> Int32:
-        """The number of the addition that is next in a step, or behind it: dQ is a step late."""
-        return step - 1 + walk if self.config.grouped else step - 1
+    def _piece(self, step: Int32, walk: Int32) -> Int32:
+        """The number of what is put out next in a step, or behind it: dQ is a step late."""
+        return step - 1 if self.config.grouped else step - 1 + 2 * walk
 
     @cute.jit
-    def _step(
-        self,
-        work: "_Work",
-        tile: KeyTile,
-        walk: Int32,
-        m: Int32,
-        step: Int32,
-        before: tuple[Int32, Int32],
-        state: pipeline.PipelineState,
-    ) -> None:
-        """One block of queries: its scores are there on entry, and the next one's on return.
+    def _step(self, work: "_Work", tile: KeyTile, walk: Int32, n: Int32, step: Int32) -> None:
+        """One block of queries, and dQ of the one before.
 
-        What comes before the first block of a tile is the last one of the tile before, and the other way round. The
-        very first step computes a dQ of anything, and the very last one scores of anything, as the compiler lets
-        products overlap only where none is under a condition.
+        What comes before the first block of a tile is the last one of the tile before. The very first step computes a
+        dQ of anything, as the compiler lets products overlap only where none is under a condition.
 
         Args:
             work: this warpgroup's operands.
             tile: the keys.
             walk: counts tiles.
-            m: the block's number within the sequence.
+            n: the block's number, counted from the first one that sees all keys, as then one number less is kept.
             step: counts blocks, over all tiles of this CTA.
-            before: head and block, in the workspace, of the last step of the tile before.
-            state: of the pipelines of Q and dO.
         """
-        shared, stage, rW = work.shared, state.index, work.scores.rW
-        is_first, is_last = m == tile.blocks.start, m + 1 == tile.blocks.stop
-        tPrdO = work.tPrdO[None, None, None, stage]
+        shared, stage, rW = work.shared, work.shared.q.stage(step), work.scores.rW
+        blocks = tile.blocks
+        m = n + blocks.full_start  # its number within the sequence
+        is_first, is_last = n == blocks.start - blocks.full_start, n + 1 == blocks.stop - blocks.full_start
+        if is_first:
+            shared.k.wait_full(walk)  # from warp 0
+        shared.q.wait_full(step)  # from warp 0
+        tSrK = work.tSrK[None, None, None, work.warpgroup, shared.k.stage(walk)]
+        gemm(work.mma_S, work.scores.acc_S, tSrK, work.tSrQ[None, None, None, stage], True)
         if is_first:
             shared.v.wait_full(walk)  # from warp 0
-        shared.pipe_dO.consumer_wait(state)
-        gemm(work.mma_S, work.acc_dP, work.tPrV[None, None, None, work.warpgroup], tPrdO, True)
+        shared.do.wait_full(step)  # from warp 0
+        tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
+        gemm(work.mma_S, work.acc_dP, tPrV, tPrdO, True)
+        self._read_stats(work, 0, stage)
+        warpgroup.wait_group(1)  # the scores are there
+        hides = n < 0
+        if const_expr(self.config.has_left):
+            hides = hides or m >= blocks.full_stop
         weigh(
             self.config,
             work.scores,
-            tile,
-            lambda: tile.first_key + 64 * work.warpgroup,
             m,
+            hides,
+            lambda: self._keys(work, walk),
             lambda i: self._stats(work, 0, stage, i),
         )
         self._read_stats(work, 1, stage)
@@ -552,40 +542,19 @@ class BackwardSm90:
         write(work.rdS, work.mma_S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.wait_group(0)  # dV is there
-        shared.pipe_dO.consumer_release(state)
-        head, block, walk_before, walk_after = tile.head, tile.first_block + m - 1, walk, walk
-        if is_first:
-            head, block = before
-            walk_before = walk - 1
+        shared.do.release(step)  # to warp 0
+        walk_before = walk - 1 if is_first else walk
         self._start_dQ(work, step - 1, walk_before)
         gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
-        if walk_before < walk and walk > 0:
-            shared.k.release(walk_before)  # to warp 0: a tile of one step waits for the next one's keys, which go there
-        following = state.clone()
-        following.advance()
-        follows = Boolean(True)
-        if is_last:
-            walk_after = walk + 1
-            follows = self._has_tile(shared, walk_after)
-            if follows:
-                shared.k.wait_full(walk_after)  # from warp 0
-        if follows:
-            shared.pipe_Q.consumer_wait(following)
-        self._start_S(work, walk_after, following.index)
-        self._read_stats(work, 0, following.index)
+        if is_first and walk > 0:
+            shared.k.release(walk_before)  # to warp 0
         # This warp's part of dS is there, and the other buffer is read by it no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if step > 0:
-            self._add_dQ(work, head, block, self._turn(step, walk))
-        warpgroup.wait_group(0)  # dK and the next scores are there
-        shared.pipe_Q.consumer_release(state)
-
-    @cute.jit
-    def _start_S(self, work: "_Work", walk: Int32, stage: Int32) -> None:
-        """Scores of a block."""
-        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(walk)]
-        gemm(work.mma_S, work.scores.acc_S, tSrK, work.tSrQ[None, None, None, stage], True)
+            self._put_out_dQ(work, self._piece(step, walk))
+        warpgroup.wait_group(0)  # dK is there
+        shared.q.release(step)  # to warp 0
 
     @cute.jit
     def _start_dQ(self, work: "_Work", step: Int32, walk: Int32) -> None:
@@ -596,30 +565,62 @@ class BackwardSm90:
             gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
-    def _add_dQ(self, work: "_Work", head: Int32, block: Int32, turn: Int32) -> None:
-        """This warpgroup's part of dQ to the workspace."""
-        is_first = None
-        if const_expr(self.config.deterministic):
-            is_first = work.shared.turns.wait(turn)
-        self._add(work, work.acc_dQ, work.arguments.mdQaccum[head, block, None], is_first)
-        if const_expr(self.config.deterministic):
-            work.shared.turns.have_added(turn)
+    def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
+        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace."""
+        shared, size = work.shared, cute.size(work.acc_dQ)
+        out = shared.out(work.warpgroup)
+        part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
+        out.wait_empty(piece)  # from warp 1 or 2
+        workspace.put(work.acc_dQ, part, work.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        out.arrive(piece)  # to warp 1 or 2
 
     @cute.jit
-    def _add_dKV(self, work: "_Work", tile: KeyTile, turn: Int32) -> None:
-        """This warpgroup's keys' dK and dV to the workspace."""
+    def _put_out_dKV(self, work: "_Work", piece: Int32) -> None:
+        """DV and dK, one after the other, into shared memory."""
+        shared = work.shared
+        out = shared.out(work.warpgroup)
+        for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
+            work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
+        for i, (acc, mma) in enumerate(((work.acc_dV, work.mma_dV), (work.acc_dK, work.mma_dK))):
+            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+            convert(acc, rounded)
+            out.wait_empty(piece + i)  # from warp 1 or 2
+            write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            out.arrive(piece + i)  # to warp 1 or 2
+
+    @cute.jit
+    def _add_dKV(self, work: "_Work", tile: KeyTile) -> None:
+        """This warpgroup's keys' dK and dV to the workspace, from registers; if deterministic, in turn."""
+        c, a, barrier = self.config, work.arguments, _BARRIER_GROUPED + work.warpgroup
+        is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         is_first = None
-        if const_expr(self.config.deterministic):
-            is_first = work.shared.turns.wait(turn)
+        if const_expr(c.deterministic):
+            is_first = tile.earlier_heads == 0
+            counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+            if is_first_warp:
+                semaphore.wait(counter, tile.earlier_heads)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn
         for i, acc in enumerate((work.acc_dK, work.acc_dV)):
-            self._add(work, acc, work.arguments.mdKVaccum[i, tile.head_k, tile.block, None], is_first)
-        if const_expr(self.config.deterministic):
-            work.shared.turns.have_added(turn)
+            # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
+            block = a.mdKVaccum[opaque(Int32(i)), tile.head_k, tile.block, None]
+            part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
+            workspace.add(acc, part, work.thread, is_first)
+        if const_expr(c.deterministic):
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has added
+            if is_first_warp:
+                with cute.arch.elect_one():
+                    semaphore.count(counter, 1)
 
-    @cute.jit
-    def _add(self, work: "_Work", acc: cute.Tensor, block: cute.Tensor, is_first: Boolean | None) -> None:
-        part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
-        workspace.add(acc, part, work.thread, is_first)
+    def _tile_again(self, work: "_Work", walk: Int32) -> KeyTile:
+        """What is asked of a tile but seldom: read again, rather than kept in registers."""
+        return self._tile(work.arguments, work.shared, walk + opaque(Int32(0)))
+
+    def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:
+        """The tile and this warpgroup's first key."""
+        tile = self._tile_again(work, walk)
+        return tile, tile.first_key + 64 * work.warpgroup
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""
@@ -637,29 +638,6 @@ class BackwardSm90:
     def _read_four(self, work: "_Work", which: int, stage: Int32, i: int, four: cute.Tensor) -> None:
         cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
 
-    @cute.jit
-    def _store(self, work: "_Work", tile: KeyTile, stores: tuple) -> None:
-        """DV and dK, one after the other, through shared memory and TMA."""
-        w, shared, barrier = work.warpgroup, work.shared, _BARRIER_EPILOGUE + work.warpgroup
-        stores_tiles = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-        start = tile.first_key + 64 * w
-        stop = cutlass.min(start + 64, tile.k.length)
-        for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
-            work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
-        for acc, mma, t in ((work.acc_dV, work.mma_dV, stores[1]), (work.acc_dK, work.mma_dK, stores[0])):
-            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-            convert(acc, rounded)
-            if stores_tiles:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # what was here has left
-            write(rounded, mma, shared.sdX[None, None, w], work.thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-            if stores_tiles and start < stop:
-                g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                t.store(shared.sdX[None, None, w], g)
-                cute.arch.cp_async_bulk_commit_group()
-
 
 @dataclass(frozen=True)
 class _Shared:
@@ -670,16 +648,21 @@ class _Shared:
     sQ: cute.Tensor  # (tile_m, d, stage)
     sdO: cute.Tensor  # (tile_m, d, stage)
     sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
-    sdX: cute.Tensor  # (64, d, warpgroup): dV and dK on their way out
+    sOut: cute.Tensor  # (64, d, so many hold a part of dQ, warpgroup): dV or dK on its way out, in the first one
+    sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
     tiles: Ring
     k: Ring
     v: Ring
     ds_barriers: cute.Pointer
-    turns: Turns
-    pipe_Q: pipeline.PipelineTmaAsync
-    pipe_dO: pipeline.PipelineTmaAsync
+    out_barriers: cute.Pointer
+    q: Ring
+    do: Ring
+
+    def out(self, warpgroup: Int32) -> Ring:
+        """What guards its part of sOut."""
+        return Ring(self.out_barriers + 2 * warpgroup, 1)
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ class BackwardWideSm90:
         c = self.config
         tile = key_tile(c, a, index)
         for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-            counter = semaphore.counter(a.mTurnsQ, tile.head, shared.rank, tile.first_block + m)
+            counter = semaphore.counter(a.mTurnsQ, shared.rank, tile.head, tile.first_block + m)
             shared.turns.call(m - tile.blocks.start, counter, tile.earlier(c, m))
 
     @cute.jit
@@ -334,7 +334,7 @@ class BackwardWideSm90:
         tile = key_tile(c, a, index)
         m = tile.blocks.start
         while m < tile.blocks.stop:
-            counters = semaphore.counter(a.mTurnsQ, tile.head, shared.rank, tile.first_block + m)
+            counters = semaphore.counter(a.mTurnsQ, shared.rank, tile.head, tile.first_block + m)
             m += shared.turns.pass_on(m - tile.blocks.start, counters, m + 1 < tile.blocks.stop)
 
     @cute.jit
@@ -385,12 +385,16 @@ class BackwardWideSm90:
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
+                m = tile.blocks.start + step
+                hides = m < tile.blocks.full_start
+                if const_expr(c.has_left):
+                    hides = hides or m >= tile.blocks.full_stop
                 weigh(
                     c,
                     scores,
-                    tile,
-                    lambda: self._first_key(tile),
-                    tile.blocks.start + step,
+                    m,
+                    hides,
+                    lambda: (tile, self._first_key(tile)),
                     lambda i, lse=lse: self._four(lse, quad, i),
                 )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
@@ -558,7 +562,7 @@ class BackwardWideSm90:
             is_first = None
             if const_expr(c.deterministic):
                 is_first = tile.earlier_heads == 0
-                counter = semaphore.counter(a.mTurnsK, tile.head_k, 2 * shared.rank + which, tile.block)
+                counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
                 if is_first_warp:
                     semaphore.wait(counter, tile.earlier_heads)
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn

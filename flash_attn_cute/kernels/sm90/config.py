@@ -155,9 +155,14 @@ class BackwardConfig(_BackwardFeatures):
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
+    def groups_of_stats(self) -> int:
+        """Groups of sixteen queries whose lse, and then delta, a thread reads ahead of time."""
+        return 4 if self.tile_m == 64 else 1
+
+    @property
     def counters(self) -> tuple[int, int]:
-        """If deterministic, counters of additions a block of queries, and of keys."""
-        return 1, 1
+        """If deterministic, counters of additions a block of queries, and of keys, one a warpgroup."""
+        return self.num_mma_warpgroups, self.num_mma_warpgroups
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -36,8 +36,8 @@ class BackwardArguments(NamedTuple):
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; zeros if in no order
-    mTurnsQ: cute.Tensor | None  # (heads, parts, blocks): how many have added to mdQaccum, 0 as yet, if deterministic
-    mTurnsK: cute.Tensor | None  # (heads_k, parts, tiles of a head): to mdKVaccum, if grouped as well
+    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): how many have added to mdQaccum, 0 as yet, if deterministic
+    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): to mdKVaccum, if grouped as well
     mCuSeqlensQ: cute.Tensor | None
     mCuSeqlensK: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None

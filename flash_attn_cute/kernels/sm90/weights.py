@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.mask import hide
-from flash_attn_cute.kernels.sm90.key_tiles import KeyTile
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Scores:
 def weigh(
     config: cutlass.Constexpr,
     scores: Scores,
-    tile: KeyTile,
-    first_key: cutlass.Constexpr,
     m: Int32,
+    hides: Boolean,
+    keys: cutlass.Constexpr,
     lse: cutlass.Constexpr,
 ) -> None:
     """Scores to weights.
@@ -42,21 +41,22 @@ def weigh(
     Args:
         config: the kernel's.
         scores: of block m.
-        tile: the keys.
-        first_key: tells the warpgroup's first key; asked only where keys are hidden.
         m: the block's number within the sequence.
+        hides: whether some of the queries do not see some of the keys.
+        keys: tells the tile and the warpgroup's first key; asked only where keys are hidden.
         lse: tells a group's lse, in base 2.
     """
     c, acc_S, dtype = config, scores.acc_S, scores.rP.element_type
     if const_expr(c.has_softcap):
         for i in cutlass.range_constexpr(cute.size(acc_S)):
             acc_S[i] = cute.math.tanh(acc_S[i] * scores.score_scale, fastmath=True)
-    if m < tile.blocks.full_start or m >= tile.blocks.full_stop:
+    if hides:
+        tile, first_key = keys()
         hide(
             acc_S,
             scores.scale_log2 * -Float32.inf,
             scores.cS,
-            first_key(),
+            first_key,
             1,
             m * c.tile_m,
             tile.q.length,
