@@ -480,6 +480,25 @@ def test_many_tiles(head_dim: int) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "unordered"])
+def test_more_sums_than_32_bits_count(deterministic: bool) -> None:
+    """Those of the last head's dQ lie 2^31 numbers behind those of the first: 8 GB. It gets what it gets alone."""
+    q, k, v, dout = torch.randn(4, 1, 2**19 + 4096, 64, 8, device="cuda", dtype=torch.bfloat16)
+
+    def gradients_of(heads: slice) -> tuple[Tensor, ...]:
+        leaves = [x[:, :, heads].detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, window_size=(16, 0), deterministic=deterministic, backend="sm90")
+        return torch.autograd.grad(out, leaves, dout[:, :, heads])
+
+    last = slice(63, None)
+    for among_all, alone in zip(gradients_of(slice(None)), gradients_of(last), strict=True):
+        if deterministic:
+            assert torch.equal(among_all[:, :, last], alone)
+        else:
+            torch.testing.assert_close(among_all[:, :, last], alone)
+
+
+@needs_hopper
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strides(packed: bool) -> None:
     """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies.

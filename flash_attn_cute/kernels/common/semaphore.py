@@ -7,8 +7,8 @@ it. Waits end if turns follow the order in which tiles are taken (``sparsity.sch
 
 The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
 between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what one turn
-stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, it is that thread which
-tells it to, behind a fence between the two, and waits until it has.
+stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, its warp waits for the
+turn, then for the proxy fence, tells TMA to add, and waits until it has, before it counts.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,9 @@ Both are in blocks of tile_m queries. The blocks of a dense batch follow one ano
 numbered as their tiles are (``schedule.packed_tile``), so that no block holds queries of two sequences: batch *
 ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences + 2. A block of dQ is in parts, one for every
 warpgroup that multiplies: first along its rows, 64 a part, then along its columns. Within a part numbers lie as the
-warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time. The numbers of a
-block's queries are permuted, so that a thread finds those of the queries that are its columns four at a time.
+warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes them into
+shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a thread
+finds those of the queries that are its columns four at a time.
 """
 
 import cutlass.cute as cute

@@ -379,7 +379,7 @@ class BackwardSm90:
     ) -> None:
         """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads."""
         out, size = shared.out(w), 64 * self.config.columns_dQ
-        part = cute.domain_offset((0, block, size * w), a.mdQaccum).iterator.toint()
+        part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         out.wait_full(piece)  # from warpgroup w
         if const_expr(self.config.deterministic):
             counter = semaphore.counter(a.mTurnsQ, w, 0, block)
