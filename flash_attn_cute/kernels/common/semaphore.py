@@ -48,6 +48,23 @@ def count(counters: cute.Pointer, num_blocks: Int32 | int) -> None:
         cute.arch.red(counters + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
 
 
+@cute.jit
+def wait_as_warpgroup(counter: cute.Pointer, earlier: Int32, barrier: cutlass.Constexpr) -> None:
+    """``wait`` for a converged warpgroup, whose threads are to add, at one of its named barriers."""
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        wait(counter, earlier)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+
+
+@cute.jit
+def count_as_warpgroup(counter: cute.Pointer, barrier: cutlass.Constexpr) -> None:
+    """``count`` for a converged warpgroup, all of whose threads have added."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        with cute.arch.elect_one():
+            count(counter, 1)
+
+
 @dataclass(frozen=True)
 class Turns:
     """Waiting and counting by two warps of their own, so that those that add do neither. A turn's number is from 0 on.

@@ -594,24 +594,18 @@ class BackwardSm90:
     def _add_dKV(self, work: "_Work", tile: KeyTile) -> None:
         """This warpgroup's keys' dK and dV to the workspace, from registers; if deterministic, in turn."""
         c, a, barrier = self.config, work.arguments, _BARRIER_GROUPED + work.warpgroup
-        is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
         is_first = None
         if const_expr(c.deterministic):
             is_first = tile.earlier_heads == 0
             counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
-            if is_first_warp:
-                semaphore.wait(counter, tile.earlier_heads)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn
+            semaphore.wait_as_warpgroup(counter, tile.earlier_heads, barrier)
         for i, acc in enumerate((work.acc_dK, work.acc_dV)):
             # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
             block = a.mdKVaccum[opaque(Int32(i)), tile.head_k, tile.block, None]
             part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
             workspace.add(acc, part, work.thread, is_first)
         if const_expr(c.deterministic):
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has added
-            if is_first_warp:
-                with cute.arch.elect_one():
-                    semaphore.count(counter, 1)
+            semaphore.count_as_warpgroup(counter, barrier)
 
     def _tile_again(self, work: "_Work", walk: Int32) -> KeyTile:
         """What is asked of a tile but seldom: read again, rather than kept in registers."""

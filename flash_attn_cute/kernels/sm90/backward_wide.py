@@ -558,23 +558,17 @@ class BackwardWideSm90:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
         c = self.config
         if tile.blocks.start < tile.blocks.stop:
-            is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
             is_first = None
             if const_expr(c.deterministic):
                 is_first = tile.earlier_heads == 0
                 counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
-                if is_first_warp:
-                    semaphore.wait(counter, tile.earlier_heads)
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # it is this tile's turn
+                semaphore.wait_as_warpgroup(counter, tile.earlier_heads, barrier)
             block = a.mdKVaccum[which, tile.head_k, tile.block, None]
             own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
             for part, acc in enumerate(accs):
                 workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
             if const_expr(c.deterministic):
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has added
-                if is_first_warp:
-                    with cute.arch.elect_one():
-                        semaphore.count(counter, 1)
+                semaphore.count_as_warpgroup(counter, barrier)
 
     @cute.jit
     def _store(
