@@ -38,7 +38,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.common import schedule, semaphore, workspace
 from flash_attn_cute.kernels.common.assembly import add_from_shared, opaque, store_from_shared
@@ -122,6 +122,7 @@ class BackwardSm90:
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
         mma_S = tiled_mma(dtype, k_major, k_major, c.tile_m, shared)
+        mma_S_registers = tiled_mma(dtype, k_major, k_major, c.tile_m, registers)
         mma_dV = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
         mma_dK = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
         mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
@@ -137,6 +138,7 @@ class BackwardSm90:
         ctas = cutlass.min(num_key_tiles(c, a), a.num_ctas)
         self.kernel(
             mma_S,
+            mma_S_registers,
             mma_dV,
             mma_dK,
             mma_dQ,
@@ -157,6 +159,7 @@ class BackwardSm90:
     def kernel(
         self,
         mma_S: cute.TiledMma,
+        mma_S_registers: cute.TiledMma,
         mma_dV: cute.TiledMma,
         mma_dK: cute.TiledMma,
         mma_dQ: cute.TiledMma,
@@ -243,7 +246,8 @@ class BackwardSm90:
                     self.zero(arguments, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.multiply(arguments, mma_S, mma_dV, mma_dK, mma_dQ, shared, score_scale, scale_log2)
+            mmas = mma_S, mma_S_registers, mma_dV, mma_dK, mma_dQ
+            self.multiply(arguments, *mmas, shared, score_scale, scale_log2)
 
     @cute.jit
     def load(self, a: BackwardArguments, tiles: dict, shared: "_Shared") -> None:
@@ -406,6 +410,7 @@ class BackwardSm90:
         self,
         a: BackwardArguments,
         mma_S: cute.TiledMma,
+        mma_S_registers: cute.TiledMma,
         mma_dV: cute.TiledMma,
         mma_dK: cute.TiledMma,
         mma_dQ: cute.TiledMma,
@@ -432,10 +437,14 @@ class BackwardSm90:
             thread=thread,
             quad=opaque(thread % 4),
             mma_S=mma_S,
+            mma_S_registers=mma_S_registers,
             mma_dV=mma_dV,
             mma_dK=mma_dK,
             mma_dQ=mma_dQ,
             tSrK=mma_S.make_fragment_A(whole_S.partition_A(shared.sK)),
+            rK=cute.make_rmem_tensor(
+                mma_S_registers.get_slice(thread).partition_shape_A((64, c.columns_K)), self.dtype
+            ),
             tSrQ=mma_S.make_fragment_B(whole_S.partition_B(shared.sQ)),
             tPrV=mma_S.make_fragment_A(whole_S.partition_A(shared.sV)),
             tPrdO=mma_S.make_fragment_B(whole_S.partition_B(shared.sdO)),
@@ -505,9 +514,9 @@ class BackwardSm90:
         is_first, is_last = n == blocks.start - blocks.full_start, n + 1 == blocks.stop - blocks.full_start
         if is_first:
             shared.k.wait_full(walk)  # from warp 0
+            self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
-        tSrK = work.tSrK[None, None, None, work.warpgroup, shared.k.stage(walk)]
-        gemm(work.mma_S, work.scores.acc_S, tSrK, work.tSrQ[None, None, None, stage], True)
+        self._start_S(work, walk, stage)
         if is_first:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
@@ -555,6 +564,30 @@ class BackwardSm90:
             self._put_out_dQ(work, self._piece(step, walk))
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0
+
+    @cute.jit
+    def _read_K(self, work: "_Work", walk: Int32) -> None:
+        """The first columns of K, for all steps of a tile."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        tiled_copy = cute.make_tiled_copy_A(atom, work.mma_S_registers)
+        from_shared = tiled_copy.get_slice(work.thread)
+        sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(walk)]
+        sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
+        cute.copy(tiled_copy, from_shared.partition_S(sK), from_shared.retile(work.rK))
+
+    @cute.jit
+    def _start_S(self, work: "_Work", walk: Int32, stage: Int32) -> None:
+        """Scores of a block: the first columns of K are in registers, the others in shared memory."""
+        acc, tSrQ, rK = work.scores.acc_S, work.tSrQ[None, None, None, stage], work.rK
+        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(walk)]
+        in_registers, in_all = cute.size(rK, mode=[2]), cute.size(tSrK, mode=[2])
+        parts = (cute.make_mma_atom(work.mma_S_registers.op), rK), (cute.make_mma_atom(work.mma_S.op), tSrK)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(in_all):
+            mma, operand = parts[0] if k < in_registers else parts[1]
+            mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+            cute.gemm(mma, acc, operand[None, None, k], tSrQ[None, None, k], acc)
+        warpgroup.commit_group()
 
     @cute.jit
     def _start_dQ(self, work: "_Work", step: Int32, walk: Int32) -> None:
@@ -671,10 +704,12 @@ class _Work:
     thread: Int32
     quad: Int32
     mma_S: cute.TiledMma
+    mma_S_registers: cute.TiledMma
     mma_dV: cute.TiledMma
     mma_dK: cute.TiledMma
     mma_dQ: cute.TiledMma
     tSrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, stage of k)
+    rK: cute.Tensor  # (MMA, 1, MMA_K): the columns of K that are in registers
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor
     tPrdO: cute.Tensor

@@ -155,6 +155,11 @@ class BackwardConfig(_BackwardFeatures):
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
+    def columns_K(self) -> int:
+        """Columns of K that are in registers for the scores, and not read from shared memory for every block."""
+        return 16
+
+    @property
     def groups_of_stats(self) -> int:
         """Groups of sixteen queries whose lse, and then delta, a thread reads ahead of time."""
         return 4 if self.tile_m == 64 else 1
