@@ -34,27 +34,27 @@ from tests.oracle import Call
 
 
 @pytest.mark.parametrize(
-    ("q_shape", "nheads_k", "expected"),
+    ("q_shape", "nheads_k", "deterministic", "expected"),
     [
-        ((9000, 32, 128), 32, 5),
-        ((9000, 32, 128), 8, 4),  # two sections of the first heads of all groups, two of the second ones, and so on
-        ((9000, 32, 128), 1, 1),
-        ((3, 3000, 32, 128), 8, 5),
-        ((1, 3000, 8, 128), 2, 4),
+        ((9000, 32, 128), 32, False, 3),
+        ((9000, 32, 128), 32, True, 5),
+        ((9000, 32, 128), 8, False, 0),  # all of the first heads of groups together, then all of the second ones
+        ((3, 3000, 32, 128), 8, False, 16),
+        ((1, 3000, 8, 128), 2, False, 0),
     ],
     ids=str,
 )
-def test_backward_sections_are_equal(
-    q_shape: tuple[int, ...], nheads_k: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_backward_sections(
+    q_shape: tuple[int, ...], nheads_k: int, deterministic: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache has room for five heads of this length at a time."""
+    """The cache has room for five heads of this length at a time; if in no order, the last 13 at least are together."""
     monkeypatch.setattr(cache, "kernel", lambda chosen: chosen)
     q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
     k = q[..., :nheads_k, :]
     cu = torch.empty(4, dtype=torch.int32, device="meta") if len(q_shape) == 3 else None
-    spec = AttentionSpec.of(_inputs(q, k, k, cu), Options(None, None, 0, 0.0, False, True))
+    spec = AttentionSpec.of(_inputs(q, k, k, cu), Options(None, 0, 0, 0.0, deterministic, True))
     launch = cute_backend._backward_launch.__wrapped__(spec, q.shape, k.shape, 3, 3000, 132, False, False, False)
-    assert launch.numbers[-1] == expected
+    assert launch.numbers[-2:] == (5, expected)
 
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])

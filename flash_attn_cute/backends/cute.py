@@ -25,6 +25,8 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 # What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
 # the backward pass that follow each other are further apart in what they read, and add to more than they read.
 _CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
+# At the end of a backward pass more heads run together: their longest tiles come first, and their shortest end it.
+_CACHE_BYTES_BACKWARD_LAST = 40_000_000
 _FEW_QUERIES = 64
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 _LOG2_E = math.log2(math.e)
@@ -125,7 +127,7 @@ class _BackwardLaunch(NamedTuple):
     sums_keys_shape: tuple[int, ...]  # of dK and dV, if heads are grouped
     turns_shape: tuple[int, ...]  # of counters of additions to dQ, if deterministic
     turns_keys_shape: tuple[int, ...]  # and to dK and dV
-    numbers: tuple[float, float, int, int, int]
+    numbers: tuple[float, float, int, int, int, int]  # its arguments from softmax_scale to sections
 
 
 # PyTorch's own function looks for the driver and the device again each time.
@@ -301,7 +303,10 @@ def _backward_launch(
         heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
     heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads * q_shape[0]
-    heads_in_cache = _in_equal_sections(heads, heads_in_cache)
+    heads_in_cache = heads_in_last = min(heads_in_cache, heads)
+    if not spec.deterministic:
+        heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
+    sections = max(0, heads - heads_in_last) // heads_in_cache
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
         cache.kernel(configs.main),
@@ -312,7 +317,7 @@ def _backward_launch(
         sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
         turns_shape=(counters, spec.nheads, blocks),
         turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
-        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache),
+        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections),
     )
 
 

@@ -39,20 +39,31 @@ def dense_tile(
     heads_in_cache: Int32,
     tile_m: cutlass.Constexpr,
     last_first: cutlass.Constexpr = True,
+    sections: Int32 | None = None,
 ) -> WorkTile:
-    """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache."""
+    """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache.
+
+    All that are left after so many ``sections`` are together, if that is given.
+    """
     num_m = cute.ceil_div(seqlen, tile_m)
-    m_block, pair = _in_sections(index, num_m, heads * batch, heads_in_cache)
+    m_block, pair = _in_sections(index, num_m, heads * batch, heads_in_cache, sections)
     if const_expr(last_first):
         m_block = num_m - 1 - m_block
     return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
 
 
-def _in_sections(index: Int32, num_tiles: Int32, heads: Int32, heads_in_cache: Int32) -> tuple[Int32, Int32]:
+@cute.jit
+def _in_sections(
+    index: Int32, num_tiles: Int32, heads: Int32, heads_in_cache: Int32, sections: Int32 | None
+) -> tuple[Int32, Int32]:
     """Which of a head's tiles, and which head: all tiles of some heads, then all of the next ones."""
     section = index // (heads_in_cache * num_tiles)
-    within = index - section * heads_in_cache * num_tiles
     heads_here = cutlass.min(heads_in_cache, heads - section * heads_in_cache)
+    if const_expr(sections is not None):  # noqa: SIM102 (as elsewhere)
+        if section >= sections:
+            section = sections
+            heads_here = heads - section * heads_in_cache
+    within = index - section * heads_in_cache * num_tiles
     return within // heads_here, section * heads_in_cache + within % heads_here
 
 
@@ -70,6 +81,7 @@ def packed_tile(
     tile_m: cutlass.Constexpr,
     last_first: cutlass.Constexpr = True,
     heads_in_cache: Int32 | None = None,
+    sections: Int32 | None = None,
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 
@@ -84,7 +96,7 @@ def packed_tile(
     num_positions = total // tile_m + num_sequences
     position, head = index // heads, index % heads
     if const_expr(heads_in_cache is not None):
-        position, head = _in_sections(index, num_positions, heads, heads_in_cache)
+        position, head = _in_sections(index, num_positions, heads, heads_in_cache, sections)
     if const_expr(last_first):
         position = num_positions - 1 - position
     low, size = Int32(0), num_sequences

@@ -526,7 +526,7 @@ class BackwardSm90:
         warpgroup.wait_group(1)  # the scores are there
         hides = n < 0
         if const_expr(self.config.has_left):
-            hides = hides or m >= blocks.full_stop
+            hides = hides or m >= self._tile_again(work, walk).blocks.full_stop
         weigh(
             self.config,
             work.scores,
@@ -641,7 +641,7 @@ class BackwardSm90:
             semaphore.count_as_warpgroup(counter, barrier)
 
     def _tile_again(self, work: "_Work", walk: Int32) -> KeyTile:
-        """What is asked of a tile but seldom: read again, rather than kept in registers."""
+        """What is known of a tile, read again: for what is not to be kept in registers all the time."""
         return self._tile(work.arguments, work.shared, walk + opaque(Int32(0)))
 
     def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:

@@ -47,6 +47,7 @@ class BackwardArguments(NamedTuple):
     window_left: Int32
     window_right: Int32
     heads_in_cache: Int32
+    sections: Int32  # of so many heads each; all that are left come together
     mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
     num_ctas: Int32  # at most that many, if they are persistent
 
@@ -122,7 +123,9 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
     if const_expr(c.packed):
         tiles = num_key_tiles(c, a) // group
-        nth = index // tiles
+        nth, sections = index // tiles, a.sections
+        if nth < group - 1:  # it is not these that the kernel ends with
+            sections = heads_k
         work, k_start, k_slot = schedule.packed_tile(
             index - nth * tiles,
             a.mK.shape[0],
@@ -131,6 +134,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             c.tile_n,
             last_first=c.deterministic,
             heads_in_cache=a.heads_in_cache,
+            sections=sections,
         )
         head_k, block = work.head, work.block
         batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -146,7 +150,14 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     else:
         count, k_slot, _, _ = a.mK.shape
         work = schedule.dense_tile(
-            index, k_slot, heads_k, count * group, a.heads_in_cache, c.tile_n, last_first=c.deterministic
+            index,
+            k_slot,
+            heads_k,
+            count * group,
+            a.heads_in_cache,
+            c.tile_n,
+            last_first=c.deterministic,
+            sections=a.sections,
         )
         nth, batch, head_k = work.batch // count, work.batch % count, work.head
         k_start, k_length, q_start, q_length = Int32(0), k_slot, Int32(0), a.mQ.shape[1]
