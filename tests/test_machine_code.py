@@ -117,7 +117,8 @@ def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) != chosen.grouped
     assert "UBLKRED.G.S.ADD.F32" in sass
-    assert ("UBLKCP.G.S" in sass) == chosen.deterministic  # who is first overwrites
+    assert "UBLKCP.G.S" in sass  # who is first overwrites
+    assert ("ATOMG.E.CAS" in sass) != chosen.deterministic  # and claims the block, if in no order
     sums = 2 * chosen.tile_d if chosen.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
 

@@ -125,8 +125,8 @@ class _BackwardLaunch(NamedTuple):
     stats_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]  # of dQ
     sums_keys_shape: tuple[int, ...]  # of dK and dV, if heads are grouped
-    turns_shape: tuple[int, ...]  # of counters of additions to dQ, if deterministic
-    turns_keys_shape: tuple[int, ...]  # and to dK and dV
+    turns_shape: tuple[int, ...] | None  # of counters of additions to dQ, if the first one overwrites
+    turns_keys_shape: tuple[int, ...]  # of those to dK and dV, if heads are grouped
     numbers: tuple[float, float, int, int, int, int]  # its arguments from softmax_scale to sections
 
 
@@ -189,15 +189,15 @@ def _launch_backward(
     )
     stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
     sums_keys = turns = turns_keys = None
-    if spec.deterministic:  # the first to add to a block overwrites it
-        turns = lse.new_zeros(launch.turns_shape, dtype=torch.int32)
+    if launch.turns_shape is not None:
+        turns = lse.new_empty(launch.turns_shape, dtype=torch.int32)
     if launch.postprocess_keys is not None:
-        sums_keys = (lse.new_empty if spec.deterministic else lse.new_zeros)(launch.sums_keys_shape)
-        turns_keys = lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32) if spec.deterministic else None
+        sums_keys = lse.new_empty(launch.sums_keys_shape)
+        turns_keys = lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32)
     dout = _aligned(dout)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
-    launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums, cu_q, seqused_q))
+    launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums if turns is None else None, turns, cu_q, seqused_q))
     users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
     offsets = cu_q, cu_k, seqused_q, seqused_k
     workspace = stats, sums, sums_keys, turns, turns_keys
@@ -315,7 +315,7 @@ def _backward_launch(
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
         sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
-        turns_shape=(counters, spec.nheads, blocks),
+        turns_shape=(counters, spec.nheads, blocks) if configs.main.overwrites else None,
         turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections),
     )

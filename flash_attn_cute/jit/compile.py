@@ -69,8 +69,8 @@ def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
         mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_n * config.tile_d)
         if config.grouped
         else None,
-        mTurnsQ=_turns(config.deterministic),
-        mTurnsK=_turns(config.deterministic and config.grouped),
+        mTurnsQ=_turns(config.overwrites),
+        mTurnsK=_turns(config.grouped),
         mCuSeqlensQ=_ints(config.packed),
         mCuSeqlensK=_ints(config.packed),
         mSeqUsedQ=_ints(config.has_seqused_q),
@@ -95,7 +95,8 @@ def _preprocess(config: PreprocessConfig) -> tuple[Any, Any]:
         mLSE=_numbers(rank - 1),
         mdLSE=_numbers(rank - 1) if config.has_dlse else None,
         mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d) if config.zeroes else None,
+        mTurns=_turns(not config.zeroes),
         mCuSeqlensQ=_ints(config.packed),
         mSeqUsedQ=_ints(config.has_seqused_q),
     )

@@ -13,7 +13,7 @@ class PreprocessConfig:
     packed: bool
     has_seqused_q: bool
     has_dlse: bool
-    zeroes: bool  # the workspace: unless the first to add to a block overwrites it
+    zeroes: bool  # the workspace; else, where the first to add to a block overwrites it, the counters of additions
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class PostprocessArguments(NamedTuple):
     mCuSeqlens: cute.Tensor | None
     mSeqUsed: cute.Tensor | None
     scale: Float32
-    mTurns: cute.Tensor | None  # (parts, heads, blocks): how many have added to mdXaccum, if that was not zero
+    mTurns: cute.Tensor | None  # (parts, heads, blocks): 0 if nobody has added to mdXaccum, which was not zero then
 
 
 class Postprocess:

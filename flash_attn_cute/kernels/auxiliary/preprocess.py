@@ -1,4 +1,4 @@
-"""What the backward kernel needs of every query beside Q and dO, and a workspace of zeros, if it needs that.
+"""What the backward kernel needs of every query beside Q and dO, and zeros where it needs them.
 
 delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row shares, and lse in base 2. A query that
 has seen no key, or that is none, gets an lse of inf: its weights vanish.
@@ -26,7 +26,8 @@ class PreprocessArguments(NamedTuple):
     mLSE: cute.Tensor
     mdLSE: cute.Tensor | None
     mStats: cute.Tensor
-    mdQaccum: cute.Tensor
+    mdQaccum: cute.Tensor | None  # if it is to be zero
+    mTurns: cute.Tensor | None  # (parts, heads, blocks): if these are
     mCuSeqlensQ: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
 
@@ -35,7 +36,6 @@ class Preprocess:
     """One CTA a block of queries of one head; a row by as many threads as it has vectors of 16 bytes."""
 
     def __init__(self, config: PreprocessConfig):
-        self.zeroes = config.zeroes
         self.tile_m, self.packed = config.tile_m, config.packed
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
@@ -82,7 +82,10 @@ class Preprocess:
                 delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
                 a.mStats[0, work.head, work.block, workspace.permuted(within)] = lse
                 a.mStats[1, work.head, work.block, workspace.permuted(within)] = delta
-        if const_expr(self.zeroes):
+        if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if thread < a.mTurns.shape[0]:
+                a.mTurns[thread, work.head, work.block] = Int32(0)
+        if const_expr(a.mdQaccum is not None):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             accum = a.mdQaccum[work.head, work.block, None]

@@ -1,9 +1,13 @@
-"""Turns: the order in which tiles add to a block in global memory.
+"""Turns: the order in which tiles add to a block in global memory. Claims: no order, but a first one.
 
 A counter a block, 0 at first, counts the tiles that have added to it. Whoever is to be the (n + 1)-th waits until it is
 n, adds, and counts itself. A sum then has one order whatever the GPU does, and as float addition is all that depends on
 it, the same bits. (FlashAttention orders its dQ like this.) The first one overwrites the block, so nobody has to zero
 it. Waits end if turns follow the order in which tiles are taken (``sparsity.schedule``).
+
+Where no order is asked for, the first one overwrites, too: whoever finds the counter at 0 makes it 1 by a claim, and
+when it has stored, counts itself. The others add when the counter is 2, and do not count. Nobody claims before all that
+is to be stored is at hand, so who claims waits for nobody, and waits for it end.
 
 The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
 between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what one turn
@@ -20,6 +24,7 @@ from cutlass import Boolean, Int32
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
+_CLAIMED, _STORED = 1, 2  # what a counter is where there is no order
 
 
 def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -38,6 +43,27 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
         while added < earlier:
             added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
+
+
+@cute.jit
+def look(counter: cute.Pointer) -> Int32:
+    """What a converged warp that adds in no order may find of a block ahead of time, for ``claim``."""
+    found = Int32(_STORED)
+    if cute.arch.lane_idx() == 0:
+        found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    return found
+
+
+@cute.jit
+def claim(counter: cute.Pointer, found: Int32) -> Boolean:
+    """Whether the warp is the first to add: if not, returns when the first one has stored. ``found`` by a look."""
+    if found != _STORED:
+        found = cute.arch.atomic_cas(counter, cmp=Int32(0), val=Int32(_CLAIMED), sem="acquire", scope="gpu")
+        while found == _CLAIMED:
+            found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    found = cute.arch.shuffle_sync(found, 0)
+    cute.arch.sync_warp()
+    return found == 0
 
 
 @cute.jit

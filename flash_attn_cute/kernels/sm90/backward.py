@@ -4,7 +4,8 @@ Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward ke
 see it, from the first to the last):
     warpgroup 0         warp 0 chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
-                        the workspace, if deterministic in turn, dK and dV are stored.
+                        the workspace, if deterministic in turn, over which the first to come writes; dK and dV are
+                        stored.
                         Warp 3 writes zeros into dK and dV where nothing else is to be.
     warpgroups 1, 2     multiply, 64 keys each.
 
@@ -350,16 +351,18 @@ class BackwardSm90:
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: "_Shared", w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
-        step, walk, block, earlier = (Int32(0) for _ in range(4))
+        step, walk, block, before = (Int32(0) for _ in range(4))
         while self._has_tile(shared, walk):
             tile = self._tile(a, shared, walk)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
                 if step > 0:  # of the step before
-                    self._add_dQ(a, shared, w, self._piece(step, walk), block, earlier)
+                    self._add_dQ(a, shared, w, self._piece(step, walk), block, before)
                 step += 1
                 block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
                 if const_expr(c.deterministic):
-                    earlier = tile.earlier(c, m)
+                    before = tile.earlier(c, m)
+                else:
+                    before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block))
             if const_expr(not c.grouped):
                 start = tile.first_key + 64 * w
                 stop = cutlass.min(start + 64, tile.k.length)
@@ -375,33 +378,36 @@ class BackwardSm90:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, self._piece(step, walk), block, earlier)
+            self._add_dQ(a, shared, w, self._piece(step, walk), block, before)
 
     @cute.jit
     def _add_dQ(
-        self, a: BackwardArguments, shared: "_Shared", w: Int32, piece: Int32, block: Int32, earlier: Int32
+        self, a: BackwardArguments, shared: "_Shared", w: Int32, piece: Int32, block: Int32, before: Int32
     ) -> None:
-        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads."""
+        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
+
+        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
+        """
         out, size = shared.out(w), 64 * self.config.columns_dQ
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
+        counter = semaphore.counter(a.mTurnsQ, w, 0, block)
         out.wait_full(piece)  # from warpgroup w
         if const_expr(self.config.deterministic):
-            counter = semaphore.counter(a.mTurnsQ, w, 0, block)
-            semaphore.wait(counter, earlier)
-            cute.arch.fence_proxy("async.global")  # what others have added comes before what TMA adds
-            with cute.arch.elect_one():
-                if earlier == 0:
-                    store_from_shared(part, shared.sums + size * w, 4 * size)
-                else:
-                    add_from_shared(part, shared.sums + size * w, 4 * size)
+            semaphore.wait(counter, before)
+            is_first, counts = before == 0, True
         else:
-            with cute.arch.elect_one():
+            is_first = counts = semaphore.claim(counter, before)
+        cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+        with cute.arch.elect_one():
+            if is_first:
+                store_from_shared(part, shared.sums + size * w, 4 * size)
+            else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w
-        if const_expr(self.config.deterministic):
-            cute.arch.cp_async_bulk_wait_group(0)  # it has been added
+        if counts:
+            cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
             with cute.arch.elect_one():
                 semaphore.count(counter, 1)
 
@@ -625,19 +631,16 @@ class BackwardSm90:
 
     @cute.jit
     def _add_dKV(self, work: "_Work", tile: KeyTile) -> None:
-        """This warpgroup's keys' dK and dV to the workspace, from registers; if deterministic, in turn."""
-        c, a, barrier = self.config, work.arguments, _BARRIER_GROUPED + work.warpgroup
-        is_first = None
-        if const_expr(c.deterministic):
-            is_first = tile.earlier_heads == 0
-            counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
-            semaphore.wait_as_warpgroup(counter, tile.earlier_heads, barrier)
+        """This warpgroup's keys' dK and dV to the workspace, from registers."""
+        a, barrier = work.arguments, _BARRIER_GROUPED + work.warpgroup
+        counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+        is_first, counts = tile.await_heads(self.config, counter, barrier)
         for i, acc in enumerate((work.acc_dK, work.acc_dV)):
             # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
             block = a.mdKVaccum[opaque(Int32(i)), tile.head_k, tile.block, None]
             part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
             workspace.add(acc, part, work.thread, is_first)
-        if const_expr(c.deterministic):
+        if counts:
             semaphore.count_as_warpgroup(counter, barrier)
 
     def _tile_again(self, work: "_Work", walk: Int32) -> KeyTile:

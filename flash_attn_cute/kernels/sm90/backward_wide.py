@@ -558,16 +558,13 @@ class BackwardWideSm90:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
         c = self.config
         if tile.blocks.start < tile.blocks.stop:
-            is_first = None
-            if const_expr(c.deterministic):
-                is_first = tile.earlier_heads == 0
-                counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
-                semaphore.wait_as_warpgroup(counter, tile.earlier_heads, barrier)
+            counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
+            is_first, counts = tile.await_heads(c, counter, barrier)
             block = a.mdKVaccum[which, tile.head_k, tile.block, None]
             own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
             for part, acc in enumerate(accs):
                 workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
-            if const_expr(c.deterministic):
+            if counts:
                 semaphore.count_as_warpgroup(counter, barrier)
 
     @cute.jit

@@ -145,6 +145,11 @@ class BackwardConfig(_BackwardFeatures):
     ctas_a_tile: ClassVar[int] = 1
 
     @property
+    def overwrites(self) -> bool:
+        """Whether the first to add to a block of dQ overwrites it, and nobody has to zero it."""
+        return True
+
+    @property
     def num_mma_warpgroups(self) -> int:
         """Warpgroups that multiply; one more loads."""
         return self.tile_n // 64
@@ -166,7 +171,7 @@ class BackwardConfig(_BackwardFeatures):
 
     @property
     def counters(self) -> tuple[int, int]:
-        """If deterministic, counters of additions a block of queries, and of keys, one a warpgroup."""
+        """Counters of additions a block of queries, and of keys, one a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
     @property
@@ -180,6 +185,11 @@ class BackwardWideConfig(_BackwardFeatures):
     """What a compiled backward kernel for head dimensions above 128 is made for."""
 
     ctas_a_tile: ClassVar[int] = 2
+
+    @property
+    def overwrites(self) -> bool:
+        """As above."""
+        return self.deterministic
 
     @property
     def tile_m(self) -> int:
@@ -206,7 +216,7 @@ class BackwardWideConfig(_BackwardFeatures):
 
     @property
     def counters(self) -> tuple[int, int]:
-        """If deterministic, counters of additions a block of queries, one a CTA, and of keys, for dK and dV each."""
+        """Counters of additions a block of queries, one a CTA, and of keys, for dK and dV each."""
         return 2, 4
 
     @property
@@ -262,12 +272,12 @@ def backward_configs(
         tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
         main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
     return BackwardConfigs(
-        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, not deterministic),
+        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, not main.overwrites),
         main,
         PostprocessConfig(
-            dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding, deterministic
+            dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding, main.overwrites
         ),
-        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, deterministic)
+        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, counted=True)
         if grouped
         else None,
     )

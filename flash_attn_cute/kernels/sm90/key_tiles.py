@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common import schedule, semaphore, workspace
 from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
 from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardWideConfig
 
@@ -35,9 +35,9 @@ class BackwardArguments(NamedTuple):
     mdV: cute.Tensor
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
-    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; zeros if in no order
-    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): how many have added to mdQaccum, 0 as yet, if deterministic
-    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): to mdKVaccum, if grouped as well
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped
+    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet (``common.semaphore``); None: mdQaccum is 0 as yet
+    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
     mCuSeqlensQ: cute.Tensor | None
     mCuSeqlensK: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
@@ -103,6 +103,22 @@ class KeyTile:
         keys = Window(self.window.right, self.window.left, -self.window.shift)
         stop = KeyBlocks.of(m * config.tile_m, config.tile_m, self.k.length, keys, config.tile_n).stop
         return stop - 1 - self.first_key // config.tile_n
+
+    @cute.jit
+    def await_heads(
+        self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr
+    ) -> tuple[Boolean, Boolean | bool]:
+        """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first head.
+
+        Returns whether it is the first one, which overwrites, and whether it is to count.
+        """
+        is_first = self.earlier_heads == 0
+        if const_expr(config.deterministic):
+            earlier, counts = self.earlier_heads, True
+        else:
+            earlier, counts = cutlass.min(self.earlier_heads, 1), is_first
+        semaphore.wait_as_warpgroup(counter, earlier, barrier)
+        return is_first, counts
 
 
 def num_key_tiles(config: BackwardConfig | BackwardWideConfig, a: BackwardArguments) -> Int32:
