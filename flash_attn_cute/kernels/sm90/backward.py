@@ -286,7 +286,8 @@ class BackwardSm90:
         """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
         c = self.config
         num_tiles = num_key_tiles(c, a)
-        for mX in (mdK, mdV):
+        # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
+        for gradients in ((mdK, mdV),) if c.packed else ((mdK,), (mdV,)):
             index, _, _ = cute.arch.block_idx()
             while index < num_tiles:
                 tile = key_tile(c, a, index)
@@ -295,8 +296,9 @@ class BackwardSm90:
                     first = tile.first_key
                 stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
-                gX = mX[None, None, tile.head_k, tile.batch]
-                zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
+                for mX in gradients:
+                    gX = mX[None, None, tile.head_k, tile.batch]
+                    zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
                 index += cute.arch.grid_dim()[0]
 
     @cute.jit
