@@ -34,38 +34,28 @@ and how they are ordered, is ``common.workspace``'s business.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, semaphore, workspace
-from flash_attn_cute.kernels.common.assembly import add_from_shared, opaque, store_from_shared
+from flash_attn_cute.kernels.common import semaphore, workspace
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
-from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.shared import transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.backward_shared import TILE_STAGES, Shared, layouts_of, piece_number, storage_of
+from flash_attn_cute.kernels.sm90.backward_transfers import Transfers
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile, num_key_tiles
 from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
 from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
 
-_TILE_STAGES = 2
-_START, _STOP = NUM_FIELDS - 4, NUM_FIELDS - 1  # of a tile's blocks, among its fields
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
-
-
-class _Layouts(NamedTuple):
-    sK: cute.ComposedLayout  # (64, d, warpgroup, 2)
-    sV: cute.ComposedLayout  # (64, d, warpgroup)
-    sQ: cute.ComposedLayout  # (tile_m, d, stage)
-    sdO: cute.ComposedLayout  # (tile_m, d, stage)
-    sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
-    sOut: cute.ComposedLayout  # (64, d, so many hold a part of dQ, warpgroup)
 
 
 class BackwardSm90:
@@ -76,49 +66,15 @@ class BackwardSm90:
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
-
-    def _layouts(self) -> _Layouts:
-        c = self.config
-        return _Layouts(
-            # No swizzled atom of K may hold columns of two parts of dQ.
-            sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d, self.warpgroups, 2)),
-            sV=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups)),
-            sQ=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
-            sdO=swizzled(self.dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
-            sdS=swizzled(self.dtype, c.tile_m, (64, c.tile_m, self.warpgroups, 2)),
-            sOut=swizzled(self.dtype, c.tile_d, (64, c.tile_d, 2 * c.columns_dQ // c.tile_d, self.warpgroups)),
-        )
-
-    def _shared_storage(self, layouts: _Layouts) -> type:
-        c, dtype = self.config, self.dtype
-
-        @cute.struct
-        class Storage:
-            tile_barriers: cute.struct.MemRange[Int64, 2 * _TILE_STAGES]
-            k_barriers: cute.struct.MemRange[Int64, 4]
-            v_barriers: cute.struct.MemRange[Int64, 2]
-            q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            ds_barriers: cute.struct.MemRange[Int64, 2]
-            out_barriers: cute.struct.MemRange[Int64, 2 * self.warpgroups]
-            tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * _TILE_STAGES]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
-            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
-            sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
-            sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-            sOut: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sOut)], 1024]
-
-        return Storage
+        self.transfers = Transfers(config)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = self._layouts()
-        self.Storage = self._shared_storage(layouts)
+        layouts = layouts_of(c, self.dtype)
+        self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
@@ -188,9 +144,9 @@ class BackwardSm90:
         if warp_idx == 0:
             for atom in (atom_Q, atom_dO, atom_K, atom_V, atom_dK, atom_dV):
                 cpasync.prefetch_descriptor(atom)
-        layouts = self._layouts()
+        layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tiles = Ring(storage.tile_barriers.data_ptr(), _TILE_STAGES)
+        tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)
         k, v = Ring(storage.k_barriers.data_ptr(), 2), Ring(storage.v_barriers.data_ptr(), 1)
         q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
         out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
@@ -215,13 +171,13 @@ class BackwardSm90:
             "K": RowTiles(atom_K, tma_K, 64, c.tile_d, c.packed),
             "V": RowTiles(atom_V, tma_V, 64, c.tile_d, c.packed),
         }
-        shared = _Shared(
+        shared = Shared(
             **{
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
                 for name, layout in layouts._asdict().items()
             },
             stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
-            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, _TILE_STAGES))),
+            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=tiles,
             k=k,
             v=v,
@@ -234,184 +190,21 @@ class BackwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.load(arguments, loads, shared)
+                self.transfers.load(arguments, loads, shared)
             elif warp_idx <= self.warpgroups:
                 stores = (
                     RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
                     RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
                 )
-                self.carry_out(arguments, stores, shared, warp_idx - 1)
+                self.transfers.carry_out(arguments, stores, shared, warp_idx - 1)
             # Every dense key is seen if there is no window, and postprocessing writes all of grouped heads.
             if const_expr(not c.grouped and (c.packed or c.has_left or c.has_right)):  # noqa: SIM102 (as elsewhere)
                 if warp_idx == 3:
-                    self.zero(arguments, mdK, mdV)
+                    self.transfers.zero(arguments, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             mmas = mma_S, mma_S_registers, mma_dV, mma_dK, mma_dQ
             self.multiply(arguments, *mmas, shared, score_scale, scale_log2)
-
-    @cute.jit
-    def load(self, a: BackwardArguments, tiles: dict, shared: "_Shared") -> None:
-        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
-        c = self.config
-        num_tiles = num_key_tiles(c, a)
-        num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
-        index = schedule.take_tile(a.mNextTile, num_questions)
-        walk, step = Int32(0), Int32(0)
-        while index < num_tiles:
-            tile = key_tile(c, a, index)
-            start, stop = tile.blocks.start, tile.blocks.stop
-            if start < stop:  # the others are nobody's but warp 3's
-                shared.tiles.wait_empty(walk)  # all have read what was here
-                with cute.arch.elect_one():
-                    tile.write(shared.tile_fields[None, shared.tiles.stage(walk)])
-                    cute.arch.mbarrier_arrive(shared.tiles.full(walk))
-                self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
-                for m in cutlass.range(start, stop, unroll=1):
-                    self._load_queries(a, tile, tiles, shared, m, step)
-                    step += 1
-                    if m == start:  # behind the first queries, for which there is room before there is for V
-                        self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
-                walk += 1
-            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            index = schedule.take_tile(a.mNextTile, num_questions)
-        shared.tiles.wait_empty(walk)
-        with cute.arch.elect_one():  # a tile of no blocks is the end
-            for i in (_START, _STOP):
-                shared.tile_fields[i, shared.tiles.stage(walk)] = Int32(0)
-            cute.arch.mbarrier_arrive(shared.tiles.full(walk))
-
-    @cute.jit
-    def zero(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
-        """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
-        c = self.config
-        num_tiles = num_key_tiles(c, a)
-        # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
-        for gradients in ((mdK, mdV),) if c.packed else ((mdK,), (mdV,)):
-            index, _, _ = cute.arch.block_idx()
-            while index < num_tiles:
-                tile = key_tile(c, a, index)
-                first = cutlass.max(tile.first_key, tile.k.length)
-                if tile.blocks.start == tile.blocks.stop:
-                    first = tile.first_key
-                stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
-                num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
-                for mX in gradients:
-                    gX = mX[None, None, tile.head_k, tile.batch]
-                    zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
-                index += cute.arch.grid_dim()[0]
-
-    @cute.jit
-    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
-        """K or V."""
-        c = self.config
-        ring.wait_empty(walk)  # all warpgroups are done with what was here
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * c.tile_n * c.tile_d)
-        for w in cutlass.range_constexpr(self.warpgroups):
-            start = tile.first_key + 64 * w
-            stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
-            g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-            t.load(g, sX[None, None, w], ring.full(walk))
-
-    @cute.jit
-    def _load_queries(
-        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: "_Shared", m: Int32, step: Int32
-    ) -> None:
-        """Q, dO, lse and delta of a block of queries."""
-        c = self.config
-        start = m * c.tile_m
-        stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
-        start += tile.q.start
-        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for i, (t, sX, ring) in enumerate(((tiles["Q"], shared.sQ, shared.q), (tiles["dO"], shared.sdO, shared.do))):
-            full, stage = ring.full(step), ring.stage(step)
-            ring.wait_empty(step)  # all warpgroups have released this stage
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
-                cute.copy(
-                    numbers,
-                    a.mStats[i, tile.head, tile.first_block + m, None],
-                    shared.stats[None, i, stage],
-                    mbar_ptr=full,
-                )
-            t.load(t.at(start, stop, tile.head, tile.batch), sX[None, None, stage], full)
-
-    def _tile(self, a: BackwardArguments, shared: "_Shared", walk: Int32) -> KeyTile:
-        """What warp 0 has told of a tile."""
-        return KeyTile.read(self.config, a, shared.tile_fields[None, shared.tiles.stage(walk)])
-
-    @cute.jit
-    def _has_tile(self, shared: "_Shared", walk: Int32) -> Boolean:
-        """Whether there is another tile; warp 0 tells."""
-        shared.tiles.wait_full(walk)  # from warp 0
-        return (
-            shared.tile_fields[_START, shared.tiles.stage(walk)] < shared.tile_fields[_STOP, shared.tiles.stage(walk)]
-        )
-
-    @cute.jit
-    def carry_out(self, a: BackwardArguments, stores: tuple, shared: "_Shared", w: Int32) -> None:
-        """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
-        c, out = self.config, shared.out(w)
-        step, walk, block, before = (Int32(0) for _ in range(4))
-        while self._has_tile(shared, walk):
-            tile = self._tile(a, shared, walk)
-            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                if step > 0:  # of the step before
-                    self._add_dQ(a, shared, w, self._piece(step, walk), block, before)
-                step += 1
-                block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
-                if const_expr(c.deterministic):
-                    before = tile.earlier(c, m)
-                else:
-                    before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block))
-            if const_expr(not c.grouped):
-                start = tile.first_key + 64 * w
-                stop = cutlass.min(start + 64, tile.k.length)
-                for i, t in enumerate(stores):
-                    piece = self._piece(step, walk) + i
-                    out.wait_full(piece)  # from warpgroup w
-                    if start < stop:
-                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                        t.store(shared.sOut[None, None, 0, w], g)
-                        cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    out.release(piece)  # to warpgroup w
-            shared.tiles.release(walk)
-            walk += 1
-        if step > 0:
-            self._add_dQ(a, shared, w, self._piece(step, walk), block, before)
-
-    @cute.jit
-    def _add_dQ(
-        self, a: BackwardArguments, shared: "_Shared", w: Int32, piece: Int32, block: Int32, before: Int32
-    ) -> None:
-        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
-
-        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
-        """
-        out, size = shared.out(w), 64 * self.config.columns_dQ
-        part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
-        counter = semaphore.counter(a.mTurnsQ, w, 0, block)
-        out.wait_full(piece)  # from warpgroup w
-        if const_expr(self.config.deterministic):
-            semaphore.wait(counter, before)
-            is_first, counts = before == 0, True
-        else:
-            is_first = counts = semaphore.claim(counter, before)
-        cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
-        with cute.arch.elect_one():
-            if is_first:
-                store_from_shared(part, shared.sums + size * w, 4 * size)
-            else:
-                add_from_shared(part, shared.sums + size * w, 4 * size)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        out.release(piece)  # to warpgroup w
-        if counts:
-            cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
-            with cute.arch.elect_one():
-                semaphore.count(counter, 1)
 
     @cute.jit
     def multiply(
@@ -422,7 +215,7 @@ class BackwardSm90:
         mma_dV: cute.TiledMma,
         mma_dK: cute.TiledMma,
         mma_dQ: cute.TiledMma,
-        shared: "_Shared",
+        shared: Shared,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
@@ -477,8 +270,8 @@ class BackwardSm90:
             shared=shared,
         )
         walk, step = Int32(0), Int32(0)
-        while self._has_tile(shared, walk):
-            tile = self._tile(a, shared, walk)
+        while shared.has_tile(walk):
+            tile = shared.tile(c, a, walk)
             blocks = tile.blocks
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
@@ -486,9 +279,9 @@ class BackwardSm90:
                 self._step(work, tile, walk, n, step)
                 step += 1
             if const_expr(c.grouped):
-                self._add_dKV(work, self._tile_again(work, walk))
+                self._add_dKV(work, shared.tile_again(c, a, walk))
             else:
-                self._put_out_dKV(work, self._piece(step, walk))
+                self._put_out_dKV(work, piece_number(c, step, walk))
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
@@ -496,11 +289,7 @@ class BackwardSm90:
         self._start_dQ(work, step - 1, walk - 1)
         warpgroup.wait_group(0)
         if step > 0:
-            self._put_out_dQ(work, self._piece(step, walk))
-
-    def _piece(self, step: Int32, walk: Int32) -> Int32:
-        """The number of what is put out next in a step, or behind it: dQ is a step late."""
-        return step - 1 if self.config.grouped else step - 1 + 2 * walk
+            self._put_out_dQ(work, piece_number(c, step, walk))
 
     @cute.jit
     def _step(self, work: "_Work", tile: KeyTile, walk: Int32, n: Int32, step: Int32) -> None:
@@ -534,7 +323,7 @@ class BackwardSm90:
         warpgroup.wait_group(1)  # the scores are there
         hides = n < 0
         if const_expr(self.config.has_left):
-            hides = hides or m >= self._tile_again(work, walk).blocks.full_stop
+            hides = hides or m >= shared.tile_again(self.config, work.arguments, walk).blocks.full_stop
         weigh(
             self.config,
             work.scores,
@@ -569,7 +358,7 @@ class BackwardSm90:
         # This warp's part of dS is there, and the other buffer is read by it no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if step > 0:
-            self._put_out_dQ(work, self._piece(step, walk))
+            self._put_out_dQ(work, piece_number(self.config, step, walk))
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0
 
@@ -645,13 +434,9 @@ class BackwardSm90:
         if counts:
             semaphore.count_as_warpgroup(counter, barrier)
 
-    def _tile_again(self, work: "_Work", walk: Int32) -> KeyTile:
-        """What is known of a tile, read again: for what is not to be kept in registers all the time."""
-        return self._tile(work.arguments, work.shared, walk + opaque(Int32(0)))
-
     def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:
         """The tile and this warpgroup's first key."""
-        tile = self._tile_again(work, walk)
+        tile = work.shared.tile_again(self.config, work.arguments, walk)
         return tile, tile.first_key + 64 * work.warpgroup
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
@@ -669,32 +454,6 @@ class BackwardSm90:
 
     def _read_four(self, work: "_Work", which: int, stage: Int32, i: int, four: cute.Tensor) -> None:
         cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Shared memory and what guards it."""
-
-    sK: cute.Tensor  # (64, d, warpgroup, 2)
-    sV: cute.Tensor  # (64, d, warpgroup)
-    sQ: cute.Tensor  # (tile_m, d, stage)
-    sdO: cute.Tensor  # (tile_m, d, stage)
-    sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
-    sOut: cute.Tensor  # (64, d, so many hold a part of dQ, warpgroup): dV or dK on its way out, in the first one
-    sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
-    stats: cute.Tensor  # (tile_m, lse and delta, stage)
-    tile_fields: cute.Tensor  # (field, stage of tiles)
-    tiles: Ring
-    k: Ring
-    v: Ring
-    ds_barriers: cute.Pointer
-    out_barriers: cute.Pointer
-    q: Ring
-    do: Ring
-
-    def out(self, warpgroup: Int32) -> Ring:
-        """What guards its part of sOut."""
-        return Ring(self.out_barriers + 2 * warpgroup, 1)
 
 
 @dataclass(frozen=True)
@@ -729,4 +488,4 @@ class _Work:
     acc_dQ: cute.Tensor
     rdS: cute.Tensor
     rStats: cute.Tensor  # (four, group of sixteen queries): lse, then delta, of as many as there are registers for
-    shared: _Shared
+    shared: Shared

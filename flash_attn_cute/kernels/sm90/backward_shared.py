@@ -1,0 +1,128 @@
+"""Shared memory of the backward kernel up to d = 128: what lies where, and what guards it (see ``backward``)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.shared import swizzled
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile
+
+TILE_STAGES = 2
+_START, _STOP = NUM_FIELDS - 4, NUM_FIELDS - 1  # of a tile's blocks, among its fields
+
+
+class Layouts(NamedTuple):
+    """Of operands."""
+
+    sK: cute.ComposedLayout  # (64, d, warpgroup, 2)
+    sV: cute.ComposedLayout  # (64, d, warpgroup)
+    sQ: cute.ComposedLayout  # (tile_m, d, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d, stage)
+    sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
+    sOut: cute.ComposedLayout  # (64, d, so many hold a part of dQ, warpgroup)
+
+
+def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
+    """How operands lie in shared memory."""
+    c, warpgroups = config, config.num_mma_warpgroups
+    return Layouts(
+        # No swizzled atom of K may hold columns of two parts of dQ.
+        sK=swizzled(dtype, c.columns_dQ, (64, c.tile_d, warpgroups, 2)),
+        sV=swizzled(dtype, c.tile_d, (64, c.tile_d, warpgroups)),
+        sQ=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
+        sdO=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
+        sdS=swizzled(dtype, c.tile_m, (64, c.tile_m, warpgroups, 2)),
+        sOut=swizzled(dtype, c.tile_d, (64, c.tile_d, 2 * c.columns_dQ // c.tile_d, warpgroups)),
+    )
+
+
+def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
+    """All shared memory of a CTA."""
+    c = config
+
+    @cute.struct
+    class Storage:
+        tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
+        k_barriers: cute.struct.MemRange[Int64, 4]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+        do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+        ds_barriers: cute.struct.MemRange[Int64, 2]
+        out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
+        tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
+        stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
+        sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+        sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+        sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+        sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
+        sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
+        sOut: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sOut)], 1024]
+
+    return Storage
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it."""
+
+    sK: cute.Tensor  # (64, d, warpgroup, 2)
+    sV: cute.Tensor  # (64, d, warpgroup)
+    sQ: cute.Tensor  # (tile_m, d, stage)
+    sdO: cute.Tensor  # (tile_m, d, stage)
+    sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
+    sOut: cute.Tensor  # (64, d, so many hold a part of dQ, warpgroup): dV or dK on its way out, in the first one
+    sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
+    stats: cute.Tensor  # (tile_m, lse and delta, stage)
+    tile_fields: cute.Tensor  # (field, stage of tiles)
+    tiles: Ring
+    k: Ring
+    v: Ring
+    ds_barriers: cute.Pointer
+    out_barriers: cute.Pointer
+    q: Ring
+    do: Ring
+
+    def out(self, warpgroup: Int32) -> Ring:
+        """What guards its part of sOut."""
+        return Ring(self.out_barriers + 2 * warpgroup, 1)
+
+    def tile(self, config: BackwardConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
+        """What warp 0 has told of a tile."""
+        return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
+
+    def tile_again(self, config: BackwardConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
+        """The same, read again: for what is not to be kept in registers all the time."""
+        return self.tile(config, a, walk + opaque(Int32(0)))
+
+    @cute.jit
+    def tell_of(self, tile: KeyTile, walk: Int32) -> None:
+        """By warp 0: a tile, when all have read what was here."""
+        self.tiles.wait_empty(walk)
+        with cute.arch.elect_one():
+            tile.write(self.tile_fields[None, self.tiles.stage(walk)])
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))
+
+    @cute.jit
+    def tell_of_end(self, walk: Int32) -> None:
+        """By warp 0: a tile of no blocks."""
+        self.tiles.wait_empty(walk)
+        with cute.arch.elect_one():
+            for i in (_START, _STOP):
+                self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))
+
+    @cute.jit
+    def has_tile(self, walk: Int32) -> Boolean:
+        """Whether there is another tile; warp 0 tells."""
+        self.tiles.wait_full(walk)  # from warp 0
+        return self.tile_fields[_START, self.tiles.stage(walk)] < self.tile_fields[_STOP, self.tiles.stage(walk)]
+
+
+def piece_number(config: BackwardConfig, step: Int32, walk: Int32) -> Int32:
+    """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile."""
+    return step - 1 if config.grouped else step - 1 + 2 * walk

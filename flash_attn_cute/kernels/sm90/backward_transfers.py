@@ -1,0 +1,167 @@
+"""Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``backward``)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.common import schedule, semaphore
+from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.rows import zero_rows
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.sm90.backward_shared import Shared, piece_number
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
+
+
+class Transfers:
+    """Warpgroup 0, warp by warp."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.warpgroups = config.num_mma_warpgroups
+
+    @cute.jit
+    def load(self, a: BackwardArguments, tiles: dict, shared: Shared) -> None:
+        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
+        c = self.config
+        num_tiles = num_key_tiles(c, a)
+        num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
+        index = schedule.take_tile(a.mNextTile, num_questions)
+        walk, step = Int32(0), Int32(0)
+        while index < num_tiles:
+            tile = key_tile(c, a, index)
+            start, stop = tile.blocks.start, tile.blocks.stop
+            if start < stop:  # the others are nobody's but warp 3's
+                shared.tell_of(tile, walk)
+                self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
+                for m in cutlass.range(start, stop, unroll=1):
+                    self._load_queries(a, tile, tiles, shared, m, step)
+                    step += 1
+                    if m == start:  # behind the first queries, for which there is room before there is for V
+                        self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
+                walk += 1
+            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            index = schedule.take_tile(a.mNextTile, num_questions)
+        shared.tell_of_end(walk)
+
+    @cute.jit
+    def zero(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
+        """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
+        c = self.config
+        num_tiles = num_key_tiles(c, a)
+        # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
+        for gradients in ((mdK, mdV),) if c.packed else ((mdK,), (mdV,)):
+            index, _, _ = cute.arch.block_idx()
+            while index < num_tiles:
+                tile = key_tile(c, a, index)
+                first = cutlass.max(tile.first_key, tile.k.length)
+                if tile.blocks.start == tile.blocks.stop:
+                    first = tile.first_key
+                stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
+                num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
+                for mX in gradients:
+                    gX = mX[None, None, tile.head_k, tile.batch]
+                    zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
+                index += cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
+        """K or V."""
+        c = self.config
+        ring.wait_empty(walk)  # all warpgroups are done with what was here
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * c.tile_n * c.tile_d)
+        for w in cutlass.range_constexpr(self.warpgroups):
+            start = tile.first_key + 64 * w
+            stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
+            g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+            t.load(g, sX[None, None, w], ring.full(walk))
+
+    @cute.jit
+    def _load_queries(
+        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: Shared, m: Int32, step: Int32
+    ) -> None:
+        """Q, dO, lse and delta of a block of queries."""
+        c = self.config
+        start = m * c.tile_m
+        stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
+        start += tile.q.start
+        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        for i, (t, sX, ring) in enumerate(((tiles["Q"], shared.sQ, shared.q), (tiles["dO"], shared.sdO, shared.do))):
+            full, stage = ring.full(step), ring.stage(step)
+            ring.wait_empty(step)  # all warpgroups have released this stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
+                cute.copy(
+                    numbers,
+                    a.mStats[i, tile.head, tile.first_block + m, None],
+                    shared.stats[None, i, stage],
+                    mbar_ptr=full,
+                )
+            t.load(t.at(start, stop, tile.head, tile.batch), sX[None, None, stage], full)
+
+    @cute.jit
+    def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
+        """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
+        c, out = self.config, shared.out(w)
+        step, walk, block, before = (Int32(0) for _ in range(4))
+        while shared.has_tile(walk):
+            tile = shared.tile(c, a, walk)
+            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
+                if step > 0:  # of the step before
+                    self._add_dQ(a, shared, w, piece_number(c, step, walk), block, before)
+                step += 1
+                block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
+                if const_expr(c.deterministic):
+                    before = tile.earlier(c, m)
+                else:
+                    before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block))
+            if const_expr(not c.grouped):
+                start = tile.first_key + 64 * w
+                stop = cutlass.min(start + 64, tile.k.length)
+                for i, t in enumerate(stores):
+                    piece = piece_number(c, step, walk) + i
+                    out.wait_full(piece)  # from warpgroup w
+                    if start < stop:
+                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                        t.store(shared.sOut[None, None, 0, w], g)
+                        cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    out.release(piece)  # to warpgroup w
+            shared.tiles.release(walk)
+            walk += 1
+        if step > 0:
+            self._add_dQ(a, shared, w, piece_number(c, step, walk), block, before)
+
+    @cute.jit
+    def _add_dQ(
+        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, before: Int32
+    ) -> None:
+        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
+
+        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
+        """
+        out, size = shared.out(w), 64 * self.config.columns_dQ
+        part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
+        counter = semaphore.counter(a.mTurnsQ, w, 0, block)
+        out.wait_full(piece)  # from warpgroup w
+        if const_expr(self.config.deterministic):
+            semaphore.wait(counter, before)
+            is_first, counts = before == 0, True
+        else:
+            is_first = counts = semaphore.claim(counter, before)
+        cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+        with cute.arch.elect_one():
+            if is_first:
+                store_from_shared(part, shared.sums + size * w, 4 * size)
+            else:
+                add_from_shared(part, shared.sums + size * w, 4 * size)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        out.release(piece)  # to warpgroup w
+        if counts:
+            cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
+            with cute.arch.elect_one():
+                semaphore.count(counter, 1)
