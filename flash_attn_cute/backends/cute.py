@@ -25,7 +25,7 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 # What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
 # the backward pass that follow each other are further apart in what they read, and add to more than they read.
 _CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
-# At the end of a backward pass more heads run together: their longest tiles come first, and their shortest end it.
+# At the end of a backward pass in no order more run together: their longest tiles come first, their shortest end it.
 _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 _FEW_QUERIES = 64
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too

@@ -73,7 +73,7 @@ class BackwardSm90:
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = layouts_of(c, self.dtype)
+        layouts = layouts_of(c, dtype)
         self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
