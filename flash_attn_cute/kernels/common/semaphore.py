@@ -9,6 +9,9 @@ Where no order is asked for, the first one overwrites, too: whoever finds the co
 when it has stored, counts itself. The others add when the counter is 2, and do not count. Nobody claims before all that
 is to be stored is at hand, so who claims waits for nobody, and waits for it end.
 
+A look tells of many counters at a time, so that most additions need not ask: an acquiring load takes a good part of
+what a tile has time for between two additions, and empties the L1 cache.
+
 The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
 between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what one turn
 stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, its warp waits for the
@@ -24,7 +27,7 @@ from cutlass import Boolean, Int32
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
-_CLAIMED, _STORED = 1, 2  # what a counter is where there is no order
+_CLAIMED, STORED = 1, 2  # what a counter is where there is no order
 
 
 def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -46,23 +49,28 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
 
 
 @cute.jit
-def look(counter: cute.Pointer) -> Int32:
-    """What a converged warp that adds in no order may find of a block ahead of time, for ``claim``."""
-    found = Int32(_STORED)
-    if cute.arch.lane_idx() == 0:
-        found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    return found
+def look(counters: cute.Pointer, num_counters: Int32, needed: Int32) -> Int32:
+    """Which of the next 31 counters have come to what each lane of a converged warp needs of its own, a bit each."""
+    lane = cute.arch.lane_idx()
+    found = Int32(-1)
+    if lane < cutlass.min(num_counters, 31):
+        found = cute.arch.load(counters + lane, Int32, sem="acquire", scope="gpu")
+    come = cute.arch.vote_ballot_sync(found >= needed)
+    cute.arch.sync_warp()
+    return come
 
 
 @cute.jit
-def claim(counter: cute.Pointer, found: Int32) -> Boolean:
-    """Whether the warp is the first to add: if not, returns when the first one has stored. ``found`` by a look."""
-    if found != _STORED:
-        found = cute.arch.atomic_cas(counter, cmp=Int32(0), val=Int32(_CLAIMED), sem="acquire", scope="gpu")
-        while found == _CLAIMED:
-            found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    found = cute.arch.shuffle_sync(found, 0)
-    cute.arch.sync_warp()
+def claim(counter: cute.Pointer, is_stored: Boolean) -> Boolean:
+    """Whether a converged warp is the first to add; else returns when that one has stored, which a look may know."""
+    found = Int32(STORED)
+    if not is_stored:
+        if cute.arch.lane_idx() == 0:
+            found = cute.arch.atomic_cas(counter, cmp=Int32(0), val=Int32(_CLAIMED), sem="acquire", scope="gpu")
+            while found == _CLAIMED:
+                found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        found = cute.arch.shuffle_sync(found, 0)
+        cute.arch.sync_warp()
     return found == 0
 
 

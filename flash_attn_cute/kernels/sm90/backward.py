@@ -25,7 +25,7 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
     dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
                        warpgroups, into shared memory
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
-    dK += dS' Q        in flight while dQ is put out
+    dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
 
@@ -278,6 +278,8 @@ class BackwardSm90:
             for n in cutlass.range(blocks.start - blocks.full_start, blocks.stop - blocks.full_start, unroll=1):
                 self._step(work, tile, walk, n, step)
                 step += 1
+            if step > 1:
+                self._hand_out(work, piece_number(c, step - 1, walk))
             if const_expr(c.grouped):
                 self._add_dKV(work, shared.tile_again(c, a, walk))
             else:
@@ -290,6 +292,7 @@ class BackwardSm90:
         warpgroup.wait_group(0)
         if step > 0:
             self._put_out_dQ(work, piece_number(c, step, walk))
+            self._hand_out(work, piece_number(c, step, walk))
 
     @cute.jit
     def _step(self, work: "_Work", tile: KeyTile, walk: Int32, n: Int32, step: Int32) -> None:
@@ -313,13 +316,15 @@ class BackwardSm90:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
+        self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
+        if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
+            self._hand_out(work, piece_number(self.config, step - 1, walk))
         if is_first:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         gemm(work.mma_S, work.acc_dP, tPrV, tPrdO, True)
-        self._read_stats(work, 0, stage)
         warpgroup.wait_group(1)  # the scores are there
         hides = n < 0
         if const_expr(self.config.has_left):
@@ -346,7 +351,6 @@ class BackwardSm90:
         # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         write(work.rdS, work.mma_S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.wait_group(0)  # dV is there
         shared.do.release(step)  # to warp 0
         walk_before = walk - 1 if is_first else walk
@@ -355,6 +359,7 @@ class BackwardSm90:
         warpgroup.wait_group(1)  # dQ is there
         if is_first and walk > 0:
             shared.k.release(walk_before)  # to warp 0
+        cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
         # This warp's part of dS is there, and the other buffer is read by it no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if step > 0:
@@ -396,14 +401,18 @@ class BackwardSm90:
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
-        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace."""
+        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace; nobody is told yet."""
         shared, size = work.shared, cute.size(work.acc_dQ)
         out = shared.out(work.warpgroup)
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
         workspace.put(work.acc_dQ, part, work.thread)
+
+    @cute.jit
+    def _hand_out(self, work: "_Work", piece: Int32) -> None:
+        """Tells warp 1 or 2 of what has been put out."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        out.arrive(piece)  # to warp 1 or 2
+        work.shared.out(work.warpgroup).arrive(piece)
 
     @cute.jit
     def _put_out_dKV(self, work: "_Work", piece: Int32) -> None:

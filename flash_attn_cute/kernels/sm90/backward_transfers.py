@@ -106,19 +106,22 @@ class Transfers:
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
-        step, walk, block, before = (Int32(0) for _ in range(4))
+        step, walk, block, come, before = (Int32(0) for _ in range(5))
         while shared.has_tile(walk):
             tile = shared.tile(c, a, walk)
             for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
                 if step > 0:  # of the step before
-                    self._add_dQ(a, shared, w, piece_number(c, step, walk), block, before)
+                    self._add_dQ(a, shared, w, piece_number(c, step, walk), block, come, before)
                 step += 1
                 block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
                 if const_expr(c.deterministic):
-                    before = tile.earlier(c, m)
-                else:
-                    before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block))
+                    before = shared.tile_again(c, a, walk).earlier(c, m)
+                if const_expr(c.looks_ahead):
+                    come = come >> 1
+                    if m == tile.blocks.start or come & 1 == 0:
+                        come = self._look(a, shared, w, walk, m, block)
             if const_expr(not c.grouped):
+                tile = shared.tile_again(c, a, walk)
                 start = tile.first_key + 64 * w
                 stop = cutlass.min(start + 64, tile.k.length)
                 for i, t in enumerate(stores):
@@ -133,25 +136,36 @@ class Transfers:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(c, step, walk), block, before)
+            self._add_dQ(a, shared, w, piece_number(c, step, walk), block, come, before)
+
+    @cute.jit
+    def _look(self, a: BackwardArguments, shared: Shared, w: Int32, walk: Int32, m: Int32, block: Int32) -> Int32:
+        """Which blocks may be added to at once, a bit each from m on, which is ``block`` if counted over all heads."""
+        needed = Int32(semaphore.STORED)
+        if const_expr(self.config.deterministic):
+            needed = shared.tile_again(self.config, a, walk).earlier(self.config, m + cute.arch.lane_idx())
+        num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2]
+        return semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks - block, needed)
 
     @cute.jit
     def _add_dQ(
-        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, before: Int32
+        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, come: Int32, before: Int32
     ) -> None:
         """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
 
-        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
+        Bit 0 of ``come`` says whether it may be added to at once, as far as is known; ``before``, if deterministic, how
+        many tiles add before.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
         out.wait_full(piece)  # from warpgroup w
         if const_expr(self.config.deterministic):
-            semaphore.wait(counter, before)
+            if come & 1 == 0:
+                semaphore.wait(counter, before)
             is_first, counts = before == 0, True
         else:
-            is_first = counts = semaphore.claim(counter, before)
+            is_first = counts = semaphore.claim(counter, come & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
             if is_first:

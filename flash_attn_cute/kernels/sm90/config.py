@@ -150,6 +150,14 @@ class BackwardConfig(_BackwardFeatures):
         return True
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether it is asked ahead of time which blocks of dQ may be added to at once.
+
+        Where turns come just in time, as those of full masks do, asking only takes longer.
+        """
+        return not self.deterministic or self.has_right
+
+    @property
     def num_mma_warpgroups(self) -> int:
         """Warpgroups that multiply; one more loads."""
         return self.tile_n // 64
