@@ -36,25 +36,38 @@ from tests.oracle import Call
 @pytest.mark.parametrize(
     ("q_shape", "nheads_k", "deterministic", "expected"),
     [
-        ((9000, 32, 128), 32, False, 3),
-        ((9000, 32, 128), 32, True, 5),
-        ((9000, 32, 128), 8, False, 0),  # all of the first heads of groups together, then all of the second ones
-        ((3, 3000, 32, 128), 8, False, 16),
-        ((1, 3000, 8, 128), 2, False, 0),
+        ((9000, 32, 128), 32, False, (5, 3, 1)),
+        ((9000, 32, 128), 32, True, (5, 5, 1)),
+        (
+            (9000, 24, 128),
+            8,
+            False,
+            (5, 0, 1),
+        ),  # all of the first heads of groups together, then all of the second ones
+        ((9000, 32, 128), 8, False, (2, 1, 2)),
+        ((3, 3000, 32, 128), 8, False, (2, 21, 2)),
+        ((1, 3000, 8, 128), 2, False, (2, 0, 2)),
     ],
     ids=str,
 )
 def test_backward_sections(
-    q_shape: tuple[int, ...], nheads_k: int, deterministic: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    q_shape: tuple[int, ...],
+    nheads_k: int,
+    deterministic: bool,
+    expected: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cache has room for five heads of this length at a time; if in no order, the last 13 at least are together."""
+    """The cache has room for five heads of this length at a time; if in no order, the last 13 at least are together.
+
+    Or for two, and six, if a tile sums over two heads.
+    """
     monkeypatch.setattr(cache, "kernel", lambda chosen: chosen)
     q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
     k = q[..., :nheads_k, :]
     cu = torch.empty(4, dtype=torch.int32, device="meta") if len(q_shape) == 3 else None
     spec = AttentionSpec.of(_inputs(q, k, k, cu), Options(None, 0, 0, 0.0, deterministic, True))
     launch = cute_backend._backward_launch.__wrapped__(spec, q.shape, k.shape, 3, 3000, 132, False, False, False)
-    assert launch.numbers[-2:] == (5, expected)
+    assert launch.numbers[-3:] == expected
 
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])

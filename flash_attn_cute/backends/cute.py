@@ -27,6 +27,9 @@ _MAX_HEAD_DIM = max(HEAD_DIMS)
 _CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
 # At the end of a backward pass in no order more run together: their longest tiles come first, their shortest end it.
 _CACHE_BYTES_BACKWARD_LAST = 40_000_000
+# Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
+# cache, and of fewer, more is added up in global memory.
+_HEADS_A_TILE = 2
 _FEW_QUERIES = 64
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 _LOG2_E = math.log2(math.e)
@@ -121,13 +124,13 @@ class _BackwardLaunch(NamedTuple):
     preprocess: Callable[..., None]
     main: Callable[..., None]
     postprocess: Callable[..., None]
-    postprocess_keys: Callable[..., None] | None  # if heads are grouped
+    postprocess_keys: Callable[..., None] | None  # if heads are grouped, above d = 128
     stats_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]  # of dQ
-    sums_keys_shape: tuple[int, ...]  # of dK and dV, if heads are grouped
+    sums_keys_shape: tuple[int, ...] | None  # of dK and dV, if heads are grouped
     turns_shape: tuple[int, ...] | None  # of counters of additions to dQ, if the first one overwrites
     turns_keys_shape: tuple[int, ...]  # of those to dK and dV, if heads are grouped
-    numbers: tuple[float, float, int, int, int, int]  # its arguments from softmax_scale to sections
+    numbers: tuple[float, float, int, int, int, int, int]  # its arguments from softmax_scale to heads_a_tile
 
 
 # PyTorch's own function looks for the driver and the device again each time.
@@ -191,7 +194,7 @@ def _launch_backward(
     sums_keys = turns = turns_keys = None
     if launch.turns_shape is not None:
         turns = lse.new_empty(launch.turns_shape, dtype=torch.int32)
-    if launch.postprocess_keys is not None:
+    if launch.sums_keys_shape is not None:
         sums_keys = lse.new_empty(launch.sums_keys_shape)
         turns_keys = lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32)
     dout = _aligned(dout)
@@ -294,7 +297,9 @@ def _backward_launch(
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
     longest = max(1, longest)
-    bytes_a_head = longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
+    group = spec.nheads // spec.nheads_k
+    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if configs.postprocess_keys is None else 1
+    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     if spec.deterministic and spec.window_right is None:
         # All tiles of a head start with the same queries: one is best begun when the one before has passed its first
@@ -302,7 +307,7 @@ def _backward_launch(
         tiles_under_way, steps_a_tile = num_sms // configs.main.ctas_a_tile, -(-longest // tile_m)
         heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
-    heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads * q_shape[0]
+    heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads // heads_a_tile * q_shape[0]
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not spec.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
@@ -314,10 +319,13 @@ def _backward_launch(
         cache.kernel(configs.postprocess_keys) if configs.postprocess_keys else None,
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
-        sums_keys_shape=(2, spec.nheads_k, blocks_k, tile_n * tile_d),
+        # Nothing is left there if each tile sums over all heads of a group.
+        sums_keys_shape=(2, spec.nheads_k, blocks_k if group > heads_a_tile else 1, tile_n * tile_d)
+        if group > 1
+        else None,
         turns_shape=(counters, spec.nheads, blocks) if configs.main.overwrites else None,
         turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
-        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections),
+        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections, heads_a_tile),
     )
 
 

@@ -81,6 +81,7 @@ def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
         window_right=cutlass.Int32(0),
         heads_in_cache=cutlass.Int32(1),
         sections=cutlass.Int32(1),
+        heads_a_tile=cutlass.Int32(1),
         mNextTile=_ints(True),
         num_ctas=cutlass.Int32(1),
     )

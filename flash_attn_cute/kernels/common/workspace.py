@@ -64,6 +64,16 @@ def _add(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
         add_four(target[None, thread, i].iterator.toint(), *(fours[j, i] for j in range(4)))
 
 
+def take(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
+    """Adds a part of the workspace to a warpgroup's accumulator."""
+    fours, source = _fours(acc, part)
+    numbers = cute.make_rmem_tensor_like(fours)
+    for i in range(cute.size(fours, mode=[1])):
+        cute.autovec_copy(source[None, thread, i], numbers[None, i])
+    for i in range(cute.size(fours)):
+        fours[i] = fours[i] + numbers[i]
+
+
 def _fours(acc: cute.Tensor, part: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """Four numbers at a time: of an accumulator, and where they belong, (number, thread, four)."""
     n = cute.size(acc) // 4

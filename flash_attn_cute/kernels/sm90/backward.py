@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.common import semaphore, workspace
@@ -197,8 +197,8 @@ class BackwardSm90:
                     RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
                 )
                 self.transfers.carry_out(arguments, stores, shared, warp_idx - 1)
-            # Every dense key is seen if there is no window, and postprocessing writes all of grouped heads.
-            if const_expr(not c.grouped and (c.packed or c.has_left or c.has_right)):  # noqa: SIM102 (as elsewhere)
+            # Every dense key is seen if there is no window.
+            if const_expr(c.packed or c.has_left or c.has_right):  # noqa: SIM102 (as elsewhere)
                 if warp_idx == 3:
                     self.transfers.zero(arguments, mdK, mdV)
         else:
@@ -271,19 +271,16 @@ class BackwardSm90:
         )
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            tile = shared.tile(c, a, walk)
-            blocks = tile.blocks
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            for n in cutlass.range(blocks.start - blocks.full_start, blocks.stop - blocks.full_start, unroll=1):
-                self._step(work, tile, walk, n, step)
-                step += 1
-            if step > 1:
-                self._hand_out(work, piece_number(c, step - 1, walk))
             if const_expr(c.grouped):
-                self._add_dKV(work, shared.tile_again(c, a, walk))
+                for head in cutlass.range(a.heads_a_tile, unroll=1):
+                    tile = shared.tile_again(c, a, walk)
+                    step = self._walk(work, tile, walk, step, head == 0, head + 1 == a.heads_a_tile)
+                self._share_dKV(work, shared.tile_again(c, a, walk))
             else:
-                self._put_out_dKV(work, piece_number(c, step, walk))
+                step = self._walk(work, shared.tile(c, a, walk), walk, step, True, True)
+            self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last(c))
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
@@ -291,11 +288,40 @@ class BackwardSm90:
         self._start_dQ(work, step - 1, walk - 1)
         warpgroup.wait_group(0)
         if step > 0:
-            self._put_out_dQ(work, piece_number(c, step, walk))
-            self._hand_out(work, piece_number(c, step, walk))
+            self._put_out_dQ(work, piece_number(step, walk))
+            self._hand_out(work, piece_number(step, walk))
 
     @cute.jit
-    def _step(self, work: "_Work", tile: KeyTile, walk: Int32, n: Int32, step: Int32) -> None:
+    def _walk(
+        self,
+        work: "_Work",
+        tile: KeyTile,
+        walk: Int32,
+        step: Int32,
+        is_first: Boolean | bool,
+        is_last: Boolean | bool,
+    ) -> Int32:
+        """All queries of a head, which is the tile's first one, or its last one; returns the next step."""
+        blocks = tile.blocks
+        first, end = blocks.start - blocks.full_start, blocks.stop - blocks.full_start
+        for n in cutlass.range(first, end, unroll=1):
+            self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
+            step += 1
+        if is_last and step > 1:
+            self._hand_out(work, piece_number(step - 1, walk))
+        return step
+
+    @cute.jit
+    def _step(
+        self,
+        work: "_Work",
+        tile: KeyTile,
+        walk: Int32,
+        n: Int32,
+        step: Int32,
+        is_first: Boolean,
+        is_last: Boolean,
+    ) -> None:
         """One block of queries, and dQ of the one before.
 
         What comes before the first block of a tile is the last one of the tile before. The very first step computes a
@@ -307,11 +333,12 @@ class BackwardSm90:
             walk: counts tiles.
             n: the block's number, counted from the first one that sees all keys, as then one number less is kept.
             step: counts blocks, over all tiles of this CTA.
+            is_first: whether it is the tile's first one.
+            is_last: or its last one.
         """
         shared, stage, rW = work.shared, work.shared.q.stage(step), work.scores.rW
         blocks = tile.blocks
         m = n + blocks.full_start  # its number within the sequence
-        is_first, is_last = n == blocks.start - blocks.full_start, n + 1 == blocks.stop - blocks.full_start
         if is_first:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
@@ -319,7 +346,7 @@ class BackwardSm90:
         self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
         if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
-            self._hand_out(work, piece_number(self.config, step - 1, walk))
+            self._hand_out(work, piece_number(step - 1, walk))
         if is_first:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
@@ -328,7 +355,7 @@ class BackwardSm90:
         warpgroup.wait_group(1)  # the scores are there
         hides = n < 0
         if const_expr(self.config.has_left):
-            hides = hides or m >= shared.tile_again(self.config, work.arguments, walk).blocks.full_stop
+            hides = hides or m >= work.shared.tile_again(self.config, work.arguments, walk).blocks.full_stop
         weigh(
             self.config,
             work.scores,
@@ -363,7 +390,7 @@ class BackwardSm90:
         # This warp's part of dS is there, and the other buffer is read by it no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if step > 0:
-            self._put_out_dQ(work, piece_number(self.config, step, walk))
+            self._put_out_dQ(work, piece_number(step, walk))
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0
 
@@ -415,8 +442,8 @@ class BackwardSm90:
         work.shared.out(work.warpgroup).arrive(piece)
 
     @cute.jit
-    def _put_out_dKV(self, work: "_Work", piece: Int32) -> None:
-        """DV and dK, one after the other, into shared memory."""
+    def _put_out_dKV(self, work: "_Work", piece: Int32, is_whole: Boolean | bool) -> None:
+        """DV and dK, one after the other, into shared memory, if they are whole."""
         shared = work.shared
         out = shared.out(work.warpgroup)
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
@@ -425,23 +452,31 @@ class BackwardSm90:
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)
             out.wait_empty(piece + i)  # from warp 1 or 2
-            write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if is_whole:
+                write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
             out.arrive(piece + i)  # to warp 1 or 2
 
     @cute.jit
-    def _add_dKV(self, work: "_Work", tile: KeyTile) -> None:
-        """This warpgroup's keys' dK and dV to the workspace, from registers."""
+    def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:
+        """This warpgroup's keys' dK and dV to the workspace, from registers; their last tile takes what is there."""
         a, barrier = work.arguments, _BARRIER_GROUPED + work.warpgroup
         counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
-        is_first, counts = tile.await_heads(self.config, counter, barrier)
-        for i, acc in enumerate((work.acc_dK, work.acc_dV)):
-            # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
-            block = a.mdKVaccum[opaque(Int32(i)), tile.head_k, tile.block, None]
-            part = cute.local_tile(block, (128 * cute.size(acc),), (work.warpgroup,))
-            workspace.add(acc, part, work.thread, is_first)
-        if counts:
+        if tile.later > 0:
+            is_first = tile.await_turn(self.config, counter, barrier)
+            for i, acc in enumerate((work.acc_dK, work.acc_dV)):
+                workspace.add(acc, self._sums(work, tile, i), work.thread, is_first)
             semaphore.count_as_warpgroup(counter, barrier)
+        elif tile.earlier > 0:
+            semaphore.wait_as_warpgroup(counter, tile.earlier, barrier)
+            for i, acc in enumerate((work.acc_dK, work.acc_dV)):
+                workspace.take(acc, self._sums(work, tile, i), work.thread)
+
+    def _sums(self, work: "_Work", tile: KeyTile, which: int) -> cute.Tensor:
+        """Where this warpgroup's part of dK (0) or dV (1) is in the workspace."""
+        # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
+        block = work.arguments.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
+        return cute.local_tile(block, (64 * self.config.tile_d,), (work.warpgroup,))
 
     def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:
         """The tile and this warpgroup's first key."""

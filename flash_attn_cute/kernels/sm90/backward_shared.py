@@ -123,6 +123,6 @@ class Shared:
         return self.tile_fields[_START, self.tiles.stage(walk)] < self.tile_fields[_STOP, self.tiles.stage(walk)]
 
 
-def piece_number(config: BackwardConfig, step: Int32, walk: Int32) -> Int32:
+def piece_number(step: Int32, walk: Int32) -> Int32:
     """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile."""
-    return step - 1 if config.grouped else step - 1 + 2 * walk
+    return step - 1 + 2 * walk

@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.backward_shared import Shared, piece_number
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, heads_a_tile, key_tile, num_key_tiles
 
 
 class Transfers:
@@ -36,11 +36,13 @@ class Transfers:
             if start < stop:  # the others are nobody's but warp 3's
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
-                for m in cutlass.range(start, stop, unroll=1):
-                    self._load_queries(a, tile, tiles, shared, m, step)
-                    step += 1
-                    if m == start:  # behind the first queries, for which there is room before there is for V
-                        self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
+                for head in cutlass.range(tile.head, tile.head + heads_a_tile(c, a), unroll=1):
+                    for m in cutlass.range(start, stop, unroll=1):
+                        self._load_queries(a, tile, tiles, shared, head, m, step)
+                        step += 1
+                        if head == tile.head and m == start:
+                            # Behind the first queries, for which there is room before there is for V.
+                            self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = schedule.take_tile(a.mNextTile, num_questions)
@@ -61,6 +63,8 @@ class Transfers:
                     first = tile.first_key
                 stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
+                if const_expr(c.grouped):
+                    num_rows = num_rows if tile.later == 0 else Int32(0)  # once
                 for mX in gradients:
                     gX = mX[None, None, tile.head_k, tile.batch]
                     zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
@@ -81,7 +85,7 @@ class Transfers:
 
     @cute.jit
     def _load_queries(
-        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: Shared, m: Int32, step: Int32
+        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: Shared, head: Int32, m: Int32, step: Int32
     ) -> None:
         """Q, dO, lse and delta of a block of queries."""
         c = self.config
@@ -96,11 +100,11 @@ class Transfers:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
-                    a.mStats[i, tile.head, tile.first_block + m, None],
+                    a.mStats[i, head, tile.first_block + m, None],
                     shared.stats[None, i, stage],
                     mbar_ptr=full,
                 )
-            t.load(t.at(start, stop, tile.head, tile.batch), sX[None, None, stage], full)
+            t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
 
     @cute.jit
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
@@ -108,42 +112,43 @@ class Transfers:
         c, out = self.config, shared.out(w)
         step, walk, block, come, before = (Int32(0) for _ in range(5))
         while shared.has_tile(walk):
-            tile = shared.tile(c, a, walk)
-            for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                if step > 0:  # of the step before
-                    self._add_dQ(a, shared, w, piece_number(c, step, walk), block, come, before)
-                step += 1
-                block = tile.head * a.mdQaccum.shape[1] + tile.first_block + m
-                if const_expr(c.deterministic):
-                    before = shared.tile_again(c, a, walk).earlier(c, m)
-                if const_expr(c.looks_ahead):
-                    come = come >> 1
-                    if m == tile.blocks.start or come & 1 == 0:
-                        come = self._look(a, shared, w, walk, m, block)
-            if const_expr(not c.grouped):
-                tile = shared.tile_again(c, a, walk)
-                start = tile.first_key + 64 * w
-                stop = cutlass.min(start + 64, tile.k.length)
-                for i, t in enumerate(stores):
-                    piece = piece_number(c, step, walk) + i
-                    out.wait_full(piece)  # from warpgroup w
-                    if start < stop:
-                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                        t.store(shared.sOut[None, None, 0, w], g)
-                        cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    out.release(piece)  # to warpgroup w
+            for head in cutlass.range(heads_a_tile(c, a), unroll=1):
+                blocks = shared.tile_again(c, a, walk).blocks
+                for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
+                    if step > 0:  # of the step before
+                        self._add_dQ(a, shared, w, piece_number(step, walk), block, come, before)
+                    step += 1
+                    tile = shared.tile_again(c, a, walk)
+                    block = (tile.head + head) * a.mdQaccum.shape[1] + tile.first_block + m
+                    if const_expr(c.deterministic):
+                        before = tile.earlier_keys(c, m)
+                    if const_expr(c.looks_ahead):
+                        come = come >> 1
+                        if m == blocks.start or come & 1 == 0:
+                            come = self._look(a, shared, w, walk, m, block)
+            tile = shared.tile_again(c, a, walk)
+            start = tile.first_key + 64 * w
+            stop = cutlass.min(start + 64, tile.k.length)
+            for i, t in enumerate(stores):
+                piece = piece_number(step, walk) + i
+                out.wait_full(piece)  # from warpgroup w
+                if start < stop and tile.is_last(c):
+                    g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                    t.store(shared.sOut[None, None, 0, w], g)
+                    cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                out.release(piece)  # to warpgroup w
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(c, step, walk), block, come, before)
+            self._add_dQ(a, shared, w, piece_number(step, walk), block, come, before)
 
     @cute.jit
     def _look(self, a: BackwardArguments, shared: Shared, w: Int32, walk: Int32, m: Int32, block: Int32) -> Int32:
         """Which blocks may be added to at once, a bit each from m on, which is ``block`` if counted over all heads."""
         needed = Int32(semaphore.STORED)
         if const_expr(self.config.deterministic):
-            needed = shared.tile_again(self.config, a, walk).earlier(self.config, m + cute.arch.lane_idx())
+            needed = shared.tile_again(self.config, a, walk).earlier_keys(self.config, m + cute.arch.lane_idx())
         num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2]
         return semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks - block, needed)
 

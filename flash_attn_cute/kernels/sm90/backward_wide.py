@@ -325,7 +325,7 @@ class BackwardWideSm90:
         tile = key_tile(c, a, index)
         for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
             counter = semaphore.counter(a.mTurnsQ, shared.rank, tile.head, tile.first_block + m)
-            shared.turns.call(m - tile.blocks.start, counter, tile.earlier(c, m))
+            shared.turns.call(m - tile.blocks.start, counter, tile.earlier_keys(c, m))
 
     @cute.jit
     def pass_turns(self, a: BackwardArguments, index: Int32, shared: "_Shared") -> None:
@@ -559,11 +559,12 @@ class BackwardWideSm90:
         c = self.config
         if tile.blocks.start < tile.blocks.stop:
             counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
-            is_first, counts = tile.await_heads(c, counter, barrier)
+            is_first = tile.await_turn(c, counter, barrier)
             block = a.mdKVaccum[which, tile.head_k, tile.block, None]
             own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
             for part, acc in enumerate(accs):
                 workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
+            counts = True if const_expr(c.deterministic) else is_first
             if counts:
                 semaphore.count_as_warpgroup(counter, barrier)
 

@@ -239,7 +239,7 @@ class BackwardConfigs(NamedTuple):
     preprocess: PreprocessConfig
     main: BackwardConfig | BackwardWideConfig
     postprocess: PostprocessConfig
-    postprocess_keys: PostprocessConfig | None  # if grouped: for dK, and again for dV
+    postprocess_keys: PostprocessConfig | None  # if tiles leave them to it: for dK, and again for dV
 
 
 def backward_configs(
@@ -286,6 +286,6 @@ def backward_configs(
             dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding, main.overwrites
         ),
         PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, counted=True)
-        if grouped
+        if grouped and isinstance(main, BackwardWideConfig)
         else None,
     )

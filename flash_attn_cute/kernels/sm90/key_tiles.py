@@ -1,8 +1,9 @@
 """What both backward kernels are launched with, and the tiles of keys that they work on.
 
-A tile is a block of keys for one query head: over the queries that see it, dK and dV are summed, and to theirs dQ is
-added. Query heads that share a key head (``grouped``) have tiles of their own, so that heads which run together fit the
-L2 cache; their dK and dV are then sums in float32, too, added once a tile.
+A tile is a block of keys for one query head, or for a few that share the key head (``grouped``; not for all, so that
+heads which run together fit the L2 cache): over the queries that see it, dK and dV are summed, and to theirs dQ is
+added. If there are several tiles of the same keys, all but the last one leave dK and dV in the workspace, in float32;
+the last one is taken later than any of them, and takes what is there. (Above d = 128 it adds to it as well.)
 
 Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
 (``common.semaphore``), and they are taken from the last keys to the first. Under a causal mask a tile's walk begins
@@ -35,7 +36,7 @@ class BackwardArguments(NamedTuple):
     mdV: cute.Tensor
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
-    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no tiles if unused
     mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet (``common.semaphore``); None: mdQaccum is 0 as yet
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
     mCuSeqlensQ: cute.Tensor | None
@@ -48,11 +49,12 @@ class BackwardArguments(NamedTuple):
     window_right: Int32
     heads_in_cache: Int32
     sections: Int32  # of so many heads each; all that are left come together
+    heads_a_tile: Int32  # of a group, if grouped
     mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
     num_ctas: Int32  # at most that many, if they are persistent
 
 
-NUM_FIELDS = 14  # Int32 in shared memory that describe a tile
+NUM_FIELDS = 15  # Int32 in shared memory that describe a tile
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,25 @@ class KeyTile:
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # queries and keys exchanged
     blocks: KeyBlocks
-    earlier_heads: Int32  # of its group, whose tiles of these keys are taken before, and see as many queries
+    earlier: Int32  # tiles of the same keys and of other heads that are taken before, and see as many queries,
+    later: Int32  # and that are taken after
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory, for warps that neither load nor write padding."""
         b, lengths = self.blocks, (self.q.length, self.k.start, self.k.length)
-        which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block, self.earlier_heads
-        for i, value in enumerate((*which, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
+        which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
+        for i, value in enumerate(
+            (*which, self.earlier, self.later, *lengths, b.start, b.full_start, b.full_stop, b.stop)
+        ):
             fields[i] = value
 
     @staticmethod
     def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, earlier_heads, q_length, k_start, k_length, *blocks = values
+        first_key, head, head_k, batch, block, first_block, earlier, later, q_length, k_start, k_length, *blocks = (
+            values
+        )
         return KeyTile(
             first_key=first_key,
             head=head,
@@ -94,36 +101,40 @@ class KeyTile:
             first_block=first_block,
             window=_window(config, a, q_length, k_length),
             blocks=KeyBlocks(*blocks),
-            earlier_heads=earlier_heads,
+            earlier=earlier,
+            later=later,
         )
 
     @cute.jit
-    def earlier(self, config: cutlass.Constexpr, m: Int32) -> Int32:
+    def earlier_keys(self, config: cutlass.Constexpr, m: Int32) -> Int32:
         """How many tiles that are taken before, if deterministic, add to block m: those of the keys behind."""
         keys = Window(self.window.right, self.window.left, -self.window.shift)
         stop = KeyBlocks.of(m * config.tile_m, config.tile_m, self.k.length, keys, config.tile_n).stop
         return stop - 1 - self.first_key // config.tile_n
 
-    @cute.jit
-    def await_heads(
-        self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr
-    ) -> tuple[Boolean, Boolean | bool]:
-        """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first head.
+    def is_last(self, config: BackwardConfig) -> Boolean | bool:
+        """Whether it is the last one of its keys: dK and dV are whole at its end."""
+        return self.later == 0 if config.grouped else True
 
-        Returns whether it is the first one, which overwrites, and whether it is to count.
+    @cute.jit
+    def await_turn(self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
+        """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first tile.
+
+        Returns whether it is the first one, which overwrites.
         """
-        is_first = self.earlier_heads == 0
-        if const_expr(config.deterministic):
-            earlier, counts = self.earlier_heads, True
-        else:
-            earlier, counts = cutlass.min(self.earlier_heads, 1), is_first
+        earlier = self.earlier if const_expr(config.deterministic) else cutlass.min(self.earlier, 1)
         semaphore.wait_as_warpgroup(counter, earlier, barrier)
-        return is_first, counts
+        return self.earlier == 0
+
+
+def heads_a_tile(config: BackwardConfig | BackwardWideConfig, a: BackwardArguments) -> Int32 | int:
+    """How many heads a tile is for."""
+    return a.heads_a_tile if config.grouped else 1
 
 
 def num_key_tiles(config: BackwardConfig | BackwardWideConfig, a: BackwardArguments) -> Int32:
     """Tiles of all heads and sequences."""
-    heads = a.mQ.shape[-2]
+    heads = a.mQ.shape[-2] // heads_a_tile(config, a)
     if const_expr(config.packed):
         return schedule.num_packed_tiles(a.mK.shape[0], heads, a.mCuSeqlensK.shape[0] - 1, config.tile_n)
     batch, rows, _, _ = a.mK.shape
@@ -135,12 +146,12 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     """What tile ``index`` is."""
     c = config
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
-    group = heads // heads_k
+    parts = heads // heads_k // heads_a_tile(c, a)  # of a group
     # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
     if const_expr(c.packed):
-        tiles = num_key_tiles(c, a) // group
+        tiles = num_key_tiles(c, a) // parts
         nth, sections = index // tiles, a.sections
-        if nth < group - 1:  # it is not these that the kernel ends with
+        if nth < parts - 1:  # it is not these that the kernel ends with
             sections = heads_k
         work, k_start, k_slot = schedule.packed_tile(
             index - nth * tiles,
@@ -169,7 +180,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             index,
             k_slot,
             heads_k,
-            count * group,
+            count * parts,
             a.heads_in_cache,
             c.tile_n,
             last_first=c.deterministic,
@@ -188,7 +199,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
     return KeyTile(
         first_key=first_key,
-        head=head_k * group + nth,
+        head=(head_k * parts + nth) * heads_a_tile(c, a),
         head_k=head_k,
         batch=batch,
         block=block,
@@ -197,7 +208,8 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         first_block=first_block,
         window=window,
         blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
-        earlier_heads=nth,
+        earlier=nth,
+        later=parts - 1 - nth,
     )
 
 
