@@ -44,6 +44,8 @@ def test_formula_equals_table(
     turns = turns_of_window(seqlen_q, seqlen_k, tile_m, tile_n, left, right)
     assert turns.dtype == torch.int32
     assert torch.equal(turns, write_order(visible))
+    first_first = turns_of_window(seqlen_q, seqlen_k, tile_m, tile_n, left, right, last_first=False)
+    assert torch.equal(first_first, write_order(visible, torch.arange(visible.shape[1])))
     # A tile finds the queries to walk over by the formula with both sides exchanged: they must be the same pairs.
     walked = turns_of_window(seqlen_k, seqlen_q, tile_n, tile_m, right, left).T >= 0
     assert torch.equal(walked, turns >= 0)
@@ -299,3 +301,22 @@ def test_cost_of_an_order() -> None:
     assert makespan(first_first) > 1.2 * unordered
     assert makespan(first_first, walk=from_last) < 1.05 * unordered
     assert makespan(last_first, steps_ahead=math.inf) > 1.5 * unordered  # a tile drawn at the start of the one before
+
+
+def test_last_section_the_other_way_round() -> None:
+    """64 causal heads of 8192: the long tiles of shortest first are not what the kernel ends with."""
+    visible = visible_blocks(8192, 8192, 64, 128, right=0)
+    first_first = torch.arange(64)
+
+    def tiles(heads: int, launch: Tensor, **options: Any) -> list[list[Addition]]:
+        turns = write_order(visible, launch).expand(heads, -1, -1)
+        return backward(turns, launch.expand(heads, -1), **options).tiles
+
+    def makespan(heads_of_last: int) -> float:
+        last = (
+            tiles(heads_of_last, first_first, section=heads_of_last, walk=range(127, -1, -1)) if heads_of_last else []
+        )
+        last = [[Addition(("last", to), turn) for to, turn in tile] for tile in last]
+        return simulate([*tiles(64 - heads_of_last, first_first.flip(0)), *last], Machine(132)).makespan
+
+    assert makespan(3) < 0.99 * makespan(0)

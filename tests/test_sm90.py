@@ -38,6 +38,7 @@ from tests.oracle import Call
     [
         ((9000, 32, 128), 32, False, (5, 3, 1)),
         ((9000, 32, 128), 32, True, (5, 5, 1)),
+        ((3, 3000, 32, 128), 32, True, (5, 17, 1)),
         (
             (9000, 24, 128),
             8,
@@ -59,7 +60,7 @@ def test_backward_sections(
 ) -> None:
     """The cache has room for five heads of this length at a time; if in no order, the last 13 at least are together.
 
-    Or for two, and six, if a tile sums over two heads.
+    Or for two, and six, if a tile sums over two heads. In order, the last 8 of a dense batch go the other way round.
     """
     monkeypatch.setattr(cache, "kernel", lambda chosen: chosen)
     q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")

@@ -24,7 +24,8 @@ whose longest path is the time, and walks causal masks from the last query. Walk
 does as well (shortest processing time first, FlashAttention-3's order): every tile reaches a block of queries later
 than the tile whose turn is before. How many heads draw their tickets in turn decides how far apart these two are: one
 head's tiles follow each other so closely that those of a full mask wait, many heads' so far that the cache has lost
-what they share.
+what they share. And shortest first leaves long tiles to the end, when some CTAs have none: the heads of a last section
+start with their first keys and walk from the last query.
 """
 
 import torch
@@ -32,9 +33,16 @@ from torch import Tensor
 
 
 def turns_of_window(
-    seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, left: int | None = None, right: int | None = None
+    seqlen_q: int,
+    seqlen_k: int,
+    tile_m: int,
+    tile_n: int,
+    left: int | None = None,
+    right: int | None = None,
+    *,
+    last_first: bool = True,
 ) -> Tensor:
-    """The turns of a dense mask, last keys first, by the formula that kernels compute them with.
+    """The turns of a dense mask by the formula that kernels compute them with.
 
     Equal to ``write_order`` of the blocks that see each other, without a table.
 
@@ -45,6 +53,7 @@ def turns_of_window(
         tile_n: keys a tile.
         left: query i sees key j from i + seqlen_k - seqlen_q - left on; at least 0, None is unbounded.
         right: query i sees key j up to i + seqlen_k - seqlen_q + right; at least 0, None is unbounded; causal is 0.
+        last_first: the last keys are launched first, or the first ones.
 
     Returns:
         (blocks_q, blocks_k), int32: the turn of a tile of keys at a block of queries; -1 where they do not meet.
@@ -58,7 +67,7 @@ def turns_of_window(
         # The last block may reach behind the last query, but that one sees the last key.
         visible_to_last = ((m + 1) * tile_m + shift + right).clamp(0, seqlen_k)
     stop = (visible_to_last + tile_n - 1) // tile_n
-    return torch.where((start <= n) & (n < stop), stop - 1 - n, -1).int()
+    return torch.where((start <= n) & (n < stop), stop - 1 - n if last_first else n - start, -1).int()
 
 
 def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 
 @dataclass(frozen=True)
 class WorkTile:
     """Rows ``first_row .. first_row + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
 
-    ``block`` numbers the tiles of a head, over all sequences.
+    ``block`` numbers the tiles of a head, over all sequences. ``in_last``: whether its section is one that is
+    numbered the other way round.
     """
 
     first_row: Int32
     head: Int32
     batch: Int32
     block: Int32
+    in_last: Boolean | None = None
 
 
 def num_dense_tiles(seqlen: Int32, heads: Int32, batch: Int32, tile_m: int) -> Int32:
@@ -40,16 +42,22 @@ def dense_tile(
     tile_m: cutlass.Constexpr,
     last_first: cutlass.Constexpr = True,
     sections: Int32 | None = None,
+    turns_last: cutlass.Constexpr = False,
 ) -> WorkTile:
     """Tile of a dense batch: ``heads_in_cache`` heads together, so that what they share stays in the L2 cache.
 
-    All that are left after so many ``sections`` are together, if that is given.
+    All that are left after so many ``sections`` are together, if that is given; with ``turns_last`` their tiles are
+    numbered the other way round.
     """
     num_m = cute.ceil_div(seqlen, tile_m)
     m_block, pair = _in_sections(index, num_m, heads * batch, heads_in_cache, sections)
-    if const_expr(last_first):
-        m_block = num_m - 1 - m_block
-    return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block)
+    in_last = Boolean(False)
+    if const_expr(turns_last):
+        in_last = pair >= sections * heads_in_cache
+    if const_expr(last_first):  # noqa: SIM102 (as elsewhere)
+        if not in_last:
+            m_block = num_m - 1 - m_block
+    return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block, in_last)
 
 
 @cute.jit

@@ -27,7 +27,7 @@ from cutlass import Boolean, Int32
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
-_CLAIMED, STORED = 1, 2  # what a counter is where there is no order
+_CLAIMED, _STORED = 1, 2  # what a counter is where there is no order
 
 
 def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -49,21 +49,21 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
 
 
 @cute.jit
-def look(counters: cute.Pointer, num_counters: Int32, needed: Int32) -> Int32:
-    """Which of the next 31 counters have come to what each lane of a converged warp needs of its own, a bit each."""
+def look(counters: cute.Pointer, num_blocks: Int32) -> Int32:
+    """Which of the blocks from one on have been stored, a bit each, for ``claim``: to a converged warp, of up to 31."""
     lane = cute.arch.lane_idx()
-    found = Int32(-1)
-    if lane < cutlass.min(num_counters, 31):
+    found = Int32(0)
+    if lane < cutlass.min(num_blocks, 31):
         found = cute.arch.load(counters + lane, Int32, sem="acquire", scope="gpu")
-    come = cute.arch.vote_ballot_sync(found >= needed)
+    stored = cute.arch.vote_ballot_sync(found >= _STORED)
     cute.arch.sync_warp()
-    return come
+    return stored
 
 
 @cute.jit
 def claim(counter: cute.Pointer, is_stored: Boolean) -> Boolean:
     """Whether a converged warp is the first to add; else returns when that one has stored, which a look may know."""
-    found = Int32(STORED)
+    found = Int32(_STORED)
     if not is_stored:
         if cute.arch.lane_idx() == 0:
             found = cute.arch.atomic_cas(counter, cmp=Int32(0), val=Int32(_CLAIMED), sem="acquire", scope="gpu")

@@ -302,11 +302,17 @@ class BackwardSm90:
         is_last: Boolean | bool,
     ) -> Int32:
         """All queries of a head, which is the tile's first one, or its last one; returns the next step."""
-        blocks = tile.blocks
-        first, end = blocks.start - blocks.full_start, blocks.stop - blocks.full_start
-        for n in cutlass.range(first, end, unroll=1):
-            self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
-            step += 1
+        first, end = (m - tile.blocks.full_start for m in tile.first_and_end)
+        if const_expr(self.config.turns_last):
+            n = first
+            while n != end:
+                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + tile.direction == end)
+                step += 1
+                n += tile.direction
+        else:  # the compiler knows more of such a loop, and keeps its bound in a uniform register
+            for n in cutlass.range(first, end, unroll=1):
+                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
+                step += 1
         if is_last and step > 1:
             self._hand_out(work, piece_number(step - 1, walk))
         return step

@@ -37,10 +37,10 @@ class Transfers:
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
                 for head in cutlass.range(tile.head, tile.head + heads_a_tile(c, a), unroll=1):
-                    for m in cutlass.range(start, stop, unroll=1):
-                        self._load_queries(a, tile, tiles, shared, head, m, step)
+                    for i in cutlass.range(start, stop, unroll=1):
+                        self._load_queries(a, tile, tiles, shared, head, tile.query_block(i), step)
                         step += 1
-                        if head == tile.head and m == start:
+                        if head == tile.head and i == start:
                             # Behind the first queries, for which there is room before there is for V.
                             self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
                 walk += 1
@@ -110,22 +110,24 @@ class Transfers:
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
-        step, walk, block, come, before = (Int32(0) for _ in range(5))
+        step, walk, block, before = (Int32(0) for _ in range(4))
         while shared.has_tile(walk):
             for head in cutlass.range(heads_a_tile(c, a), unroll=1):
                 blocks = shared.tile_again(c, a, walk).blocks
-                for m in cutlass.range(blocks.start, blocks.stop, unroll=1):
+                for i in cutlass.range(blocks.start, blocks.stop, unroll=1):
                     if step > 0:  # of the step before
-                        self._add_dQ(a, shared, w, piece_number(step, walk), block, come, before)
+                        self._add_dQ(a, shared, w, piece_number(step, walk), block, before)
                     step += 1
                     tile = shared.tile_again(c, a, walk)
+                    m = tile.query_block(i)
                     block = (tile.head + head) * a.mdQaccum.shape[1] + tile.first_block + m
                     if const_expr(c.deterministic):
                         before = tile.earlier_keys(c, m)
-                    if const_expr(c.looks_ahead):
-                        come = come >> 1
-                        if m == blocks.start or come & 1 == 0:
-                            come = self._look(a, shared, w, walk, m, block)
+                    else:
+                        before = before >> 1  # a bit less of what the last look has found
+                        if i == blocks.start or before & 1 == 0:
+                            num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
+                            before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks)
             tile = shared.tile_again(c, a, walk)
             start = tile.first_key + 64 * w
             stop = cutlass.min(start + 64, tile.k.length)
@@ -141,36 +143,25 @@ class Transfers:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(step, walk), block, come, before)
-
-    @cute.jit
-    def _look(self, a: BackwardArguments, shared: Shared, w: Int32, walk: Int32, m: Int32, block: Int32) -> Int32:
-        """Which blocks may be added to at once, a bit each from m on, which is ``block`` if counted over all heads."""
-        needed = Int32(semaphore.STORED)
-        if const_expr(self.config.deterministic):
-            needed = shared.tile_again(self.config, a, walk).earlier_keys(self.config, m + cute.arch.lane_idx())
-        num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2]
-        return semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks - block, needed)
+            self._add_dQ(a, shared, w, piece_number(step, walk), block, before)
 
     @cute.jit
     def _add_dQ(
-        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, come: Int32, before: Int32
+        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, before: Int32
     ) -> None:
         """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
 
-        Bit 0 of ``come`` says whether it may be added to at once, as far as is known; ``before``, if deterministic, how
-        many tiles add before.
+        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
         out.wait_full(piece)  # from warpgroup w
         if const_expr(self.config.deterministic):
-            if come & 1 == 0:
-                semaphore.wait(counter, before)
+            semaphore.wait(counter, before)
             is_first, counts = before == 0, True
         else:
-            is_first = counts = semaphore.claim(counter, come & 1 == 1)
+            is_first = counts = semaphore.claim(counter, before & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
             if is_first:

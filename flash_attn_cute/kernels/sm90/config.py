@@ -150,12 +150,9 @@ class BackwardConfig(_BackwardFeatures):
         return True
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether it is asked ahead of time which blocks of dQ may be added to at once.
-
-        Where turns come just in time, as those of full masks do, asking only takes longer.
-        """
-        return not self.deterministic or self.has_right
+    def turns_last(self) -> bool:
+        """Whether the last section of heads goes the other way round (``key_tiles``)."""
+        return self.deterministic and self.has_right and not (self.packed or self.grouped)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -193,6 +190,7 @@ class BackwardWideConfig(_BackwardFeatures):
     """What a compiled backward kernel for head dimensions above 128 is made for."""
 
     ctas_a_tile: ClassVar[int] = 2
+    turns_last: ClassVar[bool] = False
 
     @property
     def overwrites(self) -> bool:

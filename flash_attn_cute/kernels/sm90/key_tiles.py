@@ -10,7 +10,10 @@ Determinism: what tiles add to a block of the workspace is added in the order in
 where its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps ago. A tile only ever waits for
 tiles that were taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs
 are resident, there is no deadlock (``sparsity.schedule`` has the argument for any mask and order). The order is that of
-FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders.
+FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it
+would leave the longest tiles to the end, so the heads of a dense batch's last section go the other way round: their
+tiles are taken from the first keys to the last, and walk from the last query to the first. (Packed sequences and
+grouped heads lose by it.)
 """
 
 from dataclasses import dataclass
@@ -54,12 +57,12 @@ class BackwardArguments(NamedTuple):
     num_ctas: Int32  # at most that many, if they are persistent
 
 
-NUM_FIELDS = 15  # Int32 in shared memory that describe a tile
+NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
 
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A block of keys: which, and the blocks of queries that see it, as a walk over "keys" from left to right."""
+    """A block of keys: which, and the blocks of queries that see it, as a walk over "keys"."""
 
     first_key: Int32
     head: Int32
@@ -71,6 +74,7 @@ class KeyTile:
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # queries and keys exchanged
     blocks: KeyBlocks
+    direction: Int32 | int  # of the walk, alike for a head: 1 from the first block to the last, -1 the other way round
     earlier: Int32  # tiles of the same keys and of other heads that are taken before, and see as many queries,
     later: Int32  # and that are taken after
 
@@ -78,18 +82,17 @@ class KeyTile:
         """Into shared memory, for warps that neither load nor write padding."""
         b, lengths = self.blocks, (self.q.length, self.k.start, self.k.length)
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
-        for i, value in enumerate(
-            (*which, self.earlier, self.later, *lengths, b.start, b.full_start, b.full_stop, b.stop)
-        ):
-            fields[i] = value
+        walk = self.direction, self.earlier, self.later
+        for i, value in enumerate((*which, *walk, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
+            if not isinstance(value, int):  # known to all
+                fields[i] = value
 
     @staticmethod
     def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, earlier, later, q_length, k_start, k_length, *blocks = (
-            values
-        )
+        first_key, head, head_k, batch, block, first_block, direction, earlier, later, *lengths_and_blocks = values
+        q_length, k_start, k_length, *blocks = lengths_and_blocks
         return KeyTile(
             first_key=first_key,
             head=head,
@@ -101,16 +104,35 @@ class KeyTile:
             first_block=first_block,
             window=_window(config, a, q_length, k_length),
             blocks=KeyBlocks(*blocks),
+            direction=direction if config.turns_last else 1,
             earlier=earlier,
             later=later,
         )
 
     @cute.jit
+    def query_block(self, i: Int32) -> Int32:
+        """The i-th block of the walk, counted from ``blocks.start`` on: a number within its sequence."""
+        if const_expr(isinstance(self.direction, int)):
+            return i
+        return i if self.direction > 0 else self.blocks.start + self.blocks.stop - 1 - i
+
+    @property
+    def first_and_end(self) -> tuple[Int32, Int32]:
+        """The blocks at which the walk begins, and before which it ends."""
+        return self.query_block(self.blocks.start), self.query_block(self.blocks.stop)
+
+    @cute.jit
     def earlier_keys(self, config: cutlass.Constexpr, m: Int32) -> Int32:
-        """How many tiles that are taken before, if deterministic, add to block m: those of the keys behind."""
+        """How many tiles that are taken before, if deterministic, add to block m.
+
+        Those of the keys behind, or in front, if the walk is backwards.
+        """
         keys = Window(self.window.right, self.window.left, -self.window.shift)
-        stop = KeyBlocks.of(m * config.tile_m, config.tile_m, self.k.length, keys, config.tile_n).stop
-        return stop - 1 - self.first_key // config.tile_n
+        blocks = KeyBlocks.of(m * config.tile_m, config.tile_m, self.k.length, keys, config.tile_n)
+        number = self.first_key // config.tile_n
+        if const_expr(isinstance(self.direction, int)):
+            return blocks.stop - 1 - number
+        return blocks.stop - 1 - number if self.direction > 0 else number - blocks.start
 
     def is_last(self, config: BackwardConfig) -> Boolean | bool:
         """Whether it is the last one of its keys: dK and dV are whole at its end."""
@@ -185,6 +207,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             c.tile_n,
             last_first=c.deterministic,
             sections=a.sections,
+            turns_last=c.turns_last,
         )
         nth, batch, head_k = work.batch // count, work.batch % count, work.head
         k_start, k_length, q_start, q_length = Int32(0), k_slot, Int32(0), a.mQ.shape[1]
@@ -197,6 +220,11 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     full_stop = blocks.full_stop if const_expr(c.has_left) else blocks.stop  # queries behind have no weight
     # Keys behind the sequence are hidden in every block.
     full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
+    direction = 1
+    if const_expr(c.turns_last):
+        direction = Int32(1)
+        if work.in_last:
+            direction = Int32(-1)
     return KeyTile(
         first_key=first_key,
         head=(head_k * parts + nth) * heads_a_tile(c, a),
@@ -208,6 +236,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         first_block=first_block,
         window=window,
         blocks=KeyBlocks(blocks.start, full_start, full_stop, cutlass.max(blocks.stop, blocks.start)),
+        direction=direction,
         earlier=nth,
         later=parts - 1 - nth,
     )
