@@ -36,11 +36,11 @@ class Transfers:
             if start < stop:  # the others are nobody's but warp 3's
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
-                for head in cutlass.range(tile.head, tile.head + heads_a_tile(c, a), unroll=1):
+                for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     for i in cutlass.range(start, stop, unroll=1):
-                        self._load_queries(a, tile, tiles, shared, head, tile.query_block(i), step)
+                        self._load_queries(a, tile, tiles, shared, tile.head + nth, tile.query_block(i), step)
                         step += 1
-                        if head == tile.head and i == start:
+                        if nth == 0 and i == start:
                             # Behind the first queries, for which there is room before there is for V.
                             self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
                 walk += 1
@@ -113,19 +113,18 @@ class Transfers:
         step, walk, block, before = (Int32(0) for _ in range(4))
         while shared.has_tile(walk):
             for head in cutlass.range(heads_a_tile(c, a), unroll=1):
-                blocks = shared.tile_again(c, a, walk).blocks
-                for i in cutlass.range(blocks.start, blocks.stop, unroll=1):
+                tile = shared.tile_again(c, a, walk)
+                for i in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
                     if step > 0:  # of the step before
                         self._add_dQ(a, shared, w, piece_number(step, walk), block, before)
                     step += 1
-                    tile = shared.tile_again(c, a, walk)
                     m = tile.query_block(i)
                     block = (tile.head + head) * a.mdQaccum.shape[1] + tile.first_block + m
                     if const_expr(c.deterministic):
                         before = tile.earlier_keys(c, m)
                     else:
                         before = before >> 1  # a bit less of what the last look has found
-                        if i == blocks.start or before & 1 == 0:
+                        if i == tile.blocks.start or before & 1 == 0:
                             num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
                             before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks)
             tile = shared.tile_again(c, a, walk)

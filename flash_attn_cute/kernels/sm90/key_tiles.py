@@ -67,16 +67,16 @@ class KeyTile:
     first_key: Int32
     head: Int32
     head_k: Int32
-    batch: Int32
-    block: Int32  # in the workspace of dK and dV
+    batch: Int32 | int  # 0, if packed
+    block: Int32 | int  # in the workspace of dK and dV, if grouped; else 0
     q: Rows
     k: Rows
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # queries and keys exchanged
     blocks: KeyBlocks
     direction: Int32 | int  # of the walk, alike for a head: 1 from the first block to the last, -1 the other way round
-    earlier: Int32  # tiles of the same keys and of other heads that are taken before, and see as many queries,
-    later: Int32  # and that are taken after
+    earlier: Int32 | int  # tiles of the same keys and of other heads that are taken before, and see as many queries,
+    later: Int32 | int  # and that are taken after: none, if not grouped
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory, for warps that neither load nor write padding."""
@@ -84,7 +84,7 @@ class KeyTile:
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
         walk = self.direction, self.earlier, self.later
         for i, value in enumerate((*which, *walk, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
-            if not isinstance(value, int):  # known to all
+            if not isinstance(value, int):  # which reading knows by itself
                 fields[i] = value
 
     @staticmethod
@@ -97,16 +97,16 @@ class KeyTile:
             first_key=first_key,
             head=head,
             head_k=head_k,
-            batch=batch,
-            block=block,
+            batch=0 if config.packed else batch,
+            block=block if config.grouped else 0,
             q=Rows(None, q_length),
             k=Rows(k_start, k_length),
             first_block=first_block,
             window=_window(config, a, q_length, k_length),
             blocks=KeyBlocks(*blocks),
             direction=direction if config.turns_last else 1,
-            earlier=earlier,
-            later=later,
+            earlier=earlier if config.grouped else 0,
+            later=later if config.grouped else 0,
         )
 
     @cute.jit
@@ -168,13 +168,14 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     """What tile ``index`` is."""
     c = config
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
-    parts = heads // heads_k // heads_a_tile(c, a)  # of a group
+    parts = heads // heads_k // heads_a_tile(c, a) if c.grouped else 1  # of a group
     # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
     if const_expr(c.packed):
         tiles = num_key_tiles(c, a) // parts
-        nth, sections = index // tiles, a.sections
-        if nth < parts - 1:  # it is not these that the kernel ends with
-            sections = heads_k
+        nth, sections = index // tiles if c.grouped else 0, a.sections
+        if const_expr(c.grouped):  # noqa: SIM102 (as elsewhere)
+            if nth < parts - 1:  # it is not these that the kernel ends with
+                sections = heads_k
         work, k_start, k_slot = schedule.packed_tile(
             index - nth * tiles,
             a.mK.shape[0],
@@ -186,7 +187,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             sections=sections,
         )
         head_k, block = work.head, work.block
-        batch, q_start, q_length, k_length, first_block = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        batch, q_start, q_length, k_length, first_block = 0, Int32(0), Int32(0), Int32(0), Int32(0)
         if work.batch >= 0:
             k_length = k_slot
             q_start = a.mCuSeqlensQ[work.batch]
@@ -209,7 +210,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             sections=a.sections,
             turns_last=c.turns_last,
         )
-        nth, batch, head_k = work.batch // count, work.batch % count, work.head
+        nth, batch, head_k = work.batch // count if c.grouped else 0, work.batch % count, work.head
         k_start, k_length, q_start, q_length = Int32(0), k_slot, Int32(0), a.mQ.shape[1]
         first_block = batch * cute.ceil_div(q_length, c.tile_m)
         block = batch * cute.ceil_div(k_slot, c.tile_n) + work.first_row // c.tile_n
@@ -229,8 +230,8 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         first_key=first_key,
         head=(head_k * parts + nth) * heads_a_tile(c, a),
         head_k=head_k,
-        batch=batch,
-        block=block,
+        batch=0 if c.packed else batch,
+        block=block if c.grouped else 0,
         q=Rows(q_start, q_length),
         k=Rows(k_start, k_length, k_slot),
         first_block=first_block,
