@@ -92,6 +92,7 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-deterministic": backward(d, has_right=True, deterministic=True) for d in HEAD_DIMS},
     "d64-left": backward(64, has_left=True),
+    "d64-packed-deterministic": backward(64, has_right=True, packed=True, deterministic=True),
     "d128-grouped": backward(128, has_right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
     "d256-float16": backward(256, dtype="float16"),

@@ -39,12 +39,8 @@ from tests.oracle import Call
         ((9000, 32, 128), 32, False, (5, 3, 1)),
         ((9000, 32, 128), 32, True, (5, 5, 1)),
         ((3, 3000, 32, 128), 32, True, (5, 17, 1)),
-        (
-            (9000, 24, 128),
-            8,
-            False,
-            (5, 0, 1),
-        ),  # all of the first heads of groups together, then all of the second ones
+        # All of the first heads of groups together, then all of the second ones.
+        ((9000, 24, 128), 8, False, (5, 0, 1)),
         ((9000, 32, 128), 8, False, (2, 1, 2)),
         ((3, 3000, 32, 128), 8, False, (2, 21, 2)),
         ((1, 3000, 8, 128), 2, False, (2, 0, 2)),

@@ -280,7 +280,7 @@ class BackwardSm90:
                 self._share_dKV(work, shared.tile_again(c, a, walk))
             else:
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, True, True)
-            self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last(c))
+            self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)
             walk += 1
         if step > 0:

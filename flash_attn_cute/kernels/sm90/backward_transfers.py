@@ -64,7 +64,7 @@ class Transfers:
                 stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
                 if const_expr(c.grouped):
-                    num_rows = num_rows if tile.later == 0 else Int32(0)  # once
+                    num_rows = num_rows if tile.is_last else Int32(0)  # once
                 for mX in gradients:
                     gX = mX[None, None, tile.head_k, tile.batch]
                     zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
@@ -133,7 +133,7 @@ class Transfers:
             for i, t in enumerate(stores):
                 piece = piece_number(step, walk) + i
                 out.wait_full(piece)  # from warpgroup w
-                if start < stop and tile.is_last(c):
+                if start < stop and tile.is_last:
                     g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
                     t.store(shared.sOut[None, None, 0, w], g)
                     cute.arch.cp_async_bulk_commit_group()

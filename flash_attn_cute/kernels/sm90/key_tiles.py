@@ -134,9 +134,10 @@ class KeyTile:
             return blocks.stop - 1 - number
         return blocks.stop - 1 - number if self.direction > 0 else number - blocks.start
 
-    def is_last(self, config: BackwardConfig) -> Boolean | bool:
+    @property
+    def is_last(self) -> Boolean | bool:
         """Whether it is the last one of its keys: dK and dV are whole at its end."""
-        return self.later == 0 if config.grouped else True
+        return self.later == 0
 
     @cute.jit
     def await_turn(self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
@@ -223,14 +224,12 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     full_start = blocks.full_start if num_keys == c.tile_n else blocks.stop
     direction = 1
     if const_expr(c.turns_last):
-        direction = Int32(1)
-        if work.in_last:
-            direction = Int32(-1)
+        direction = Int32(-1) if work.in_last else Int32(1)
     return KeyTile(
         first_key=first_key,
         head=(head_k * parts + nth) * heads_a_tile(c, a),
         head_k=head_k,
-        batch=0 if c.packed else batch,
+        batch=batch,
         block=block if c.grouped else 0,
         q=Rows(q_start, q_length),
         k=Rows(k_start, k_length, k_slot),
