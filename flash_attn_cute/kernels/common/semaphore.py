@@ -12,10 +12,10 @@ is to be stored is at hand, so who claims waits for nobody, and waits for it end
 A look tells of many counters at a time, so that most additions need not ask: an acquiring load takes a good part of
 what a tile has time for between two additions, and empties the L1 cache.
 
-The wait acquires, and a fence before the count releases, at the scope of the GPU. Both belong to one thread each;
-between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what one turn
-stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, its warp waits for the
-turn, then for the proxy fence, tells TMA to add, and waits until it has, before it counts.
+The wait acquires, and the count, or a fence before several, releases, at the scope of the GPU. Both belong to one
+thread each; between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what
+one turn stores or adds, by any thread of the CTA, comes before what the next one adds. Where TMA adds, its warp waits
+for the turn, then for the proxy fence, tells TMA to add, and waits until it has, before it counts.
 """
 
 from dataclasses import dataclass
@@ -75,11 +75,9 @@ def claim(counter: cute.Pointer, is_stored: Boolean) -> Boolean:
 
 
 @cute.jit
-def count(counters: cute.Pointer, num_blocks: Int32 | int) -> None:
-    """Counts this tile for blocks in a row, by one thread, to which a barrier has told that all others have added."""
-    cute.arch.fence_acq_rel_gpu()
-    for i in cutlass.range(num_blocks, unroll=1):
-        cute.arch.red(counters + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+def count(counter: cute.Pointer) -> None:
+    """Counts this tile, by one thread, to which a barrier has told that all others have added."""
+    cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
 @cute.jit
@@ -96,7 +94,7 @@ def count_as_warpgroup(counter: cute.Pointer, barrier: cutlass.Constexpr) -> Non
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
         with cute.arch.elect_one():
-            count(counter, 1)
+            count(counter)
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,9 @@ class Turns:
             turns = Int32(2)
         turns = cute.arch.shuffle_sync(turns, 0)
         if cute.arch.lane_idx() == 0:
-            count(counters, turns)
+            cute.arch.fence_acq_rel_gpu()
+            for i in cutlass.range(turns, unroll=1):
+                cute.arch.red(counters + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
         for i in cutlass.range(turns, unroll=1):
             self._ring.release(turn + i)
         return turns

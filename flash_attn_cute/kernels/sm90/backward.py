@@ -48,7 +48,14 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.shared import transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward_shared import TILE_STAGES, Shared, layouts_of, piece_number, storage_of
+from flash_attn_cute.kernels.sm90.backward_shared import (
+    STEP_STAGES,
+    TILE_STAGES,
+    Shared,
+    layouts_of,
+    piece_number,
+    storage_of,
+)
 from flash_attn_cute.kernels.sm90.backward_transfers import Transfers
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile, num_key_tiles
@@ -178,6 +185,7 @@ class BackwardSm90:
             },
             stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
+            step_fields=storage.step_fields.get_tensor(cute.make_layout((2, STEP_STAGES))),
             tiles=tiles,
             k=k,
             v=v,

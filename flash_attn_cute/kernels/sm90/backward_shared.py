@@ -13,6 +13,7 @@ from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile
 
 TILE_STAGES = 2
+STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before has been read
 _START, _STOP = NUM_FIELDS - 4, NUM_FIELDS - 1  # of a tile's blocks, among its fields
 
 
@@ -55,6 +56,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         ds_barriers: cute.struct.MemRange[Int64, 2]
         out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
+        step_fields: cute.struct.MemRange[Int32, 2 * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
@@ -79,6 +81,7 @@ class Shared:
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
+    step_fields: cute.Tensor  # (block and what is before, stage of steps)
     tiles: Ring
     k: Ring
     v: Ring
@@ -106,6 +109,15 @@ class Shared:
         with cute.arch.elect_one():
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
             cute.arch.mbarrier_arrive(self.tiles.full(walk))
+
+    def tell_of_step(self, step: Int32, block: Int32, before: Int32) -> None:
+        """By one thread of warp 0, before Q is there: a step's block of dQ, over all heads, and what is before."""
+        for i, value in enumerate((block, before)):
+            self.step_fields[i, step % STEP_STAGES] = value
+
+    def told_of(self, step: Int32) -> tuple[Int32, Int32]:
+        """The same, to who has its dQ."""
+        return self.step_fields[0, step % STEP_STAGES], self.step_fields[1, step % STEP_STAGES]
 
     @cute.jit
     def tell_of_end(self, walk: Int32) -> None:

@@ -38,7 +38,10 @@ class Transfers:
                 self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     for i in cutlass.range(start, stop, unroll=1):
-                        self._load_queries(a, tile, tiles, shared, tile.head + nth, tile.query_block(i), step)
+                        m, head = tile.query_block(i), tile.head + nth
+                        # If in no order, whether it is behind the block of the step before.
+                        before = tile.earlier_keys(c, m) if const_expr(c.deterministic) else Int32(i > start)
+                        self._load_queries(a, tile, tiles, shared, head, m, before, step)
                         step += 1
                         if nth == 0 and i == start:
                             # Behind the first queries, for which there is room before there is for V.
@@ -85,9 +88,17 @@ class Transfers:
 
     @cute.jit
     def _load_queries(
-        self, a: BackwardArguments, tile: KeyTile, tiles: dict, shared: Shared, head: Int32, m: Int32, step: Int32
+        self,
+        a: BackwardArguments,
+        tile: KeyTile,
+        tiles: dict,
+        shared: Shared,
+        head: Int32,
+        m: Int32,
+        before: Int32,
+        step: Int32,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries."""
+        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and what is before."""
         c = self.config
         start = m * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
@@ -97,6 +108,8 @@ class Transfers:
             full, stage = ring.full(step), ring.stage(step)
             ring.wait_empty(step)  # all warpgroups have released this stage
             with cute.arch.elect_one():
+                if const_expr(i == 0):
+                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, before)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
@@ -110,23 +123,13 @@ class Transfers:
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
-        step, walk, block, before = (Int32(0) for _ in range(4))
+        step, walk, stored = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
-            for head in cutlass.range(heads_a_tile(c, a), unroll=1):
-                tile = shared.tile_again(c, a, walk)
-                for i in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-                    if step > 0:  # of the step before
-                        self._add_dQ(a, shared, w, piece_number(step, walk), block, before)
-                    step += 1
-                    m = tile.query_block(i)
-                    block = (tile.head + head) * a.mdQaccum.shape[1] + tile.first_block + m
-                    if const_expr(c.deterministic):
-                        before = tile.earlier_keys(c, m)
-                    else:
-                        before = before >> 1  # a bit less of what the last look has found
-                        if i == tile.blocks.start or before & 1 == 0:
-                            num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
-                            before = semaphore.look(semaphore.counter(a.mTurnsQ, w, 0, block), num_blocks)
+            blocks = shared.tile(c, a, walk).blocks
+            for _ in cutlass.range(heads_a_tile(c, a) * (blocks.stop - blocks.start), unroll=1):
+                if step > 0:  # of the step before
+                    stored = self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, stored)
+                step += 1
             tile = shared.tile_again(c, a, walk)
             start = tile.first_key + 64 * w
             stop = cutlass.min(start + 64, tile.k.length)
@@ -142,25 +145,28 @@ class Transfers:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(step, walk), block, before)
+            self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, stored)
 
     @cute.jit
     def _add_dQ(
-        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, block: Int32, before: Int32
-    ) -> None:
-        """Warpgroup w's part of a block of dQ to the workspace; blocks are counted over all heads.
+        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, step: Int32, stored: Int32
+    ) -> Int32:
+        """Warpgroup w's part of a step's dQ to the workspace.
 
-        Of those who add ``before``, there is their number if deterministic, and else what a look has found.
+        In no order, ``stored`` is what the last look has found, a bit each for this block and those behind it; returns
+        the same for the next one.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
+        out.wait_full(piece)  # from warpgroup w
+        block, before = shared.told_of(step)
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
-        out.wait_full(piece)  # from warpgroup w
         if const_expr(self.config.deterministic):
             semaphore.wait(counter, before)
             is_first, counts = before == 0, True
         else:
-            is_first = counts = semaphore.claim(counter, before & 1 == 1)
+            stored = stored * before  # nothing is known at the beginning of a walk
+            is_first = counts = semaphore.claim(counter, stored & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
             if is_first:
@@ -173,4 +179,10 @@ class Transfers:
         if counts:
             cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
             with cute.arch.elect_one():
-                semaphore.count(counter, 1)
+                semaphore.count(counter)
+        if const_expr(not self.config.deterministic):
+            stored = stored >> 1
+            if stored & 1 == 0:
+                num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
+                stored = semaphore.look(counter + 1, num_blocks - 1)
+        return stored
