@@ -35,6 +35,11 @@ def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: In
     return cute.domain_offset((part, head, block), mTurns).iterator
 
 
+def added(counter: cute.Pointer) -> Int32:
+    """How many tiles have."""
+    return cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
 @cute.jit
 def wait(counter: cute.Pointer, earlier: Int32) -> None:
     """Returns, to a converged warp, when that many tiles have added.
@@ -42,9 +47,8 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
     Or more: offsets that nobody has checked may let sequences share a block, which is to be wrong, not to hang.
     """
     if cute.arch.lane_idx() == 0:
-        added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while added < earlier:
-            added = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while added(counter) < earlier:
+            pass
     cute.arch.sync_warp()
 
 

@@ -169,6 +169,8 @@ class BackwardSm90:
                     ring.init(full=1, empty=4 * self.warpgroups)
                 for ring in out:
                     ring.init(full=4, empty=1)
+                for i in cutlass.range_constexpr(STEP_STAGES):
+                    cute.arch.mbarrier_init(storage.step_barriers.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -191,6 +193,7 @@ class BackwardSm90:
             v=v,
             ds_barriers=ds_barriers,
             out_barriers=storage.out_barriers.data_ptr(),
+            step_barriers=storage.step_barriers.data_ptr(),
             sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
             q=q,
             do=do,

@@ -55,6 +55,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
         ds_barriers: cute.struct.MemRange[Int64, 2]
         out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
+        step_barriers: cute.struct.MemRange[Int64, STEP_STAGES]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
         step_fields: cute.struct.MemRange[Int32, 2 * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
@@ -87,6 +88,7 @@ class Shared:
     v: Ring
     ds_barriers: cute.Pointer
     out_barriers: cute.Pointer
+    step_barriers: cute.Pointer
     q: Ring
     do: Ring
 
@@ -114,9 +116,14 @@ class Shared:
         """By one thread of warp 0, before Q is there: a step's block of dQ, over all heads, and what is before."""
         for i, value in enumerate((block, before)):
             self.step_fields[i, step % STEP_STAGES] = value
+        cute.arch.mbarrier_arrive(self.step_barriers + step % STEP_STAGES)
+
+    def is_told_of(self, step: Int32) -> Boolean:
+        """Whether it has been."""
+        return cute.arch.mbarrier_test_wait(self.step_barriers + step % STEP_STAGES, step // STEP_STAGES & 1)
 
     def told_of(self, step: Int32) -> tuple[Int32, Int32]:
-        """The same, to who has its dQ."""
+        """What has been told: to who has found that it has, or has the step's dQ."""
         return self.step_fields[0, step % STEP_STAGES], self.step_fields[1, step % STEP_STAGES]
 
     @cute.jit

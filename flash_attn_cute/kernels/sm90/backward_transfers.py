@@ -123,12 +123,12 @@ class Transfers:
     def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
-        step, walk, stored = (Int32(0) for _ in range(3))
+        step, walk, come = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
             blocks = shared.tile(c, a, walk).blocks
             for _ in cutlass.range(heads_a_tile(c, a) * (blocks.stop - blocks.start), unroll=1):
                 if step > 0:  # of the step before
-                    stored = self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, stored)
+                    come = self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, come)
                 step += 1
             tile = shared.tile_again(c, a, walk)
             start = tile.first_key + 64 * w
@@ -145,16 +145,14 @@ class Transfers:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, stored)
+            self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, come)
 
     @cute.jit
-    def _add_dQ(
-        self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, step: Int32, stored: Int32
-    ) -> Int32:
+    def _add_dQ(self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:
         """Warpgroup w's part of a step's dQ to the workspace.
 
-        In no order, ``stored`` is what the last look has found, a bit each for this block and those behind it; returns
-        the same for the next one.
+        ``come`` is what a look has found: in order, whether the step's turn has come, and else of this block and those
+        behind it, a bit each, whether it has been stored. Returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
         out.wait_full(piece)  # from warpgroup w
@@ -162,11 +160,12 @@ class Transfers:
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
         if const_expr(self.config.deterministic):
-            semaphore.wait(counter, before)
+            if come == 0:
+                semaphore.wait(counter, before)
             is_first, counts = before == 0, True
         else:
-            stored = stored * before  # nothing is known at the beginning of a walk
-            is_first = counts = semaphore.claim(counter, stored & 1 == 1)
+            come = come * before  # nothing is known at the beginning of a walk
+            is_first = counts = semaphore.claim(counter, come & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
             if is_first:
@@ -174,6 +173,8 @@ class Transfers:
             else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
         cute.arch.cp_async_bulk_commit_group()
+        if const_expr(self.config.deterministic):  # while TMA reads
+            come = self._turn_has_come(a, shared, w, step + 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w
         if counts:
@@ -181,8 +182,20 @@ class Transfers:
             with cute.arch.elect_one():
                 semaphore.count(counter)
         if const_expr(not self.config.deterministic):
-            stored = stored >> 1
-            if stored & 1 == 0:
+            come = come >> 1
+            if come & 1 == 0:
                 num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
-                stored = semaphore.look(counter + 1, num_blocks - 1)
-        return stored
+                come = semaphore.look(counter + 1, num_blocks - 1)
+        return come
+
+    @cute.jit
+    def _turn_has_come(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> Int32:
+        """Whether it is a step's turn to add, as far as is known of it: 1 or 0, to the converged warp."""
+        come = Int32(0)
+        if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
+            if shared.is_told_of(step):
+                block, before = shared.told_of(step)
+                come = Int32(semaphore.added(semaphore.counter(a.mTurnsQ, w, 0, block)) >= before)
+        come = cute.arch.shuffle_sync(come, 0)
+        cute.arch.sync_warp()
+        return come
