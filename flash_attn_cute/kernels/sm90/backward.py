@@ -16,6 +16,8 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     v      1 stage: the same, after the tile's last dP.
     q, do  2 stages: warp 0 and the bytes -> one arrival a multiplying warp. With Q comes lse, with dO comes delta =
            rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
+    steps  4 mbarriers, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. None says that it has been read, as
+           Q of four steps later waits for those who wait for this dQ's being out.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
     out    1 stage a multiplying warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
 
@@ -26,6 +28,7 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
                        warpgroups, into shared memory
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
+                       (with 128 queries a step: at once)
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
 
@@ -300,7 +303,8 @@ class BackwardSm90:
         warpgroup.wait_group(0)
         if step > 0:
             self._put_out_dQ(work, piece_number(step, walk))
-            self._hand_out(work, piece_number(step, walk))
+            if const_expr(self.config.short_steps):
+                self._hand_out(work, piece_number(step, walk))
 
     @cute.jit
     def _walk(
@@ -324,8 +328,9 @@ class BackwardSm90:
             for n in cutlass.range(first, end, unroll=1):
                 self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
                 step += 1
-        if is_last and step > 1:
-            self._hand_out(work, piece_number(step - 1, walk))
+        if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
+            if is_last and step > 1:
+                self._hand_out(work, piece_number(step - 1, walk))
         return step
 
     @cute.jit
@@ -360,15 +365,19 @@ class BackwardSm90:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
-        self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
+        if const_expr(self.config.short_steps):
+            self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
-        if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
-            self._hand_out(work, piece_number(step - 1, walk))
+        if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
+            if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
+                self._hand_out(work, piece_number(step - 1, walk))
         if is_first:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         gemm(work.mma_S, work.acc_dP, tPrV, tPrdO, True)
+        if const_expr(not self.config.short_steps):
+            self._read_stats(work, 0, stage)
         warpgroup.wait_group(1)  # the scores are there
         hides = n < 0
         if const_expr(self.config.has_left):
@@ -445,12 +454,17 @@ class BackwardSm90:
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
-        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace; nobody is told yet."""
+        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace.
+
+        If steps are short, nobody is told yet.
+        """
         shared, size = work.shared, cute.size(work.acc_dQ)
         out = shared.out(work.warpgroup)
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
         workspace.put(work.acc_dQ, part, work.thread)
+        if const_expr(not self.config.short_steps):
+            self._hand_out(work, piece)
 
     @cute.jit
     def _hand_out(self, work: "_Work", piece: Int32) -> None:

@@ -82,7 +82,7 @@ class Shared:
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
-    step_fields: cute.Tensor  # (block and what is before, stage of steps)
+    step_fields: cute.Tensor  # (block and number, stage of steps)
     tiles: Ring
     k: Ring
     v: Ring
@@ -112,15 +112,22 @@ class Shared:
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
             cute.arch.mbarrier_arrive(self.tiles.full(walk))
 
-    def tell_of_step(self, step: Int32, block: Int32, before: Int32) -> None:
-        """By one thread of warp 0, before Q is there: a step's block of dQ, over all heads, and what is before."""
-        for i, value in enumerate((block, before)):
+    def tell_of_step(self, step: Int32, block: Int32, number: Int32) -> None:
+        """By one thread of warp 0, before Q is there: a step's block of dQ, counted over all heads, and a number.
+
+        Of the tiles that add before it if deterministic, else of the blocks that the walk has behind it.
+        """
+        for i, value in enumerate((block, number)):
             self.step_fields[i, step % STEP_STAGES] = value
         cute.arch.mbarrier_arrive(self.step_barriers + step % STEP_STAGES)
 
     def is_told_of(self, step: Int32) -> Boolean:
         """Whether it has been."""
         return cute.arch.mbarrier_test_wait(self.step_barriers + step % STEP_STAGES, step // STEP_STAGES & 1)
+
+    def await_step(self, step: Int32) -> None:
+        """Until it has been."""
+        cute.arch.mbarrier_wait(self.step_barriers + step % STEP_STAGES, step // STEP_STAGES & 1)
 
     def told_of(self, step: Int32) -> tuple[Int32, Int32]:
         """What has been told: to who has found that it has, or has the step's dQ."""

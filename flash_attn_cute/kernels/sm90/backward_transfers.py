@@ -39,9 +39,8 @@ class Transfers:
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     for i in cutlass.range(start, stop, unroll=1):
                         m, head = tile.query_block(i), tile.head + nth
-                        # If in no order, whether it is behind the block of the step before.
-                        before = tile.earlier_keys(c, m) if const_expr(c.deterministic) else Int32(i > start)
-                        self._load_queries(a, tile, tiles, shared, head, m, before, step)
+                        number = tile.earlier_keys(c, m) if const_expr(c.deterministic) else stop - 1 - i
+                        self._load_queries(a, tile, tiles, shared, head, m, number, step)
                         step += 1
                         if nth == 0 and i == start:
                             # Behind the first queries, for which there is room before there is for V.
@@ -95,10 +94,10 @@ class Transfers:
         shared: Shared,
         head: Int32,
         m: Int32,
-        before: Int32,
+        number: Int32,
         step: Int32,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and what is before."""
+        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and a number."""
         c = self.config
         start = m * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
@@ -109,7 +108,7 @@ class Transfers:
             ring.wait_empty(step)  # all warpgroups have released this stage
             with cute.arch.elect_one():
                 if const_expr(i == 0):
-                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, before)
+                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, number)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
@@ -155,16 +154,16 @@ class Transfers:
         behind it, a bit each, whether it has been stored. Returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
+        if const_expr(self.config.deterministic):  # noqa: SIM102 (as elsewhere)
+            if come == 0:  # ahead of dQ, for which this warp has to wait anyway
+                self._await_turn(a, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
-        block, before = shared.told_of(step)
+        block, number = shared.told_of(step)
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
         if const_expr(self.config.deterministic):
-            if come == 0:
-                semaphore.wait(counter, before)
-            is_first, counts = before == 0, True
+            is_first, counts = number == 0, True
         else:
-            come = come * before  # nothing is known at the beginning of a walk
             is_first = counts = semaphore.claim(counter, come & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
@@ -184,9 +183,15 @@ class Transfers:
         if const_expr(not self.config.deterministic):
             come = come >> 1
             if come & 1 == 0:
-                num_blocks = a.mTurnsQ.shape[1] * a.mTurnsQ.shape[2] - block
-                come = semaphore.look(counter + 1, num_blocks - 1)
+                come = semaphore.look(counter + 1, number)
         return come
+
+    @cute.jit
+    def _await_turn(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> None:
+        """Returns, to the converged warp, when it is a step's turn to add."""
+        shared.await_step(step)
+        block, earlier = shared.told_of(step)
+        semaphore.wait(semaphore.counter(a.mTurnsQ, w, 0, block), earlier)
 
     @cute.jit
     def _turn_has_come(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> Int32:
@@ -194,8 +199,8 @@ class Transfers:
         come = Int32(0)
         if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
             if shared.is_told_of(step):
-                block, before = shared.told_of(step)
-                come = Int32(semaphore.added(semaphore.counter(a.mTurnsQ, w, 0, block)) >= before)
+                block, earlier = shared.told_of(step)
+                come = Int32(semaphore.added(semaphore.counter(a.mTurnsQ, w, 0, block)) >= earlier)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
         return come
