@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig
 from flash_attn_cute.kernels.common import schedule, workspace
-from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 
 _THREADS = 256
 
@@ -46,11 +46,29 @@ class Postprocess:
         work, start, length, slot = schedule.row_block(index, a.mdX, self.packed, a.mCuSeqlens, a.mSeqUsed, self.tile_m)
         gdX = mdX[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         stop = slot if const_expr(self.zero_padding) else length
-        vectors, parts_a_row = self.columns // 8, self.tile_d // self.columns
-        units = self.tile_m * self.tile_d // 16
         if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if a.mTurns[0, work.head, work.block] == 0:
                 length = Int32(0)
+        if work.first_row < length:
+            self._convert(a, gdX, work, start, length, stop, thread)
+        else:  # the workspace may hold nothing
+            num_rows = cutlass.min(stop - work.first_row, self.tile_m)
+            zero_rows(gdX, start + work.first_row, num_rows, thread, _THREADS)
+
+    @cute.jit
+    def _convert(
+        self,
+        a: PostprocessArguments,
+        gdX: cute.Tensor,
+        work: schedule.WorkTile,
+        start: Int32,
+        length: Int32,
+        stop: Int32,
+        thread: Int32,
+    ) -> None:
+        """A block that has been added to; zeros behind the sequence's length."""
+        vectors, parts_a_row = self.columns // 8, self.tile_d // self.columns
+        units = self.tile_m * self.tile_d // 16
         for i in cutlass.range_constexpr(-(-units // _THREADS)):
             unit = i * _THREADS + thread
             group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
