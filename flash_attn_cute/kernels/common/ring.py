@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 
 @cute.jit
@@ -50,6 +50,10 @@ class Ring:
     def wait_full(self, step: Int32) -> None:
         """Until a step's data are there."""
         cute.arch.mbarrier_wait(self.full(step), self.phase(step))
+
+    def is_full(self, step: Int32) -> Boolean:
+        """Whether they are."""
+        return cute.arch.mbarrier_test_wait(self.full(step), self.phase(step))
 
     def wait_empty(self, step: Int32) -> None:
         """Until the step before that had this stage is over."""

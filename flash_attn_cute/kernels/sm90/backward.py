@@ -16,8 +16,8 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     v      1 stage: the same, after the tile's last dP.
     q, do  2 stages: warp 0 and the bytes -> one arrival a multiplying warp. With Q comes lse, with dO comes delta =
            rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
-    steps  4 mbarriers, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. None says that it has been read, as
-           Q of four steps later waits for those who wait for this dQ's being out.
+    steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. Nobody says that it has been read, as Q
+           of four steps later waits for those who wait for this dQ's being out.
     ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
     out    1 stage a multiplying warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
 
@@ -157,6 +157,7 @@ class BackwardSm90:
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)
+        steps = Ring(storage.step_barriers.data_ptr(), STEP_STAGES)
         k, v = Ring(storage.k_barriers.data_ptr(), 2), Ring(storage.v_barriers.data_ptr(), 1)
         q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
         out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
@@ -172,8 +173,7 @@ class BackwardSm90:
                     ring.init(full=1, empty=4 * self.warpgroups)
                 for ring in out:
                     ring.init(full=4, empty=1)
-                for i in cutlass.range_constexpr(STEP_STAGES):
-                    cute.arch.mbarrier_init(storage.step_barriers.data_ptr() + i, 1)
+                steps.init(full=1, empty=1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -192,11 +192,11 @@ class BackwardSm90:
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             step_fields=storage.step_fields.get_tensor(cute.make_layout((2, STEP_STAGES))),
             tiles=tiles,
+            steps=steps,
             k=k,
             v=v,
             ds_barriers=ds_barriers,
             out_barriers=storage.out_barriers.data_ptr(),
-            step_barriers=storage.step_barriers.data_ptr(),
             sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
             q=q,
             do=do,

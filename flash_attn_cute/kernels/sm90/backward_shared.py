@@ -55,7 +55,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
         ds_barriers: cute.struct.MemRange[Int64, 2]
         out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
-        step_barriers: cute.struct.MemRange[Int64, STEP_STAGES]
+        step_barriers: cute.struct.MemRange[Int64, 2 * STEP_STAGES]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
         step_fields: cute.struct.MemRange[Int32, 2 * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
@@ -84,11 +84,11 @@ class Shared:
     tile_fields: cute.Tensor  # (field, stage of tiles)
     step_fields: cute.Tensor  # (block and number, stage of steps)
     tiles: Ring
+    steps: Ring
     k: Ring
     v: Ring
     ds_barriers: cute.Pointer
     out_barriers: cute.Pointer
-    step_barriers: cute.Pointer
     q: Ring
     do: Ring
 
@@ -118,20 +118,12 @@ class Shared:
         Of the tiles that add before it if deterministic, else of the blocks that the walk has behind it.
         """
         for i, value in enumerate((block, number)):
-            self.step_fields[i, step % STEP_STAGES] = value
-        cute.arch.mbarrier_arrive(self.step_barriers + step % STEP_STAGES)
-
-    def is_told_of(self, step: Int32) -> Boolean:
-        """Whether it has been."""
-        return cute.arch.mbarrier_test_wait(self.step_barriers + step % STEP_STAGES, step // STEP_STAGES & 1)
-
-    def await_step(self, step: Int32) -> None:
-        """Until it has been."""
-        cute.arch.mbarrier_wait(self.step_barriers + step % STEP_STAGES, step // STEP_STAGES & 1)
+            self.step_fields[i, self.steps.stage(step)] = value
+        cute.arch.mbarrier_arrive(self.steps.full(step))
 
     def told_of(self, step: Int32) -> tuple[Int32, Int32]:
         """What has been told: to who has found that it has, or has the step's dQ."""
-        return self.step_fields[0, step % STEP_STAGES], self.step_fields[1, step % STEP_STAGES]
+        return self.step_fields[0, self.steps.stage(step)], self.step_fields[1, self.steps.stage(step)]
 
     @cute.jit
     def tell_of_end(self, walk: Int32) -> None:

@@ -189,7 +189,7 @@ class Transfers:
     @cute.jit
     def _await_turn(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> None:
         """Returns, to the converged warp, when it is a step's turn to add."""
-        shared.await_step(step)
+        shared.steps.wait_full(step)  # from warp 0
         block, earlier = shared.told_of(step)
         semaphore.wait(semaphore.counter(a.mTurnsQ, w, 0, block), earlier)
 
@@ -198,7 +198,7 @@ class Transfers:
         """Whether it is a step's turn to add, as far as is known of it: 1 or 0, to the converged warp."""
         come = Int32(0)
         if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
-            if shared.is_told_of(step):
+            if shared.steps.is_full(step):
                 block, earlier = shared.told_of(step)
                 come = Int32(semaphore.added(semaphore.counter(a.mTurnsQ, w, 0, block)) >= earlier)
         come = cute.arch.shuffle_sync(come, 0)
