@@ -131,7 +131,7 @@ class _BackwardLaunch(NamedTuple):
     stats_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]  # of dQ
     sums_keys_shape: tuple[int, ...] | None  # of dK and dV, if heads are grouped
-    turns_shape: tuple[int, ...] | None  # of counters of additions to dQ, if the first one overwrites
+    turns_shape: tuple[int, ...] | None  # of counters of additions to dQ, if these are in order
     turns_keys_shape: tuple[int, ...]  # of those to dK and dV, if heads are grouped
     numbers: tuple[float, float, int, int, int, int, int]  # its arguments from softmax_scale to heads_a_tile
 
@@ -305,7 +305,7 @@ def _backward_launch(
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     at_once = heads_in_cache
-    if spec.deterministic:
+    if configs.main.deterministic:
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
         tiles_under_way = num_sms // configs.main.ctas_a_tile
@@ -316,7 +316,7 @@ def _backward_launch(
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
     heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads // heads_a_tile * q_shape[0]
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
-    if not spec.deterministic:
+    if not configs.main.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
     elif configs.main.turns_last:
         heads_in_last = at_once
@@ -332,7 +332,7 @@ def _backward_launch(
         sums_keys_shape=(2, spec.nheads_k, blocks_k if group > heads_a_tile else 1, tile_n * tile_d)
         if group > 1
         else None,
-        turns_shape=(counters, spec.nheads, blocks) if configs.main.overwrites else None,
+        turns_shape=(counters, spec.nheads, blocks) if configs.main.deterministic else None,
         turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections, heads_a_tile),
     )

@@ -37,7 +37,7 @@ FEATURES: dict[str, dict[str, bool]] = {
     "sink": {"has_sink": True},  # of the forward pass alone
     "lse_gradient": {"has_dlse": True},
     "grouped": {"grouped": True},  # query heads share a key head
-    "deterministic": {"deterministic": True},
+    "deterministic": {"deterministic": True},  # up to d = 128 all passes are
     "unwritten_padding": {"zero_padding": False},
 }
 _BACKWARD_ALONE = ("has_dlse", "grouped", "deterministic")

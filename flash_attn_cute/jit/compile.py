@@ -69,7 +69,7 @@ def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
         mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_n * config.tile_d)
         if config.grouped
         else None,
-        mTurnsQ=_turns(config.overwrites),
+        mTurnsQ=_turns(config.deterministic),
         mTurnsK=_turns(config.grouped),
         mCuSeqlensQ=_ints(config.packed),
         mCuSeqlensK=_ints(config.packed),

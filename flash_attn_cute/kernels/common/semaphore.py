@@ -1,16 +1,9 @@
-"""Turns: the order in which tiles add to a block in global memory. Claims: no order, but a first one.
+"""Turns: the order in which tiles add to a block in global memory.
 
 A counter a block, 0 at first, counts the tiles that have added to it. Whoever is to be the (n + 1)-th waits until it is
 n, adds, and counts itself. A sum then has one order whatever the GPU does, and as float addition is all that depends on
 it, the same bits. (FlashAttention orders its dQ like this.) The first one overwrites the block, so nobody has to zero
 it. Waits end if turns follow the order in which tiles are taken (``sparsity.schedule``).
-
-Where no order is asked for, the first one overwrites, too: whoever finds the counter at 0 makes it 1 by a claim, and
-when it has stored, counts itself. The others add when the counter is 2, and do not count. Nobody claims before all that
-is to be stored is at hand, so who claims waits for nobody, and waits for it end.
-
-A look tells of many counters at a time, so that most additions need not ask: an acquiring load takes a good part of
-what a tile has time for between two additions, and empties the L1 cache.
 
 The wait acquires, and the count, or a fence before several, releases, at the scope of the GPU. Both belong to one
 thread each; between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what
@@ -27,7 +20,6 @@ from cutlass import Boolean, Int32
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
-_CLAIMED, _STORED = 1, 2  # what a counter is where there is no order
 
 
 def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -50,32 +42,6 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
         while added(counter) < earlier:
             pass
     cute.arch.sync_warp()
-
-
-@cute.jit
-def look(counters: cute.Pointer, num_blocks: Int32) -> Int32:
-    """Which of the blocks from one on have been stored, a bit each, for ``claim``: to a converged warp, of up to 31."""
-    lane = cute.arch.lane_idx()
-    found = Int32(0)
-    if lane < cutlass.min(num_blocks, 31):
-        found = cute.arch.load(counters + lane, Int32, sem="acquire", scope="gpu")
-    stored = cute.arch.vote_ballot_sync(found >= _STORED)
-    cute.arch.sync_warp()
-    return stored
-
-
-@cute.jit
-def claim(counter: cute.Pointer, is_stored: Boolean) -> Boolean:
-    """Whether a converged warp is the first to add; else returns when that one has stored, which a look may know."""
-    found = Int32(_STORED)
-    if not is_stored:
-        if cute.arch.lane_idx() == 0:
-            found = cute.arch.atomic_cas(counter, cmp=Int32(0), val=Int32(_CLAIMED), sem="acquire", scope="gpu")
-            while found == _CLAIMED:
-                found = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        found = cute.arch.shuffle_sync(found, 0)
-        cute.arch.sync_warp()
-    return found == 0
 
 
 @cute.jit

@@ -4,8 +4,7 @@ Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward ke
 see it, from the first to the last):
     warpgroup 0         warp 0 chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
-                        the workspace, if deterministic in turn, over which the first to come writes; dK and dV are
-                        stored.
+                        the workspace, in turn, over which the first to come writes; dK and dV are stored.
                         Warp 3 writes zeros into dK and dV where nothing else is to be.
     warpgroups 1, 2     multiply, 64 keys each.
 

@@ -82,7 +82,7 @@ class Shared:
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
-    step_fields: cute.Tensor  # (block and number, stage of steps)
+    step_fields: cute.Tensor  # (block and turn, stage of steps)
     tiles: Ring
     steps: Ring
     k: Ring
@@ -112,12 +112,9 @@ class Shared:
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
             cute.arch.mbarrier_arrive(self.tiles.full(walk))
 
-    def tell_of_step(self, step: Int32, block: Int32, number: Int32) -> None:
-        """By one thread of warp 0, before Q is there: a step's block of dQ, counted over all heads, and a number.
-
-        Of the tiles that add before it if deterministic, else of the blocks that the walk has behind it.
-        """
-        for i, value in enumerate((block, number)):
+    def tell_of_step(self, step: Int32, block: Int32, earlier: Int32) -> None:
+        """By one thread of warp 0, before Q is there: a step's block of dQ, counted over all heads, and its turn."""
+        for i, value in enumerate((block, earlier)):
             self.step_fields[i, self.steps.stage(step)] = value
         cute.arch.mbarrier_arrive(self.steps.full(step))
 

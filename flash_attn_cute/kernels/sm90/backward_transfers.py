@@ -39,8 +39,7 @@ class Transfers:
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     for i in cutlass.range(start, stop, unroll=1):
                         m, head = tile.query_block(i), tile.head + nth
-                        number = tile.earlier_keys(c, m) if const_expr(c.deterministic) else stop - 1 - i
-                        self._load_queries(a, tile, tiles, shared, head, m, number, step)
+                        self._load_queries(a, tile, tiles, shared, head, m, tile.earlier_keys(c, m), step)
                         step += 1
                         if nth == 0 and i == start:
                             # Behind the first queries, for which there is room before there is for V.
@@ -94,10 +93,10 @@ class Transfers:
         shared: Shared,
         head: Int32,
         m: Int32,
-        number: Int32,
+        earlier: Int32,
         step: Int32,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and a number."""
+        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and the tile's turn."""
         c = self.config
         start = m * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
@@ -108,7 +107,7 @@ class Transfers:
             ring.wait_empty(step)  # all warpgroups have released this stage
             with cute.arch.elect_one():
                 if const_expr(i == 0):
-                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, number)
+                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, earlier)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
@@ -150,40 +149,28 @@ class Transfers:
     def _add_dQ(self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:
         """Warpgroup w's part of a step's dQ to the workspace.
 
-        ``come`` is what a look has found: in order, whether the step's turn has come, and else of this block and those
-        behind it, a bit each, whether it has been stored. Returns the same for the next step.
+        ``come`` is whether a look has found that the step's turn has come; returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
-        if const_expr(self.config.deterministic):  # noqa: SIM102 (as elsewhere)
-            if come == 0:  # ahead of dQ, for which this warp has to wait anyway
-                self._await_turn(a, shared, w, step)
+        if come == 0:  # ahead of dQ, for which this warp has to wait anyway
+            self._await_turn(a, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
-        block, number = shared.told_of(step)
+        block, earlier = shared.told_of(step)
         part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
         counter = semaphore.counter(a.mTurnsQ, w, 0, block)
-        if const_expr(self.config.deterministic):
-            is_first, counts = number == 0, True
-        else:
-            is_first = counts = semaphore.claim(counter, come & 1 == 1)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
-            if is_first:
+            if earlier == 0:
                 store_from_shared(part, shared.sums + size * w, 4 * size)
             else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
         cute.arch.cp_async_bulk_commit_group()
-        if const_expr(self.config.deterministic):  # while TMA reads
-            come = self._turn_has_come(a, shared, w, step + 1)
+        come = self._turn_has_come(a, shared, w, step + 1)  # while TMA reads
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w
-        if counts:
-            cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
-            with cute.arch.elect_one():
-                semaphore.count(counter)
-        if const_expr(not self.config.deterministic):
-            come = come >> 1
-            if come & 1 == 0:
-                come = semaphore.look(counter + 1, number)
+        cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
+        with cute.arch.elect_one():
+            semaphore.count(counter)
         return come
 
     @cute.jit

@@ -130,7 +130,6 @@ class _BackwardFeatures:
     has_right: bool
     has_softcap: bool
     grouped: bool  # query heads share a key head
-    deterministic: bool
     zero_padding: bool
 
 
@@ -143,16 +142,12 @@ class BackwardConfig(_BackwardFeatures):
     stages: int  # blocks of queries in flight
 
     ctas_a_tile: ClassVar[int] = 1
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the first to add to a block of dQ overwrites it, and nobody has to zero it."""
-        return True
+    deterministic: ClassVar[bool] = True  # asked for or not: it takes no longer
 
     @property
     def turns_last(self) -> bool:
         """Whether the last section of heads goes the other way round (``key_tiles``)."""
-        return self.deterministic and self.has_right and not (self.packed or self.grouped)
+        return self.has_right and not (self.packed or self.grouped)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -198,13 +193,10 @@ class BackwardConfig(_BackwardFeatures):
 class BackwardWideConfig(_BackwardFeatures):
     """What a compiled backward kernel for head dimensions above 128 is made for."""
 
+    deterministic: bool
+
     ctas_a_tile: ClassVar[int] = 2
     turns_last: ClassVar[bool] = False
-
-    @property
-    def overwrites(self) -> bool:
-        """As above."""
-        return self.deterministic
 
     @property
     def tile_m(self) -> int:
@@ -277,20 +269,26 @@ def backward_configs(
         "has_right": has_right,
         "has_softcap": has_softcap,
         "grouped": grouped,
-        "deterministic": deterministic,
         "zero_padding": zero_padding,
     }
     main: BackwardConfig | BackwardWideConfig
     if tile_d > 128:
-        main = BackwardWideConfig(**features)
+        main = BackwardWideConfig(**features, deterministic=deterministic)
     else:
         tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
         main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
     return BackwardConfigs(
-        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, not main.overwrites),
+        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, zeroes=not main.deterministic),
         main,
         PostprocessConfig(
-            dtype, tile_d, main.tile_m, main.columns_dQ, packed, has_seqused_q, zero_padding, main.overwrites
+            dtype,
+            tile_d,
+            main.tile_m,
+            main.columns_dQ,
+            packed,
+            has_seqused_q,
+            zero_padding,
+            counted=main.deterministic,
         ),
         PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, counted=True)
         if grouped and isinstance(main, BackwardWideConfig)

@@ -40,7 +40,7 @@ class BackwardArguments(NamedTuple):
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no tiles if unused
-    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet (``common.semaphore``); None: mdQaccum is 0 as yet
+    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
     mCuSeqlensQ: cute.Tensor | None
     mCuSeqlensK: cute.Tensor | None
