@@ -304,22 +304,18 @@ def _backward_launch(
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if configs.postprocess_keys is None else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
-    at_once = heads_in_cache
-    if configs.main.deterministic:
+    if configs.main.deterministic and (spec.window_right is None or configs.main.turns_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
+        # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
         tiles_under_way = num_sms // configs.main.ctas_a_tile
         steps_a_tile = heads_a_tile * -(-longest // tile_m)
-        at_once = max(at_once, -(-5 * tiles_under_way // (2 * steps_a_tile)))
-        if spec.window_right is None:
-            heads_in_cache = at_once
+        heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
     heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads // heads_a_tile * q_shape[0]
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not configs.main.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
-    elif configs.main.turns_last:
-        heads_in_last = at_once
     sections = max(0, heads - heads_in_last) // heads_in_cache
     return _BackwardLaunch(
         cache.kernel(configs.preprocess),
