@@ -20,7 +20,7 @@ import torch
 from flash_attn_cute import settings
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache, disk, key
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, backward_configs, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, backward_config, forward_config
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -620,11 +620,11 @@ def test_what_is_warmed() -> None:
         for packed in (False, True)
         for causal in (False, True)
     ]
-    backward = [config for options in common for config in backward_configs("bfloat16", **options) if config]
+    backward = [backward_config("bfloat16", **options) for options in common]
     assert set(configs()) == {*(forward_config("bfloat16", **options) for options in common), *backward}
     assert set(configs("--passes", "backward")) == set(backward)
     wide = ("--head-dims", "256", "--masks", "full", "--layouts", "dense", "--passes", "backward")
-    assert configs(*wide) == [config for config in backward_configs("bfloat16", 256, 256) if config]
+    assert configs(*wide) == [backward_config("bfloat16", 256, 256)]
     assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
     one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
     assert configs("--head-dims", "192:128", *one) == [
@@ -649,7 +649,7 @@ def test_what_is_warmed() -> None:
     )
     assert of_one_pass == [
         forward_config("bfloat16", 64, 64, has_sink=True),
-        *filter(None, backward_configs("bfloat16", 64, 64, has_dlse=True, grouped=True, deterministic=True)),
+        backward_config("bfloat16", 64, 64, has_dlse=True, grouped=True, deterministic=True),
     ]
     everything = configs(
         *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),

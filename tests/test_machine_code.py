@@ -3,19 +3,19 @@
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
 from flash_attn_cute.kernels.sm90.config import (
     HEAD_DIMS,
     BackwardConfig,
-    BackwardConfigs,
+    BackwardPassConfig,
     BackwardWideConfig,
     ForwardConfig,
-    backward_configs,
+    backward_config,
     forward_config,
 )
 
@@ -44,8 +44,8 @@ CONFIGS = {
 }
 
 
-def machine_code(chosen: Any, folder: Path) -> str:
-    """The disassembled kernel of a configuration, which must not spill."""
+def machine_code(chosen: Any, folder: Path) -> dict[str, list[str]]:
+    """The disassembled kernels of a configuration, none of which may spill, by the names of their classes."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
@@ -55,14 +55,28 @@ def machine_code(chosen: Any, folder: Path) -> str:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.artifacts.CUBIN)
     usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    assert re.search(r"STACK:0 .*LOCAL:0", usage), usage
-    return subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
+    for line in re.findall(r"REG:.*", usage):
+        assert re.search(r"STACK:0 .*LOCAL:0", line), usage
+    sass = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
+    functions = re.split(r"\bFunction : ", sass)[1:]
+    assert len(functions) == len(re.findall("REG:", usage))
+    found = defaultdict(list)
+    for function in functions:
+        found[class_name(function)].append(function)
+    return found
+
+
+def class_name(function: str) -> str:
+    """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
+    found = re.search(r"[a-z](Forward|Backward|BackwardWide|Preprocess|Postprocess)(?:Sm90)?_object", function)
+    assert found, function[:200]
+    return found[1]
 
 
 @pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
 def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     """No spills, products on the tensor cores and never waiting for one another, loads and stores by TMA."""
-    sass = machine_code(chosen, tmp_path)
+    (sass,) = machine_code(chosen, tmp_path)["Forward"]
     products = len(re.findall(r"\bHGMMA\b", sass))
     # Outside the loops: the scores of the first block and the output of the last one, of the same tile, or of this
     # and the next one together, each with a fence, and a wait for both.
@@ -76,8 +90,8 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) == (chosen.group == 1)
 
 
-def backward(tile_d: int, **changes: Any) -> BackwardConfigs:
-    return backward_configs(changes.pop("dtype", "bfloat16"), tile_d, tile_d, **changes)
+def backward(tile_d: int, **changes: Any) -> BackwardPassConfig:
+    return backward_config(changes.pop("dtype", "bfloat16"), tile_d, tile_d, **changes)
 
 
 BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"} | {
@@ -103,12 +117,12 @@ NARROW, WIDE = (
 )
 
 
-@pytest.mark.parametrize("configs", NARROW.values(), ids=NARROW)
-def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", NARROW.values(), ids=NARROW)
+def test_compiled_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
     """No spills, products in flight together, loads, stores and additions by TMA."""
-    chosen = configs.main
+    kernels, chosen = machine_code(config, tmp_path), config.main
     assert isinstance(chosen, BackwardConfig)
-    sass = machine_code(chosen, tmp_path)
+    (sass,) = kernels["Backward"]
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
     # A step; outside of the loop the last dQ.
     assert len(re.findall(r"\bHGMMA\b", sass)) == (2 * columns + 2 * queries + keys) + keys
@@ -120,14 +134,15 @@ def test_compiled_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
     assert "UBLKCP.G.S" in sass  # who is first overwrites
     sums = 2 * chosen.tile_d if chosen.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
+    check_before_and_after(kernels, zeroes=False, num_after=1)
 
 
-@pytest.mark.parametrize("configs", WIDE.values(), ids=WIDE)
-def test_compiled_wide_backward(configs: BackwardConfigs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", WIDE.values(), ids=WIDE)
+def test_compiled_wide_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
     """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
-    chosen = configs.main
+    kernels, chosen = machine_code(config, tmp_path), config.main
     assert isinstance(chosen, BackwardWideConfig)
-    sass = machine_code(chosen, tmp_path)
+    (sass,) = kernels["BackwardWide"]
     columns, parts = chosen.tile_d // 16, chosen.tile_d // chosen.columns_dO
     assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 2 * 4 * parts + 8  # S and dP, dV and dK, dQ
     # A fence and a wait each for S, dK and the parts of dV and dP; two fences and a wait for dQ.
@@ -136,16 +151,18 @@ def test_compiled_wide_backward(configs: BackwardConfigs, tmp_path: Path) -> Non
     assert ("UTMASTG" in sass) != chosen.grouped
     sums = chosen.columns_dQ + (2 * chosen.tile_d if chosen.grouped else 0)
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
+    check_before_and_after(kernels, zeroes=not chosen.deterministic, num_after=3 if chosen.grouped else 1)
 
 
-@pytest.mark.parametrize("configs", BACKWARD_CONFIGS.values(), ids=BACKWARD_CONFIGS)
-def test_compiled_before_and_after(configs: BackwardConfigs, tmp_path: Path) -> None:
+def check_before_and_after(kernels: dict[str, list[str]], *, zeroes: bool, num_after: int) -> None:
     """The kernels around the backward kernel move 16 bytes a thread at a time."""
-    for chosen in filter(None, (configs.preprocess, configs.postprocess, configs.postprocess_keys)):
-        sass = machine_code(chosen, tmp_path)
+    (before,), after = kernels["Preprocess"], kernels["Postprocess"]
+    assert re.search(r"\bLDG\.E\.128", before)
+    assert bool(re.search(r"\bSTG\.E\.128", before)) == zeroes
+    assert len(after) == num_after
+    for sass in after:
         assert re.search(r"\bLDG\.E\.128", sass)
-        stores_rows = not isinstance(chosen, PreprocessConfig) or chosen.zeroes
-        assert bool(re.search(r"\bSTG\.E\.128", sass)) == stores_rows
+        assert re.search(r"\bSTG\.E\.128", sass)
 
 
 def cuobjdump() -> str:

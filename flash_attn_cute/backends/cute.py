@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_configs, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -124,10 +124,7 @@ class _ForwardLaunch(NamedTuple):
 class _BackwardLaunch(NamedTuple):
     """What a backward call launches, but for its tensors."""
 
-    preprocess: Callable[..., None]
-    main: Callable[..., None]
-    postprocess: Callable[..., None]
-    postprocess_keys: Callable[..., None] | None  # if heads are grouped, above d = 128
+    kernels: Callable[..., None]
     stats_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]  # of dQ
     sums_keys_shape: tuple[int, ...] | None  # of dK and dV, if heads are grouped
@@ -199,20 +196,30 @@ def _launch_backward(
         turns = lse.new_empty(launch.turns_shape, dtype=torch.int32)
     if launch.sums_keys_shape is not None:
         sums_keys = lse.new_empty(launch.sums_keys_shape)
-        turns_keys = lse.new_zeros(launch.turns_keys_shape, dtype=torch.int32)
-    dout = _aligned(dout)
+        turns_keys = lse.new_empty(launch.turns_keys_shape, dtype=torch.int32)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
-    launch.preprocess((_aligned(out), dout, lse, dlse, stats, sums if turns is None else None, turns, cu_q, seqused_q))
-    users = _aligned(q), _aligned(k), _aligned(v), dout, dk, dv
-    offsets = cu_q, cu_k, seqused_q, seqused_k
-    workspace = stats, sums, sums_keys, turns, turns_keys
-    launch.main((*users, *workspace, *offsets, *launch.numbers, _next_tile(q.device), num_sms))
-    scale = launch.numbers[0]
-    launch.postprocess((dq, sums, cu_q, seqused_q, scale, turns))
-    if launch.postprocess_keys is not None and sums_keys is not None:
-        for dx, sums_x, scale_x in zip((dk, dv), sums_keys, (scale, 1.0), strict=True):
-            launch.postprocess_keys((dx, sums_x, cu_k, seqused_k, scale_x, turns_keys))
+    main = (
+        _aligned(q),
+        _aligned(k),
+        _aligned(v),
+        _aligned(dout),
+        dk,
+        dv,
+        stats,
+        sums,
+        sums_keys,
+        turns,
+        turns_keys,
+        cu_q,
+        cu_k,
+        seqused_q,
+        seqused_k,
+        *launch.numbers,
+        _next_tile(q.device),
+        num_sms,
+    )
+    launch.kernels((_aligned(out), lse, dlse, dq, main))
     return stats
 
 
@@ -284,7 +291,7 @@ def _backward_launch(
 ) -> _BackwardLaunch:
     from flash_attn_cute.jit import cache
 
-    configs = backward_configs(
+    config = backward_config(
         _DTYPES[spec.dtype],
         spec.head_dim,
         spec.head_dim_v,
@@ -293,42 +300,40 @@ def _backward_launch(
         deterministic=spec.deterministic,
         **_features(spec, q_shape, has_seqused_q, has_seqused_k),
     )
-    tile_m, tile_n, tile_d = configs.main.tile_m, configs.main.tile_n, configs.main.tile_d
-    counters, counters_k = configs.main.counters
+    main = config.main
+    tile_m, tile_n, tile_d = main.tile_m, main.tile_n, main.tile_d
+    counters, counters_k = main.counters
     blocks, blocks_k = (
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
     longest = max(1, longest)
     group = spec.nheads // spec.nheads_k
-    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if configs.postprocess_keys is None else 1
+    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.postprocess_keys is None else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
-    if configs.main.deterministic and (spec.window_right is None or configs.main.turns_last):
+    if main.deterministic and (spec.window_right is None or main.turns_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
         # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
-        tiles_under_way = num_sms // configs.main.ctas_a_tile
+        tiles_under_way = num_sms // main.ctas_a_tile
         steps_a_tile = heads_a_tile * -(-longest // tile_m)
         heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
     # Of packed sequences the first heads of all groups have sections of their own, and so on.
     heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads // heads_a_tile * q_shape[0]
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
-    if not configs.main.deterministic:
+    if not main.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
     sections = max(0, heads - heads_in_last) // heads_in_cache
     return _BackwardLaunch(
-        cache.kernel(configs.preprocess),
-        cache.kernel(configs.main),
-        cache.kernel(configs.postprocess),
-        cache.kernel(configs.postprocess_keys) if configs.postprocess_keys else None,
+        cache.kernel(config),
         stats_shape=(2, spec.nheads, blocks, tile_m),
         sums_shape=(spec.nheads, blocks, tile_m * tile_d),
         # Nothing is left there if each tile sums over all heads of a group.
         sums_keys_shape=(2, spec.nheads_k, blocks_k if group > heads_a_tile else 1, tile_n * tile_d)
         if group > 1
         else None,
-        turns_shape=(counters, spec.nheads, blocks) if configs.main.deterministic else None,
+        turns_shape=(counters, spec.nheads, blocks) if main.deterministic else None,
         turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
         numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections, heads_a_tile),
     )

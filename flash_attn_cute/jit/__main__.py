@@ -10,6 +10,7 @@ warm a machine like the one that will run them.
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, warm
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_configs, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
 
 MASKS: dict[str, dict[str, bool]] = {
     "full": {},
@@ -86,12 +87,13 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
             found += [forward_config(dtype, d, d_v, group=group, **forward) for group in chosen.groups]
         if "backward" in chosen.passes:
             backward = {name: value for name, value in options.items() if name != "has_sink"}
-            found += filter(None, backward_configs(dtype, d, d_v, **backward))
+            found.append(backward_config(dtype, d, d_v, **backward))
     return list(dict.fromkeys(found))
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """A configuration in one line: what is off is left out."""
+    """A configuration in one line, of a pass its main kernel's: what is off is left out."""
+    fields = fields.get("main", fields)
     on = {name: value for name, value in fields.items() if value is not False}
     return " ".join(name if value is True else f"{name}={value}" for name, value in on.items())
 
@@ -120,7 +122,8 @@ def run_warm(configs: list[Any], jobs: int) -> None:
     """Sees to it that the folder holds the kernels."""
     for warmed in warm.warm(configs, jobs):
         outcome = f"compiled in {warmed.seconds:.1f} s" if warmed.compiled else "was there"
-        print(f"{outcome:17}  {type(warmed.config).__name__}  {describe(vars(warmed.config))}", flush=True)
+        fields = dataclasses.asdict(warmed.config)
+        print(f"{outcome:17}  {type(warmed.config).__name__}  {describe(fields)}", flush=True)
 
 
 def run_clear(path: Path) -> None:

@@ -8,12 +8,8 @@ import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
-from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, PostprocessArguments
-from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments
-from flash_attn_cute.kernels.sm90.backward import BackwardSm90
-from flash_attn_cute.kernels.sm90.backward_wide import BackwardWideSm90
-from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardWideConfig, ForwardConfig
+from flash_attn_cute.kernels.sm90.backward_pass import BackwardPassArguments, BackwardPassSm90
+from flash_attn_cute.kernels.sm90.config import BackwardPassConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments
 
@@ -21,7 +17,7 @@ _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def compile_kernel(config: Any, *options: Any) -> Any:
-    """Compiles the kernel of a configuration; call the result with its kind's arguments, of torch tensors.
+    """Compiles the kernels of a configuration; call the result with its kind's arguments, of torch tensors.
 
     Shapes and strides stay open. What TMA needs (16-byte alignment of the data and of every stride but the last)
     is part of the signature, so that a tensor without it raises instead of being read wrongly.
@@ -59,22 +55,20 @@ def _forward(config: ForwardConfig) -> tuple[Any, Any]:
     return kernel, arguments
 
 
-def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
-    kernel = BackwardSm90(config) if isinstance(config, BackwardConfig) else BackwardWideSm90(config)
-    rank = 3 if config.packed else 4
+def _backward(config: BackwardPassConfig) -> tuple[Any, Any]:
+    main, dtype = config.main, _DTYPES[config.main.dtype]
+    rank = 3 if main.packed else 4
     arguments = BackwardArguments(
-        *(_rows(kernel.dtype, rank) for _ in range(6)),
-        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
-        mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_n * config.tile_d)
-        if config.grouped
-        else None,
-        mTurnsQ=_turns(config.deterministic),
-        mTurnsK=_turns(config.grouped),
-        mCuSeqlensQ=_ints(config.packed),
-        mCuSeqlensK=_ints(config.packed),
-        mSeqUsedQ=_ints(config.has_seqused_q),
-        mSeqUsedK=_ints(config.has_seqused_k),
+        *(_rows(dtype, rank) for _ in range(6)),
+        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), main.tile_m),
+        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), main.tile_m * main.tile_d),
+        mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), main.tile_n * main.tile_d) if main.grouped else None,
+        mTurnsQ=_turns(main.deterministic),
+        mTurnsK=_turns(main.grouped),
+        mCuSeqlensQ=_ints(main.packed),
+        mCuSeqlensK=_ints(main.packed),
+        mSeqUsedQ=_ints(main.has_seqused_q),
+        mSeqUsedK=_ints(main.has_seqused_k),
         softmax_scale=cutlass.Float32(1.0),
         softcap=cutlass.Float32(1.0),
         window_left=cutlass.Int32(0),
@@ -85,44 +79,17 @@ def _backward(config: BackwardConfig | BackwardWideConfig) -> tuple[Any, Any]:
         mNextTile=_ints(True),
         num_ctas=cutlass.Int32(1),
     )
-    return kernel, arguments
-
-
-def _preprocess(config: PreprocessConfig) -> tuple[Any, Any]:
-    rank, dtype = 3 if config.packed else 4, _DTYPES[config.dtype]
-    arguments = PreprocessArguments(
+    around = BackwardPassArguments(
         mO=_rows(dtype, rank),
-        mdO=_rows(dtype, rank),
         mLSE=_numbers(rank - 1),
-        mdLSE=_numbers(rank - 1) if config.has_dlse else None,
-        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), config.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d) if config.zeroes else None,
-        mTurns=_turns(not config.zeroes),
-        mCuSeqlensQ=_ints(config.packed),
-        mSeqUsedQ=_ints(config.has_seqused_q),
+        mdLSE=_numbers(rank - 1) if config.preprocess.has_dlse else None,
+        mdQ=_rows(dtype, rank),
+        main=arguments,
     )
-    return Preprocess(config), arguments
+    return BackwardPassSm90(config), around
 
 
-def _postprocess(config: PostprocessConfig) -> tuple[Any, Any]:
-    arguments = PostprocessArguments(
-        mdX=_rows(_DTYPES[config.dtype], 3 if config.packed else 4),
-        mdXaccum=_workspace(cute.sym_int(), cute.sym_int(), config.tile_m * config.tile_d),
-        mCuSeqlens=_ints(config.packed),
-        mSeqUsed=_ints(config.has_seqused),
-        scale=cutlass.Float32(1.0),
-        mTurns=_turns(config.counted),
-    )
-    return Postprocess(config), arguments
-
-
-_KINDS = {
-    ForwardConfig: _forward,
-    PreprocessConfig: _preprocess,
-    BackwardConfig: _backward,
-    BackwardWideConfig: _backward,
-    PostprocessConfig: _postprocess,
-}
+_KINDS = {ForwardConfig: _forward, BackwardPassConfig: _backward}
 
 
 def _rows(dtype: Any, rank: int) -> Any:

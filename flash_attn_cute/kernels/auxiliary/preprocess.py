@@ -28,6 +28,7 @@ class PreprocessArguments(NamedTuple):
     mStats: cute.Tensor
     mdQaccum: cute.Tensor | None  # if it is to be zero
     mTurns: cute.Tensor | None  # (parts, heads, blocks): if these are
+    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): the same
     mCuSeqlensQ: cute.Tensor | None
     mSeqUsedQ: cute.Tensor | None
 
@@ -85,6 +86,10 @@ class Preprocess:
         if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < a.mTurns.shape[0]:
                 a.mTurns[thread, work.head, work.block] = Int32(0)
+        if const_expr(a.mTurnsK is not None):
+            turns = cute.make_tensor(a.mTurnsK.iterator, cute.make_layout(cute.size(a.mTurnsK)))
+            for i in cutlass.range(index * _THREADS + thread, cute.size(turns), cute.arch.grid_dim()[0] * _THREADS):
+                turns[i] = Int32(0)
         if const_expr(a.mdQaccum is not None):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)

@@ -1,7 +1,7 @@
 """Tile sizes of the Hopper kernels, and all else that changes their code."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
 
@@ -232,16 +232,22 @@ class BackwardWideConfig(_BackwardFeatures):
         return 24, 200, 192, 96
 
 
-class BackwardConfigs(NamedTuple):
-    """The kernels of a backward pass, in their order."""
+@dataclass(frozen=True)
+class BackwardPassConfig:
+    """What the kernels of a backward pass are made for, in their order."""
 
     preprocess: PreprocessConfig
     main: BackwardConfig | BackwardWideConfig
     postprocess: PostprocessConfig
     postprocess_keys: PostprocessConfig | None  # if tiles leave them to it: for dK, and again for dV
 
+    @property
+    def tile_d(self) -> int:
+        """Columns of a block."""
+        return self.main.tile_d
 
-def backward_configs(
+
+def backward_config(
     dtype: str,
     head_dim: int,
     head_dim_v: int,
@@ -256,8 +262,8 @@ def backward_configs(
     grouped: bool = False,
     deterministic: bool = False,
     zero_padding: bool = True,
-) -> BackwardConfigs:
-    """The configurations that serve a call: their tiles, and what is compiled into them."""
+) -> BackwardPassConfig:
+    """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     features: dict[str, Any] = {
         "dtype": dtype,
@@ -277,7 +283,7 @@ def backward_configs(
     else:
         tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
         main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
-    return BackwardConfigs(
+    return BackwardPassConfig(
         PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, zeroes=not main.deterministic),
         main,
         PostprocessConfig(
