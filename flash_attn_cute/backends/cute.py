@@ -311,21 +311,19 @@ def _backward_launch(
     group = spec.nheads // spec.nheads_k
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.postprocess_keys is None else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
-    # Of packed sequences the first heads of all groups have sections of their own, and so on.
-    heads = spec.nheads_k if main.packed else spec.nheads // heads_a_tile * q_shape[0]
-    heads_in_cache = heads_in_last = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
-    if not main.deterministic:
-        heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
-    elif spec.window_right is None or main.turns_last:
+    heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
+    if main.deterministic and (spec.window_right is None or main.turns_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
+        # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
         tiles_under_way = num_sms // main.ctas_a_tile
         steps_a_tile = heads_a_tile * -(-longest // tile_m)
-        heads_in_last = max(heads_in_last, -(-5 * tiles_under_way // (2 * steps_a_tile)))
-        # Where they start with the keys' own queries, dense batches gain by as many, and packed sequences lose.
-        if spec.window_right is None or not main.packed:
-            heads_in_cache = heads_in_last
-    heads_in_cache = min(heads_in_cache, heads)
+        heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
+    # Of packed sequences the first heads of all groups have sections of their own, and so on.
+    heads = spec.nheads_k if len(q_shape) == 3 else spec.nheads // heads_a_tile * q_shape[0]
+    heads_in_cache = heads_in_last = min(heads_in_cache, heads)
+    if not main.deterministic:
+        heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
     sections = max(0, heads - heads_in_last) // heads_in_cache
     return _BackwardLaunch(
         cache.kernel(config),

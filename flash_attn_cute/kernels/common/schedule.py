@@ -90,7 +90,6 @@ def packed_tile(
     last_first: cutlass.Constexpr = True,
     heads_in_cache: Int32 | None = None,
     sections: Int32 | None = None,
-    turns_last: cutlass.Constexpr = False,
 ) -> tuple[WorkTile, Int32, Int32]:
     """Tile of packed sequences, the first row and the number of rows that its sequence owns.
 
@@ -106,12 +105,8 @@ def packed_tile(
     position, head = index // heads, index % heads
     if const_expr(heads_in_cache is not None):
         position, head = _in_sections(index, num_positions, heads, heads_in_cache, sections)
-    in_last = Boolean(False)
-    if const_expr(turns_last):
-        in_last = head >= sections * heads_in_cache
-    if const_expr(last_first):  # noqa: SIM102 (as elsewhere)
-        if not in_last:
-            position = num_positions - 1 - position
+    if const_expr(last_first):
+        position = num_positions - 1 - position
     low, size = Int32(0), num_sequences
     while size > 1:
         step = cute.ceil_div(size, 32)
@@ -131,7 +126,7 @@ def packed_tile(
         stop = cu_seqlens[low]
     batch = low - 1 if low < num_sequences - 1 else Int32(-1)
     first = (position - start // tile_m - low) * tile_m
-    return WorkTile(first, head, batch, position, in_last), start, stop - start
+    return WorkTile(first, head, batch, position), start, stop - start
 
 
 @cute.jit

@@ -147,7 +147,7 @@ class BackwardConfig(_BackwardFeatures):
     @property
     def turns_last(self) -> bool:
         """Whether the last section of heads goes the other way round (``key_tiles``)."""
-        return self.has_right and not self.grouped
+        return self.has_right and not (self.packed or self.grouped)
 
     @property
     def num_mma_warpgroups(self) -> int:

@@ -11,8 +11,9 @@ where its keys do, so the tile before has been at each block ``tile_n / tile_m``
 tiles that were taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs
 are resident, there is no deadlock (``sparsity.schedule`` has the argument for any mask and order). The order is that of
 FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it
-would leave the longest tiles to the end, so the heads of the last section go the other way round: their tiles are taken
-from the first keys to the last, and walk from the last query to the first. (Grouped heads lose by it.)
+would leave the longest tiles to the end, so the heads of a dense batch's last section go the other way round: their
+tiles are taken from the first keys to the last, and walk from the last query to the first. (Packed sequences and
+grouped heads lose by it.)
 """
 
 from dataclasses import dataclass
@@ -185,7 +186,6 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             last_first=c.deterministic,
             heads_in_cache=a.heads_in_cache,
             sections=sections,
-            turns_last=c.turns_last,
         )
         head_k, block = work.head, work.block
         batch, q_start, q_length, k_length, first_block = 0, Int32(0), Int32(0), Int32(0), Int32(0)
