@@ -602,6 +602,14 @@ def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "tile_d=64" in line
 
 
+def test_a_pass_in_one_line() -> None:
+    lines = [
+        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, has_dlse=x))) for x in (False, True)
+    ]
+    assert lines[1] == f"{lines[0]} has_dlse"
+    assert lines[0].startswith("dtype=bfloat16 tile_d=64")
+
+
 def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where calls would go on with a warning, there is nothing left to do."""
     (tmp_path / "file").touch()

@@ -92,8 +92,9 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """A configuration in one line, of a pass its main kernel's: what is off is left out."""
-    fields = fields.get("main", fields)
+    """A configuration in one line: what is off is left out. Of a pass: its main kernel's, and what goes beyond it."""
+    if "main" in fields:
+        fields = fields["main"] | {"has_dlse": fields["preprocess"]["has_dlse"]}
     on = {name: value for name, value in fields.items() if value is not False}
     return " ".join(name if value is True else f"{name}={value}" for name, value in on.items())
 
