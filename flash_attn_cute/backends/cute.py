@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, BackwardWideConfig, backward_config, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -309,7 +309,7 @@ def _backward_launch(
     )
     longest = max(1, longest)
     group = spec.nheads // spec.nheads_k
-    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.postprocess_keys is None else 1
+    heads_a_tile = 1 if isinstance(main, BackwardWideConfig) else math.gcd(group, _HEADS_A_TILE)
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     if main.deterministic and (spec.window_right is None or main.turns_last):

@@ -94,7 +94,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 def describe(fields: dict[str, Any]) -> str:
     """A configuration in one line: what is off is left out. Of a pass: its main kernel's, and what goes beyond it."""
     if "main" in fields:
-        fields = fields["main"] | {"has_dlse": fields["preprocess"]["has_dlse"]}
+        fields = fields["main"] | {"has_dlse": fields["has_dlse"]}
     on = {name: value for name, value in fields.items() if value is not False}
     return " ".join(name if value is True else f"{name}={value}" for name, value in on.items())
 

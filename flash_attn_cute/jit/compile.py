@@ -82,7 +82,7 @@ def _backward(config: BackwardPassConfig) -> tuple[Any, Any]:
     around = BackwardPassArguments(
         mO=_rows(dtype, rank),
         mLSE=_numbers(rank - 1),
-        mdLSE=_numbers(rank - 1) if config.preprocess.has_dlse else None,
+        mdLSE=_numbers(rank - 1) if config.has_dlse else None,
         mdQ=_rows(dtype, rank),
         main=arguments,
     )

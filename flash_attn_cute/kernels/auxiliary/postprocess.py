@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 
@@ -25,11 +24,14 @@ class PostprocessArguments(NamedTuple):
 
 
 class Postprocess:
-    """One CTA a block of rows of one head; a thread takes eight columns of two rows at a time."""
+    """One CTA a block of ``tile_m`` rows of one head, in parts of so many columns.
 
-    def __init__(self, config: PostprocessConfig):
-        self.tile_m, self.tile_d, self.columns = config.tile_m, config.tile_d, config.columns
-        self.packed, self.zero_padding = config.packed, config.zero_padding
+    A thread takes eight columns of two rows at a time.
+    """
+
+    def __init__(self, tile_m: int, tile_d: int, columns: int, packed: bool, zero_padding: bool):
+        self.tile_m, self.tile_d, self.columns = tile_m, tile_d, columns
+        self.packed, self.zero_padding = packed, zero_padding
 
     @cute.jit
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]

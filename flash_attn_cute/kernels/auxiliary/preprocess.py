@@ -10,7 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.auxiliary.config import PreprocessConfig
 from flash_attn_cute.kernels.common import schedule, workspace
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.softmax import LOG2_E
@@ -34,11 +33,11 @@ class PreprocessArguments(NamedTuple):
 
 
 class Preprocess:
-    """One CTA a block of queries of one head; a row by as many threads as it has vectors of 16 bytes."""
+    """One CTA a block of ``tile_m`` queries of one head; a row by as many threads as it has vectors of 16 bytes."""
 
-    def __init__(self, config: PreprocessConfig):
-        self.tile_m, self.packed = config.tile_m, config.packed
-        self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
+    def __init__(self, tile_m: int, tile_d: int, packed: bool):
+        self.tile_m, self.packed = tile_m, packed
+        self.lanes = 1 << (tile_d // 8).bit_length() - 1
 
     @cute.jit
     def __call__(self, a: PreprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]

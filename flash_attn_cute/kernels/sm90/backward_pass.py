@@ -12,7 +12,7 @@ from flash_attn_cute.kernels.auxiliary.postprocess import Postprocess, Postproce
 from flash_attn_cute.kernels.auxiliary.preprocess import Preprocess, PreprocessArguments
 from flash_attn_cute.kernels.sm90.backward import BackwardSm90
 from flash_attn_cute.kernels.sm90.backward_wide import BackwardWideSm90
-from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardPassConfig
+from flash_attn_cute.kernels.sm90.config import BackwardConfig, BackwardPassConfig, BackwardWideConfig
 from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments
 
 
@@ -30,11 +30,13 @@ class BackwardPassSm90:
     """The kernels of one configuration."""
 
     def __init__(self, config: BackwardPassConfig):
-        main = config.main
-        self.preprocess = Preprocess(config.preprocess)
-        self.main = BackwardSm90(main) if isinstance(main, BackwardConfig) else BackwardWideSm90(main)
-        self.postprocess = Postprocess(config.postprocess)
-        self.postprocess_keys = Postprocess(config.postprocess_keys) if config.postprocess_keys else None
+        c = config.main
+        self.preprocess = Preprocess(c.tile_m, c.tile_d, c.packed)
+        self.main = BackwardSm90(c) if isinstance(c, BackwardConfig) else BackwardWideSm90(c)
+        self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, c.packed, c.zero_padding)
+        self.postprocess_keys = None
+        if c.grouped and isinstance(c, BackwardWideConfig):  # tiles leave dK and dV to it
+            self.postprocess_keys = Postprocess(c.tile_n, c.tile_d, c.tile_d, c.packed, c.zero_padding)
 
     @cute.jit
     def __call__(self, arguments: BackwardPassArguments, stream) -> None:  # type: ignore[no-untyped-def]

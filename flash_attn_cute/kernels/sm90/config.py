@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flash_attn_cute.kernels.auxiliary.config import PostprocessConfig, PreprocessConfig
-
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -234,12 +232,10 @@ class BackwardWideConfig(_BackwardFeatures):
 
 @dataclass(frozen=True)
 class BackwardPassConfig:
-    """What the kernels of a backward pass are made for, in their order."""
+    """What the kernels of a backward pass are made for; those before and after the main one go by its configuration."""
 
-    preprocess: PreprocessConfig
     main: BackwardConfig | BackwardWideConfig
-    postprocess: PostprocessConfig
-    postprocess_keys: PostprocessConfig | None  # if tiles leave them to it: for dK, and again for dV
+    has_dlse: bool
 
     @property
     def tile_d(self) -> int:
@@ -283,20 +279,4 @@ def backward_config(
     else:
         tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
         main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
-    return BackwardPassConfig(
-        PreprocessConfig(dtype, tile_d, main.tile_m, packed, has_seqused_q, has_dlse, zeroes=not main.deterministic),
-        main,
-        PostprocessConfig(
-            dtype,
-            tile_d,
-            main.tile_m,
-            main.columns_dQ,
-            packed,
-            has_seqused_q,
-            zero_padding,
-            counted=main.deterministic,
-        ),
-        PostprocessConfig(dtype, tile_d, main.tile_n, tile_d, packed, has_seqused_k, zero_padding, counted=True)
-        if grouped and isinstance(main, BackwardWideConfig)
-        else None,
-    )
+    return BackwardPassConfig(main, has_dlse)
