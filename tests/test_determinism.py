@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends import cute as cute_backend
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.checks import assert_matches_oracle, bits, gradients, needs_hopper, poisoned_dout, random_call, run
 from tests.oracle import Call
 
@@ -325,6 +326,26 @@ def run_beyond_slots(head_dim: int, packed: bool) -> None:
 def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
     """They break the contract, and the results may be anything, but nobody waits for tiles that there are not."""
     in_processes(1, run_beyond_slots, head_dim, packed)
+
+
+def run_beyond_tensors(head_dim: int) -> None:
+    """A backward pass that is told of more keys, and queries, than there are."""
+    q, k, dout = torch.randn(3, 300, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    cu, beyond = (torch.tensor([0, 170, end], dtype=torch.int32, device="cuda") for end in (300, 3000))
+    out, lse = flash_attn_varlen_func(q, k, k, cu, cu, 170, 170, return_lse=True, backend="sm90")
+    options = Options(None, None, None, 0.0, True, True)
+    for offsets in ((cu, beyond), (beyond, cu), (beyond, beyond)):
+        inputs = AttentionInputs(q, k, k, *offsets, None, None, None, None, None, 170, 170)
+        backend, spec = dispatch.BACKENDS["sm90"], AttentionSpec.of(inputs, options)
+        backend.backward(spec, inputs, out, lse, dout, None, need_dbias=False, need_dsink=False)
+        torch.cuda.synchronize()
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_offsets_beyond_the_tensors(head_dim: int) -> None:
+    """The same of offsets."""
+    in_processes(1, run_beyond_tensors, head_dim)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])

@@ -31,6 +31,7 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
 _FEW_QUERIES = 64
+_NUM_COUNTERS = 2  # of tiles, and in the backward pass of blocks to round
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 _LOG2_E = math.log2(math.e)
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -98,17 +99,17 @@ class Sm90Backend(PortableBackend):
         dq, dk, dv = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
         )
+        given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
         if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
-            lse = lse.transpose(0, 1).flatten(1)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-            flat = (x.flatten(0, 1) for x in (dq, dk, dv))
-            stats = _launch_backward(spec, as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse, *flat)
-        else:
-            stats = _launch_backward(spec, inputs, out, lse, dout, dlse, dq, dk, dv)
+            lse = lse.transpose(0, 1).flatten(1)
+            given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
+            gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+        stats = _launch_backward(spec, *given, *gradients)
         sink = inputs.learnable_sink
         dsink = None
         if need_dsink and sink is not None:
-            lse_log2, delta = stats.flatten(2)
+            lse_log2, delta = stats()
             dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, None, dsink)
 
@@ -125,12 +126,9 @@ class _BackwardLaunch(NamedTuple):
     """What a backward call launches, but for its tensors."""
 
     kernels: Callable[..., None]
-    stats_shape: tuple[int, ...]
-    sums_shape: tuple[int, ...]  # of dQ
-    sums_keys_shape: tuple[int, ...] | None  # of dK and dV, if heads are grouped
-    turns_shape: tuple[int, ...] | None  # of counters of additions to dQ, if these are in order
-    turns_keys_shape: tuple[int, ...]  # of those to dK and dV, if heads are grouped
-    numbers: tuple[float, float, int, int, int, int, int]  # its arguments from softmax_scale to heads_a_tile
+    stats_shape: tuple[int, int, int]  # of lse and delta, which begin the workspace
+    workspace_size: int
+    numbers: tuple[int, int, float, float, int, int, int, int, int]  # its arguments from blocks to heads_a_tile
 
 
 # PyTorch's own function looks for the driver and the device again each time.
@@ -172,8 +170,8 @@ def _launch_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-) -> Tensor:
-    """Fills dq, dk and dv, and returns lse in base 2 and delta, (2, nheads, blocks, queries a block)."""
+) -> Callable[[], Tensor]:
+    """Fills dq, dk and dv, and returns what makes a tensor of lse in base 2 and delta, (2, nheads, queries)."""
     inputs = with_blind_apart(inputs, spec.window_right)
     q, k, v = inputs.q, inputs.k, inputs.v
     cu_q, cu_k, seqused_q, seqused_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
@@ -190,27 +188,21 @@ def _launch_backward(
         seqused_k is not None,
         dlse is not None,
     )
-    stats, sums = lse.new_empty(launch.stats_shape), lse.new_empty(launch.sums_shape)
-    sums_keys = turns = turns_keys = None
-    if launch.turns_shape is not None:
-        turns = lse.new_empty(launch.turns_shape, dtype=torch.int32)
-    if launch.sums_keys_shape is not None:
-        sums_keys = lse.new_empty(launch.sums_keys_shape)
-        turns_keys = lse.new_empty(launch.turns_keys_shape, dtype=torch.int32)
+    workspace = torch.empty(launch.workspace_size, dtype=torch.uint8, device=q.device)
     if dlse is not None and dlse.stride(-1) != 1:
         dlse = dlse.contiguous()
-    main = (
+    arguments = (
         _aligned(q),
         _aligned(k),
         _aligned(v),
+        _aligned(out),
         _aligned(dout),
+        lse,
+        dlse,
+        dq,
         dk,
         dv,
-        stats,
-        sums,
-        sums_keys,
-        turns,
-        turns_keys,
+        workspace,
         cu_q,
         cu_k,
         seqused_q,
@@ -219,17 +211,18 @@ def _launch_backward(
         _next_tile(q.device),
         num_sms,
     )
-    launch.kernels((_aligned(out), lse, dlse, dq, main))
-    return stats
+    launch.kernels(arguments)
+    shape = launch.stats_shape
+    return lambda: workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
 
 def _next_tile(device: torch.device) -> Tensor:
-    """The counter from which CTAs take tiles: 0, and 0 again after each kernel, so one serves a stream's kernels.
+    """Counters from which CTAs take tiles: 0, and 0 again after each kernel, so they serve all of a stream's kernels.
 
-    A graph may be replayed beside its stream, and gets a counter of its own.
+    A graph may be replayed beside its stream, and gets counters of its own.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
     key = device, torch._C._cuda_getCurrentRawStream(device.index)  # without making a Stream of it
     counter = _counters.get(key)
     if counter is None:
@@ -243,7 +236,7 @@ def _next_tile(device: torch.device) -> Tensor:
 
 def _new_counter(device: torch.device, stream: torch.cuda.Stream) -> Tensor:
     with torch.cuda.stream(stream):  # whose kernels come behind the zero
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 # Caches are bounded, for specs and shapes hold numbers that can change with every call.
@@ -302,7 +295,6 @@ def _backward_launch(
     )
     main = config.main
     tile_m, tile_n, tile_d = main.tile_m, main.tile_n, main.tile_d
-    counters, counters_k = main.counters
     blocks, blocks_k = (
         shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
@@ -327,15 +319,10 @@ def _backward_launch(
     sections = max(0, heads - heads_in_last) // heads_in_cache
     return _BackwardLaunch(
         cache.kernel(config),
-        stats_shape=(2, spec.nheads, blocks, tile_m),
-        sums_shape=(spec.nheads, blocks, tile_m * tile_d),
-        # Nothing is left there if each tile sums over all heads of a group.
-        sums_keys_shape=(2, spec.nheads_k, blocks_k if group > heads_a_tile else 1, tile_n * tile_d)
-        if group > 1
-        else None,
-        turns_shape=(counters, spec.nheads, blocks) if main.deterministic else None,
-        turns_keys_shape=(counters_k, spec.nheads_k, blocks_k),
-        numbers=(*_numbers(spec, q_shape, k_shape), heads_in_cache, sections, heads_a_tile),
+        stats_shape=(2, spec.nheads, blocks * tile_m),
+        # No sums of dK and dV are left to others if each tile sums over all heads of a group.
+        workspace_size=config.workspace_size(spec.nheads, blocks, spec.nheads_k, blocks_k, group > heads_a_tile),
+        numbers=(blocks, blocks_k, *_numbers(spec, q_shape, k_shape), heads_in_cache, sections, heads_a_tile),
     )
 
 

@@ -9,9 +9,8 @@ from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from flash_attn_cute.kernels.sm90.backward_pass import BackwardPassArguments, BackwardPassSm90
-from flash_attn_cute.kernels.sm90.config import BackwardPassConfig, ForwardConfig
+from flash_attn_cute.kernels.sm90.config import PART_ALIGN, BackwardPassConfig, ForwardConfig
 from flash_attn_cute.kernels.sm90.forward import ForwardArguments, ForwardSm90
-from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments
 
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -58,17 +57,20 @@ def _forward(config: ForwardConfig) -> tuple[Any, Any]:
 def _backward(config: BackwardPassConfig) -> tuple[Any, Any]:
     main, dtype = config.main, _DTYPES[config.main.dtype]
     rank = 3 if main.packed else 4
-    arguments = BackwardArguments(
-        *(_rows(dtype, rank) for _ in range(6)),
-        mStats=_workspace(2, cute.sym_int(), cute.sym_int(), main.tile_m),
-        mdQaccum=_workspace(cute.sym_int(), cute.sym_int(), main.tile_m * main.tile_d),
-        mdKVaccum=_workspace(2, cute.sym_int(), cute.sym_int(), main.tile_n * main.tile_d) if main.grouped else None,
-        mTurnsQ=_turns(main.deterministic),
-        mTurnsK=_turns(main.grouped),
+    arguments = BackwardPassArguments(
+        *(_rows(dtype, rank) for _ in range(5)),
+        mLSE=_numbers(rank - 1),
+        mdLSE=_numbers(rank - 1) if config.has_dlse else None,
+        mdQ=_rows(dtype, rank),
+        mdK=_rows(dtype, rank),
+        mdV=_rows(dtype, rank),
+        mWorkspace=make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=PART_ALIGN),
         mCuSeqlensQ=_ints(main.packed),
         mCuSeqlensK=_ints(main.packed),
         mSeqUsedQ=_ints(main.has_seqused_q),
         mSeqUsedK=_ints(main.has_seqused_k),
+        blocks=cutlass.Int32(1),
+        blocks_k=cutlass.Int32(1),
         softmax_scale=cutlass.Float32(1.0),
         softcap=cutlass.Float32(1.0),
         window_left=cutlass.Int32(0),
@@ -79,14 +81,7 @@ def _backward(config: BackwardPassConfig) -> tuple[Any, Any]:
         mNextTile=_ints(True),
         num_ctas=cutlass.Int32(1),
     )
-    around = BackwardPassArguments(
-        mO=_rows(dtype, rank),
-        mLSE=_numbers(rank - 1),
-        mdLSE=_numbers(rank - 1) if config.has_dlse else None,
-        mdQ=_rows(dtype, rank),
-        main=arguments,
-    )
-    return BackwardPassSm90(config), around
+    return BackwardPassSm90(config), arguments
 
 
 _KINDS = {ForwardConfig: _forward, BackwardPassConfig: _backward}
@@ -103,17 +98,6 @@ def _numbers(rank: int) -> Any:
 
 def _ints(present: bool) -> Any:
     return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)) if present else None
-
-
-def _turns(present: bool) -> Any:
-    if not present:
-        return None
-    return make_fake_compact_tensor(cutlass.Int32, [cute.sym_int() for _ in range(3)], stride_order=(2, 1, 0))
-
-
-def _workspace(*shape: Any) -> Any:
-    order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
 
 
 def _strides(rank: int, divisibility: int) -> list[Any]:

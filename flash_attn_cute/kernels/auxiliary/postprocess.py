@@ -1,4 +1,4 @@
-"""Gradients from the float32 workspace: scaled, rounded, and zero in the padding."""
+"""Gradients from the float32 workspace (``common.rounding``), by a kernel behind the backward kernel."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common import schedule, workspace
+from flash_attn_cute.kernels.common import schedule
+from flash_attn_cute.kernels.common.rounding import round_block
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.sequence import Rows
 
 _THREADS = 256
 
@@ -24,10 +26,7 @@ class PostprocessArguments(NamedTuple):
 
 
 class Postprocess:
-    """One CTA a block of ``tile_m`` rows of one head, in parts of so many columns.
-
-    A thread takes eight columns of two rows at a time.
-    """
+    """One CTA a block of ``tile_m`` rows of one head, in parts of so many columns."""
 
     def __init__(self, tile_m: int, tile_d: int, columns: int, packed: bool, zero_padding: bool):
         self.tile_m, self.tile_d, self.columns = tile_m, tile_d, columns
@@ -52,38 +51,21 @@ class Postprocess:
             if a.mTurns[0, work.head, work.block] == 0:
                 length = Int32(0)
         if work.first_row < length:
-            self._convert(a, gdX, work, start, length, stop, thread)
+            at_once = self.tile_m * self.tile_d // 16 // _THREADS
+            at_once = at_once // 2 if const_expr(at_once > 4) else at_once  # more registers, fewer CTAs
+            round_block(
+                a.mdXaccum[work.head, work.block, None],
+                gdX,
+                work.first_row,
+                Rows(start, length),
+                stop,
+                a.scale,
+                self.tile_d,
+                self.columns,
+                thread,
+                _THREADS,
+                at_once,
+            )
         else:  # the workspace may hold nothing
             num_rows = cutlass.min(stop - work.first_row, self.tile_m)
             zero_rows(gdX, start + work.first_row, num_rows, thread, _THREADS)
-
-    @cute.jit
-    def _convert(
-        self,
-        a: PostprocessArguments,
-        gdX: cute.Tensor,
-        work: schedule.WorkTile,
-        start: Int32,
-        length: Int32,
-        stop: Int32,
-        thread: Int32,
-    ) -> None:
-        """A block that has been added to; zeros behind the sequence's length."""
-        vectors, parts_a_row = self.columns // 8, self.tile_d // self.columns
-        units = self.tile_m * self.tile_d // 16
-        for i in cutlass.range_constexpr(-(-units // _THREADS)):
-            unit = i * _THREADS + thread
-            group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
-            row = row // 8 * 16 + row % 8
-            numbers = cute.local_tile(a.mdXaccum[work.head, work.block, None], (64 * self.columns,), (part,))
-            first = work.first_row + part // parts_a_row * 64 + row
-            vector = group + part % parts_a_row * vectors
-            if unit < units and vector * 8 < gdX.shape[1] and first < stop:
-                for n, source in enumerate(workspace.read_rows(numbers, row, group)):
-                    within = first + 8 * n
-                    rounded = cute.make_rmem_tensor(8, gdX.element_type)
-                    for j in cutlass.range_constexpr(8):
-                        value = source[j] * a.scale if within < length else Float32(0.0)
-                        rounded[j] = value.to(gdX.element_type)
-                    if within < stop:
-                        cute.autovec_copy(rounded, cute.local_tile(gdX, (1, 8), (start + within, vector))[0, None])

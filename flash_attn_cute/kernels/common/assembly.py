@@ -40,6 +40,12 @@ def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-
 
 
 @dsl_user_op
+def sleep(nanoseconds: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Lets other warps go on, for about so long."""
+    _assembly(None, [], f"nanosleep.u32 {nanoseconds};", "~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
 def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Adds to four numbers in global memory, each addition by itself atomic."""
     text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"

@@ -119,11 +119,11 @@ def packed_tile(
         last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
         size = cutlass.min(step, size - last * step)
         low += last * step
-    start, stop = Int32(0), total
+    start, stop = Int32(0), total  # of rows behind that there are no tiles
     if low > 0:
-        start = cu_seqlens[low - 1]
+        start = cutlass.min(cu_seqlens[low - 1], total)
     if low < num_sequences - 1:
-        stop = cu_seqlens[low]
+        stop = cutlass.min(cu_seqlens[low], total)
     batch = low - 1 if low < num_sequences - 1 else Int32(-1)
     first = (position - start // tile_m - low) * tile_m
     return WorkTile(first, head, batch, position), start, stop - start
@@ -153,15 +153,23 @@ def row_block(
     cu_seqlens: cute.Tensor | None,
     seqused: cute.Tensor | None,
     tile_m: cutlass.Constexpr,
+    heads_in_cache: Int32 | None = None,
+    last_first: cutlass.Constexpr = True,
 ) -> tuple[WorkTile, Int32, Int32, Int32]:
-    """Tile ``index`` of the rows of mX: it, and its sequence's first row, real rows and rows that it owns."""
+    """Tile ``index`` of the rows of mX: it, and its sequence's first row, real rows and rows that it owns.
+
+    All heads of a tile come before the next tile, or of so many heads, if ``heads_in_cache`` is given.
+    """
     if const_expr(packed):
-        work, start, slot = packed_tile(index, mX.shape[0], mX.shape[-2], cu_seqlens, tile_m)
+        work, start, slot = packed_tile(
+            index, mX.shape[0], mX.shape[-2], cu_seqlens, tile_m, last_first, heads_in_cache
+        )
         length = Int32(0)
         if work.batch >= 0:
-            length = seqused[work.batch] if const_expr(seqused is not None) else slot
+            length = cutlass.min(seqused[work.batch], slot) if const_expr(seqused is not None) else slot
     else:
         count, slot, heads, _ = mX.shape
-        work = dense_tile(index, slot, heads, count, heads * count, tile_m)
+        together = heads * count if const_expr(heads_in_cache is None) else heads_in_cache
+        work = dense_tile(index, slot, heads, count, together, tile_m, last_first)
         start, length = Int32(0), slot
     return work, start, length, slot

@@ -17,9 +17,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from flash_attn_cute.kernels.common.assembly import sleep
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not passed on yet
+_NAP = 256  # nanoseconds
 
 
 def counter(mTurns: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -41,6 +43,16 @@ def wait(counter: cute.Pointer, earlier: Int32) -> None:
     if cute.arch.lane_idx() == 0:
         while added(counter) < earlier:
             pass
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def wait_for_all(mTurns: cute.Tensor, head: Int32, block: Int32, tiles: Int32) -> None:
+    """Returns, to a converged warp, when that many tiles have added to all parts of a block, which may take long."""
+    part = cute.arch.lane_idx()
+    if part < mTurns.shape[0]:
+        while added(counter(mTurns, part, head, block)) < tiles:
+            sleep(_NAP)
     cute.arch.sync_warp()
 
 

@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: gradients of keys and values whole, those of queries as sums in float32.
+"""Attention backward on Hopper, up to d = 128.
 
 Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward kernel, and walks over the queries that
 see it, from the first to the last):
@@ -6,7 +6,7 @@ see it, from the first to the last):
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
                         the workspace, in turn, over which the first to come writes; dK and dV are stored.
                         Warp 3 writes zeros into dK and dV where nothing else is to be.
-    warpgroups 1, 2     multiply, 64 keys each.
+    warpgroups 1, 2     multiply, 64 keys each; when no tile is left, they round dQ (``backward_rounding``).
 
 Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
     tiles  2 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile:
@@ -50,6 +50,7 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.shared import transposed, write
 from flash_attn_cute.kernels.common.softmax import score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.backward_rounding import round_blocks
 from flash_attn_cute.kernels.sm90.backward_shared import (
     STEP_STAGES,
     TILE_STAGES,
@@ -218,6 +219,7 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(c.registers[1])
             mmas = mma_S, mma_S_registers, mma_dV, mma_dK, mma_dQ
             self.multiply(arguments, *mmas, shared, score_scale, scale_log2)
+            round_blocks(c, arguments)
 
     @cute.jit
     def multiply(

@@ -230,6 +230,9 @@ class BackwardWideConfig(_BackwardFeatures):
         return 24, 200, 192, 96
 
 
+PART_ALIGN = 128  # bytes of which each part of a backward pass's workspace takes a multiple
+
+
 @dataclass(frozen=True)
 class BackwardPassConfig:
     """What the kernels of a backward pass are made for; those before and after the main one go by its configuration."""
@@ -241,6 +244,27 @@ class BackwardPassConfig:
     def tile_d(self) -> int:
         """Columns of a block."""
         return self.main.tile_d
+
+    def workspace_size(self, heads: int, blocks: int, heads_k: int, blocks_k: int, shares: bool) -> int:
+        """Bytes of workspace: lse and delta, sums of dQ, counters, and sums of dK and dV, each a multiple of a line.
+
+        Args:
+            heads: of queries.
+            blocks: of queries a head.
+            heads_k: of keys.
+            blocks_k: tiles of keys a head.
+            shares: whether tiles leave sums of dK and dV to others.
+        """
+        c = self.main
+        parts, parts_k = c.counters
+        numbers = [2 * heads * blocks * c.tile_m, heads * blocks * c.tile_m * c.tile_d]
+        if c.deterministic:
+            numbers.append(parts * heads * blocks)
+        if c.grouped:
+            numbers.append(parts_k * heads_k * blocks_k)
+        if shares:
+            numbers.append(2 * heads_k * blocks_k * c.tile_n * c.tile_d)
+        return sum(-(-4 * n // PART_ALIGN) * PART_ALIGN for n in numbers)
 
 
 def backward_config(

@@ -35,6 +35,7 @@ class BackwardArguments(NamedTuple):
     mK: cute.Tensor
     mV: cute.Tensor
     mdO: cute.Tensor
+    mdQ: cute.Tensor
     mdK: cute.Tensor
     mdV: cute.Tensor
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
@@ -53,7 +54,7 @@ class BackwardArguments(NamedTuple):
     heads_in_cache: Int32
     sections: Int32  # of so many heads each; all that are left come together
     heads_a_tile: Int32  # of a group, if grouped
-    mNextTile: cute.Tensor  # (1,): 0, and again when the kernel has ended
+    mNextTile: cute.Tensor  # (2,): of keys, and of queries to round; 0, and again when the kernel has ended
     num_ctas: Int32  # at most that many, if they are persistent
 
 
@@ -191,8 +192,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         batch, q_start, q_length, k_length, first_block = 0, Int32(0), Int32(0), Int32(0), Int32(0)
         if work.batch >= 0:
             k_length = k_slot
-            q_start = a.mCuSeqlensQ[work.batch]
-            q_length = a.mCuSeqlensQ[work.batch + 1] - q_start
+            q_start, q_length = packed_rows(a.mQ, a.mCuSeqlensQ, work.batch)
             first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
             if const_expr(c.has_seqused_q):
                 q_length = cutlass.min(a.mSeqUsedQ[work.batch], q_length)
@@ -240,6 +240,12 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         earlier=nth,
         later=parts - 1 - nth,
     )
+
+
+def packed_rows(mX: cute.Tensor, mCuSeqlens: cute.Tensor, batch: Int32) -> tuple[Int32, Int32]:
+    """First row and slot of a sequence. They end where the tensor does, or turns might be waited for in vain."""
+    start = cutlass.min(mCuSeqlens[batch], mX.shape[0])
+    return start, cutlass.min(mCuSeqlens[batch + 1], mX.shape[0]) - start
 
 
 def _window(c: BackwardConfig | BackwardWideConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:
