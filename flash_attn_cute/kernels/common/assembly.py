@@ -34,6 +34,20 @@ def pack(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int3
 
 
 @dsl_user_op
+def unpack(pair: Int32, which: int, dtype: type, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """The lower or the upper (0 or 1) of two numbers of a 16-bit type in one register, in float32.
+
+    One instruction, where the compiler takes two for an upper one in bfloat16.
+    """
+    if dtype is BFloat16:
+        text = ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;")[which]
+    else:
+        half = ("low", "high")[which]
+        text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {half}; }}"
+    return Float32(_assembly(T.f32(), [pair], text, "=f,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
     """X itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
     return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", True, {"loc": loc, "ip": ip}))

@@ -27,7 +27,7 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
                        warpgroups, into shared memory
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
-                       (with 128 queries a step: at once)
+                       (with 128 queries a step and a causal mask: at once)
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
 
@@ -359,7 +359,7 @@ class BackwardSm90:
             is_first: whether it is the tile's first one.
             is_last: or its last one.
         """
-        shared, stage, rW = work.shared, work.shared.q.stage(step), work.scores.rW
+        shared, stage = work.shared, work.shared.q.stage(step)
         blocks = tile.blocks
         m = n + blocks.full_start  # its number within the sequence
         if is_first:
@@ -396,9 +396,10 @@ class BackwardSm90:
         warpgroup.wait_group(1)  # dP is there
         if is_last:
             shared.v.release(walk)  # to warp 0
+        rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
         differentiate(
             work.acc_dP,
-            lambda i: cute.local_tile(cute.make_tensor(rW.iterator, cute.size(rW)), (8,), (i,)),
+            lambda i: cute.local_tile(rW, (4,), (i,)),
             lambda i: self._stats(work, 1, stage, i),
             work.rdS,
         )

@@ -493,10 +493,10 @@ class BackwardWideSm90:
             self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
 
     def _eight(self, weights: cute.Tensor, i: int) -> cute.Tensor:
-        """This thread's weights of the i-th group of sixteen queries, from warpgroup 1."""
+        """This thread's weights of the i-th group of sixteen queries, two a register, from warpgroup 1."""
         packed = cute.make_rmem_tensor(4, Int32)
         cute.autovec_copy(weights[None, i], packed)
-        return cute.recast_tensor(packed, self.dtype)
+        return packed
 
     @cute.jit
     def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: "_Shared", step: Int32, thread: Int32) -> None:

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.assembly import pack, unpack
 from flash_attn_cute.kernels.common.mask import hide
 
 
@@ -85,13 +85,13 @@ def differentiate(acc_dP: cute.Tensor, weights: cutlass.Constexpr, delta: cutlas
 
     Args:
         acc_dP: gradients of the weights.
-        weights: tells a group's weights, times the derivative of a softcap.
+        weights: tells a group's weights, times the derivative of a softcap, two a register.
         delta: tells a group's delta.
         rdS: laid out as acc_dP.
     """
-    packed = cute.recast_tensor(rdS, Int32)
+    packed, dtype = cute.recast_tensor(rdS, Int32), rdS.element_type
     for i in cutlass.range_constexpr(0, cute.size(acc_dP), 8):
-        four, eight = delta(i // 8), weights(i // 8)
+        four, pairs = delta(i // 8), weights(i // 8)
         for j in cutlass.range_constexpr(0, 8, 2):
-            low, high = (eight[j + n].to(Float32) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
-            packed[(i + j) // 2] = pack(low, high, rdS.element_type)
+            low, high = (unpack(pairs[j // 2], n, dtype) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
+            packed[(i + j) // 2] = pack(low, high, dtype)
