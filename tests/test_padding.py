@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.checks import (
     assert_blind_queries_reach_nothing,
+    assert_matches_oracle,
     bitwise_equal,
     gradients,
     poison_padding,
@@ -117,6 +118,19 @@ def test_queries_that_see_no_key(
     lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
     call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
     assert_blind_queries_reach_nothing(call, through_lse=through_lse)
+
+
+@pytest.mark.parametrize("kept", [slice(1, -1), slice(2, 3)], ids=["between them", "no sequences"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
+    """More than a tile of them before the first sequence and behind the last, or nothing but them."""
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
+    call = random_call([150, 60, 250, 300], causal=True, sink=True, device=device, **shape)
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    call = replace(call, cu_seqlens_q=call.cu_seqlens_q[kept], cu_seqlens_k=call.cu_seqlens_k[kept])
+    poison_padding(call)
+    assert_matches_oracle(call)
 
 
 def test_offsets_in_the_style_of_thd() -> None:

@@ -93,7 +93,8 @@ class Sm90Backend(PortableBackend):
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
-        if not (inputs.q.numel() and inputs.k.numel()):
+        has_sequences = inputs.cu_seqlens_q is None or len(inputs.cu_seqlens_q) > 1
+        if not (inputs.q.numel() and inputs.k.numel() and has_sequences):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         # Twice as fast as new_empty.
         dq, dk, dv = (
@@ -296,7 +297,7 @@ def _backward_launch(
     main = config.main
     tile_m, tile_n, tile_d = main.tile_m, main.tile_n, main.tile_d
     blocks, blocks_k = (
-        shape[-3] // rows + sequences + 2 if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
+        shape[-3] // rows + sequences if len(shape) == 3 else shape[0] * -(-shape[-3] // rows)
         for shape, rows in ((q_shape, tile_m), (k_shape, tile_n))
     )
     longest = max(1, longest)

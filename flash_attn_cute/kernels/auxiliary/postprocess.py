@@ -36,7 +36,8 @@ class Postprocess:
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         heads, blocks, _ = a.mdXaccum.shape
-        self.kernel(a).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        num_blocks = schedule.num_row_blocks(heads, blocks, self.packed)
+        self.kernel(a).launch(grid=[num_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: PostprocessArguments) -> None:
@@ -48,8 +49,9 @@ class Postprocess:
         gdX = mdX[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         stop = slot if const_expr(self.zero_padding) else length
         if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-            if a.mTurns[0, work.head, work.block] == 0:
-                length = Int32(0)
+            if work.first_row < length:  # noqa: SIM102 (rows of no sequence may have no block)
+                if a.mTurns[0, work.head, work.block] == 0:
+                    length = Int32(0)
         if work.first_row < length:
             at_once = self.tile_m * self.tile_d // 16 // _THREADS
             at_once = at_once // 2 if const_expr(at_once > 4) else at_once  # more registers, fewer CTAs

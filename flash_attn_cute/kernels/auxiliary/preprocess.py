@@ -52,7 +52,10 @@ class Preprocess:
         thread, _, _ = cute.arch.thread_idx()
         mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)
         mLSE = numbers_first(a.mLSE, self.packed)
-        work, start, length, _ = schedule.row_block(index, a.mO, self.packed, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m)
+        first = a.mStats.shape[1] if self.packed else 0  # each head's first and last tile have no block
+        work, start, length, _ = schedule.row_block(
+            first + index, a.mO, self.packed, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m
+        )
         batch = Int32(0) if const_expr(self.packed) else work.batch
         rows_a_pass = _THREADS // self.lanes
         lane = thread % self.lanes

@@ -16,8 +16,8 @@ from cutlass import Boolean, Int32, const_expr
 class WorkTile:
     """Rows ``first_row .. first_row + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
 
-    ``block`` numbers the tiles of a head, over all sequences. ``in_last``: whether its section is one that is
-    numbered the other way round.
+    ``block`` numbers the tiles of a head, over all sequences; the first and the last of packed ones, which are of none,
+    are -1 and one too many. ``in_last``: whether its section is one that is numbered the other way round.
     """
 
     first_row: Int32
@@ -80,6 +80,11 @@ def num_packed_tiles(total: Int32, heads: Int32, batch: Int32, tile_m: int) -> I
     return (total // tile_m + batch + 2) * heads
 
 
+def num_row_blocks(heads: Int32, blocks: Int32, packed: bool) -> Int32:
+    """Tiles of rows (``row_block``) that have so many blocks a head in a workspace."""
+    return (blocks + 2 if packed else blocks) * heads
+
+
 @cute.jit
 def packed_tile(
     index: Int32,
@@ -126,7 +131,7 @@ def packed_tile(
         stop = cutlass.min(cu_seqlens[low], total)
     batch = low - 1 if low < num_sequences - 1 else Int32(-1)
     first = (position - start // tile_m - low) * tile_m
-    return WorkTile(first, head, batch, position), start, stop - start
+    return WorkTile(first, head, batch, position - 1), start, stop - start
 
 
 @cute.jit

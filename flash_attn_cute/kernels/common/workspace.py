@@ -4,7 +4,7 @@ Sums are of dQ, and of dK and dV where query heads share a key head: for these r
 
 Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
 numbered as their tiles are (``schedule.packed_tile``), so that no block holds queries of two sequences: batch *
-ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences + 2. A block of dQ is in parts, one for every
+ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. A block of dQ is in parts, one for every
 warpgroup that multiplies: first along its rows, 64 a part, then along its columns. Within a part numbers lie as the
 warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes them into
 shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a thread
@@ -19,7 +19,7 @@ from flash_attn_cute.kernels.common.assembly import add_four
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
     """The first block of a packed sequence."""
-    return first_row // tile_m + sequence + 1
+    return first_row // tile_m + sequence
 
 
 def permuted(row: Int32) -> Int32:

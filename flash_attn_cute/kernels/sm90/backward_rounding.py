@@ -26,10 +26,11 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments) -> None:
     lane = cute.arch.lane_idx()
     _, heads, blocks, _ = a.mStats.shape
     # Every warp asks until it gets none.
-    num_questions = heads * blocks + 4 * c.num_mma_warpgroups * cute.arch.grid_dim()[0]
+    num_blocks = schedule.num_row_blocks(heads, blocks, c.packed)
+    num_questions = num_blocks + 4 * c.num_mma_warpgroups * cute.arch.grid_dim()[0]
     next_block = cute.domain_offset((1,), a.mNextTile)
     index = schedule.take_tile(next_block, num_questions)
-    while index < heads * blocks:
+    while index < num_blocks:
         # A head's all together, as tiles are taken, those that tiles come to last at its end.
         work, start, length, slot = schedule.row_block(
             index, a.mQ, c.packed, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, heads_in_cache=Int32(1), last_first=c.packed
