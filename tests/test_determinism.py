@@ -329,22 +329,27 @@ def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
 
 
 def run_beyond_tensors(head_dim: int) -> None:
-    """A backward pass that is told of more keys, and queries, than there are."""
-    q, k, dout = torch.randn(3, 300, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    """A backward pass that is told of more keys, and queries, than there are: as if told where they end."""
+    q, dout, kv = torch.randn(3, 300, 8, head_dim, device="cuda", dtype=torch.bfloat16)
     cu, beyond = (torch.tensor([0, 170, end], dtype=torch.int32, device="cuda") for end in (300, 3000))
-    out, lse = flash_attn_varlen_func(q, k, k, cu, cu, 170, 170, return_lse=True, backend="sm90")
     options = Options(None, None, None, 0.0, True, True)
-    for offsets in ((cu, beyond), (beyond, cu), (beyond, beyond)):
-        inputs = AttentionInputs(q, k, k, *offsets, None, None, None, None, None, 170, 170)
-        backend, spec = dispatch.BACKENDS["sm90"], AttentionSpec.of(inputs, options)
-        backend.backward(spec, inputs, out, lse, dout, None, need_dbias=False, need_dsink=False)
-        torch.cuda.synchronize()
+    for k in (kv, kv[:, :2]):
+        out, lse = flash_attn_varlen_func(q, k, k, cu, cu, 170, 170, return_lse=True, backend="sm90")
+        results = []
+        for offsets in ((cu, cu), (cu, beyond), (beyond, cu), (beyond, beyond)):
+            inputs = AttentionInputs(q, k, k, *offsets, None, None, None, None, None, 170, 170)
+            backend, spec = dispatch.BACKENDS["sm90"], AttentionSpec.of(inputs, options)
+            got = backend.backward(spec, inputs, out, lse, dout, None, need_dbias=False, need_dsink=False)
+            results.append((got.dq, got.dk, got.dv))
+            torch.cuda.synchronize()
+        for each in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(each, results[0], strict=True))
 
 
 @needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_offsets_beyond_the_tensors(head_dim: int) -> None:
-    """The same of offsets."""
+    """The same of offsets; they end where the tensors do."""
     in_processes(1, run_beyond_tensors, head_dim)
 
 

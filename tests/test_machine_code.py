@@ -105,7 +105,12 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in HEAD_DIMS},
     **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-causal": backward(d, has_right=True, deterministic=True) for d in HEAD_DIMS},
+    # Those of one head a tile, where more columns of K are in registers.
+    **{f"d{d}-ungrouped": backward(d, **BACKWARD_EVERYTHING | {"grouped": False}) for d in (64, 128)},
+    "d64-ungrouped-no-left": backward(64, **BACKWARD_EVERYTHING | {"grouped": False, "has_left": False}),
+    "d128-ungrouped-no-right": backward(128, **BACKWARD_EVERYTHING | {"grouped": False, "has_right": False}),
     "d64-left": backward(64, has_left=True),
+    "d64-packed-left": backward(64, has_left=True, packed=True, has_seqused_q=True, has_seqused_k=True, has_dlse=True),
     "d128-grouped": backward(128, has_right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
     "d256-float16": backward(256, dtype="float16"),

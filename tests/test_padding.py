@@ -124,7 +124,7 @@ def test_queries_that_see_no_key(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
     """More than a tile of them before the first sequence and behind the last, or nothing but them."""
-    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
+    shape: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
     call = random_call([150, 60, 250, 300], causal=True, sink=True, device=device, **shape)
     assert call.cu_seqlens_q is not None
     assert call.cu_seqlens_k is not None

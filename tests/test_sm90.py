@@ -419,13 +419,17 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("lengths_k", [None, [200, 90]], ids=["same", "other"])
-def test_graph_capture(lengths_k: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("lengths_k", "kept"),
+    [(None, slice(None)), ([200, 90], slice(None)), (None, slice(1))],
+    ids=["same", "other", "no sequences"],
+)
+def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
     """No synchronisation in either pass, and replays see new data."""
     call = random_call([300, 40], lengths_k, causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-    assert cu_q is not None
-    assert cu_k is not None
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    cu_q, cu_k = call.cu_seqlens_q[kept], call.cu_seqlens_k[kept]
     if lengths_k is None:
         cu_k = cu_q
 

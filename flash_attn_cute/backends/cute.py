@@ -93,23 +93,26 @@ class Sm90Backend(PortableBackend):
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
-        has_sequences = inputs.cu_seqlens_q is None or len(inputs.cu_seqlens_q) > 1
-        if not (inputs.q.numel() and inputs.k.numel() and has_sequences):
+        if not (inputs.q.numel() and inputs.k.numel()):
             return super().backward(spec, inputs, out, lse, dout, dlse, need_dbias=need_dbias, need_dsink=need_dsink)
         # Twice as fast as new_empty.
         dq, dk, dv = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
         )
         given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
+        sink = inputs.learnable_sink if need_dsink else None
+        if inputs.cu_seqlens_q is not None and len(inputs.cu_seqlens_q) == 1:  # all rows are padding
+            for x in gradients:
+                x.zero_()
+            return Gradients(dq, dk, dv, None, None if sink is None else torch.zeros_like(sink))
         if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = lse.transpose(0, 1).flatten(1)
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
             gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
         stats = _launch_backward(spec, *given, *gradients)
-        sink = inputs.learnable_sink
         dsink = None
-        if need_dsink and sink is not None:
+        if sink is not None:
             lse_log2, delta = stats()
             dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, None, dsink)

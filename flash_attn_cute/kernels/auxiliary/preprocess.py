@@ -52,7 +52,7 @@ class Preprocess:
         thread, _, _ = cute.arch.thread_idx()
         mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)
         mLSE = numbers_first(a.mLSE, self.packed)
-        first = a.mStats.shape[1] if self.packed else 0  # each head's first and last tile have no block
+        first = a.mStats.shape[1] if self.packed else 0  # those without a block are first and last
         work, start, length, _ = schedule.row_block(
             first + index, a.mO, self.packed, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m
         )

@@ -81,7 +81,7 @@ def num_packed_tiles(total: Int32, heads: Int32, batch: Int32, tile_m: int) -> I
 
 
 def num_row_blocks(heads: Int32, blocks: Int32, packed: bool) -> Int32:
-    """Tiles of rows (``row_block``) that have so many blocks a head in a workspace."""
+    """Tiles of rows (``row_block``), given how many blocks of a workspace a head has: of packed ones two have none."""
     return (blocks + 2 if packed else blocks) * heads
 
 
@@ -124,7 +124,7 @@ def packed_tile(
         last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
         size = cutlass.min(step, size - last * step)
         low += last * step
-    start, stop = Int32(0), total  # of rows behind that there are no tiles
+    start, stop = Int32(0), total  # offsets end where the tensor does
     if low > 0:
         start = cutlass.min(cu_seqlens[low - 1], total)
     if low < num_sequences - 1:

@@ -38,7 +38,8 @@ def added(counter: cute.Pointer) -> Int32:
 def wait(counter: cute.Pointer, earlier: Int32) -> None:
     """Returns, to a converged warp, when that many tiles have added.
 
-    Or more: offsets that nobody has checked may let sequences share a block, which is to be wrong, not to hang.
+    Or more: offsets that nobody has checked may let sequences share a block, which is to be wrong, not to hang. Where
+    they decrease, though, tiles may be waited for that nobody takes; FLASH_ATTN_CUTE_CHECK=1 refuses them.
     """
     if cute.arch.lane_idx() == 0:
         while added(counter) < earlier:

@@ -27,7 +27,7 @@ A step of a multiplying warpgroup (transposed: rows are keys, columns are querie
                        warpgroups, into shared memory
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
-                       (with 128 queries a step and a causal mask: at once)
+                       (at once, if steps are not short)
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
 

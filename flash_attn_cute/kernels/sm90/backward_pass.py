@@ -51,7 +51,7 @@ class BackwardPassSm90:
     """The kernels of one configuration."""
 
     def __init__(self, config: BackwardPassConfig):
-        self.config = c = config.main
+        self.config, c = config, config.main
         self.preprocess = Preprocess(c.tile_m, c.tile_d, c.packed)
         self.main: BackwardSm90 | BackwardWideSm90
         if isinstance(c, BackwardConfig):
@@ -83,30 +83,16 @@ class BackwardPassSm90:
                 self.postprocess_keys(after, stream)
 
     def _main_arguments(self, a: BackwardPassArguments) -> BackwardArguments:
-        """Those of the main kernel: the workspace in its parts, which lie in the order of ``workspace_size``."""
-        c, heads, heads_k = self.config, a.mQ.shape[-2], a.mK.shape[-2]
-        parts, parts_k = c.counters
-        place = a.mWorkspace.iterator.toint()
-        mStats, place = _part(Float32, place, (2, heads, a.blocks, c.tile_m))
-        mdQaccum, place = _part(Float32, place, (heads, a.blocks, c.tile_m * c.tile_d))
-        mdKVaccum = mTurnsQ = mTurnsK = None
-        if c.deterministic:
-            mTurnsQ, place = _part(Int32, place, (parts, heads, a.blocks))
-        if c.grouped:
-            mTurnsK, place = _part(Int32, place, (parts_k, heads_k, a.blocks_k))
-            mdKVaccum, _ = _part(Float32, place, (2, heads_k, a.blocks_k, c.tile_n * c.tile_d))
-        users = a.mQ, a.mK, a.mV, a.mdO, a.mdQ, a.mdK, a.mdV
-        workspace = mStats, mdQaccum, mdKVaccum, mTurnsQ, mTurnsK
-        return BackwardArguments(*users, *workspace, *a[_OFFSETS], *a[_NUMBERS])
-
-
-_FIELDS = BackwardPassArguments._fields
-_OFFSETS = slice(_FIELDS.index("mCuSeqlensQ"), _FIELDS.index("blocks"))
-_NUMBERS = slice(_FIELDS.index("softmax_scale"), None)
+        """Those of the main kernel: the same, and the parts of the workspace."""
+        parts, place = {}, a.mWorkspace.iterator.toint()
+        for name, shape in self.config.parts(a.mQ.shape[-2], a.blocks, a.mK.shape[-2], a.blocks_k).items():
+            parts[name], place = _part(Int32 if name.startswith("mTurns") else Float32, place, shape)
+        given = {name: getattr(a, name, None) for name in BackwardArguments._fields}
+        return BackwardArguments(**given | parts)
 
 
 def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
-    """A compact part of the workspace, and where the next one begins. The last of its sizes may be a constant."""
+    """A compact part of the workspace, and where the next one begins. Its first and last size may be constants."""
     row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
     strides: list[Int64 | int] = [1]
     for size in shape[:0:-1]:

@@ -31,7 +31,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments) -> None:
     next_block = cute.domain_offset((1,), a.mNextTile)
     index = schedule.take_tile(next_block, num_questions)
     while index < num_blocks:
-        # A head's all together, as tiles are taken, those that tiles come to last at its end.
+        # A head's all together, and its sequences, as tiles of them are taken.
         work, start, length, slot = schedule.row_block(
             index, a.mQ, c.packed, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, heads_in_cache=Int32(1), last_first=c.packed
         )

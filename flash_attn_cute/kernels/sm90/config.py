@@ -1,5 +1,6 @@
 """Tile sizes of the Hopper kernels, and all else that changes their code."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -161,9 +162,9 @@ class BackwardConfig(_BackwardFeatures):
     def columns_K(self) -> int:
         """Columns of K that are in registers for the scores, and not read from shared memory for every block.
 
-        Where they spill nothing 64 are 1 to 2.5 % faster, but for causal masks at d = 128.
+        Where they spill nothing 64 are 1 to 2.5 % faster, but for windows bounded to the right at d = 128.
         """
-        roomy = self.tile_d == 64 or (self.tile_d == 128 and not self.has_right)
+        roomy = {64: not self.has_softcap, 96: False, 128: not self.has_right}[self.tile_d]
         return 64 if roomy and not self.grouped else 16
 
     @property
@@ -171,8 +172,8 @@ class BackwardConfig(_BackwardFeatures):
         """Whether a step is a chain of short links, in which to wait for a load or a fence is what costs most.
 
         Then lse is read before the scores are begun, and of dQ others are told in the next step. With 128 queries in
-        a step the products last longer than either, and causal passes are 2 % faster if both happen when they can;
-        full ones are not.
+        a step the products last longer than either, and causal passes are 2 % faster if both happen when they can, but
+        full ones slower.
         """
         return self.tile_m == 64 or not self.has_right
 
@@ -250,26 +251,42 @@ class BackwardPassConfig:
         """Columns of a block."""
         return self.main.tile_d
 
-    def workspace_size(self, heads: int, blocks: int, heads_k: int, blocks_k: int, shares: bool) -> int:
-        """Bytes of workspace: lse and delta, sums of dQ, counters, and sums of dK and dV, each a multiple of a line.
+    def parts(self, heads: Any, blocks: Any, heads_k: Any, blocks_k: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
 
         Args:
-            heads: of queries.
+            heads: of queries; like all others an int, or the kernels' Int32.
             blocks: of queries a head.
             heads_k: of keys.
             blocks_k: tiles of keys a head.
-            shares: whether tiles leave sums of dK and dV to others.
         """
         c = self.main
-        parts, parts_k = c.counters
-        numbers = [2 * heads * blocks * c.tile_m, heads * blocks * c.tile_m * c.tile_d]
+        counters, counters_k = c.counters
+        parts: dict[str, tuple[Any, ...]] = {
+            "mStats": (2, heads, blocks, c.tile_m),
+            "mdQaccum": (heads, blocks, c.tile_m * c.tile_d),
+        }
         if c.deterministic:
-            numbers.append(parts * heads * blocks)
+            parts["mTurnsQ"] = counters, heads, blocks
         if c.grouped:
-            numbers.append(parts_k * heads_k * blocks_k)
-        if shares:
-            numbers.append(2 * heads_k * blocks_k * c.tile_n * c.tile_d)
-        return sum(-(-4 * n // PART_ALIGN) * PART_ALIGN for n in numbers)
+            parts["mTurnsK"] = counters_k, heads_k, blocks_k
+            parts["mdKVaccum"] = 2, heads_k, blocks_k, c.tile_n * c.tile_d
+        return parts
+
+    def workspace_size(self, heads: int, blocks: int, heads_k: int, blocks_k: int, shares: bool) -> int:
+        """Bytes of workspace: of its parts, each a multiple of ``PART_ALIGN``.
+
+        Args:
+            heads: as in ``parts``.
+            blocks: as in ``parts``.
+            heads_k: as in ``parts``.
+            blocks_k: as in ``parts``.
+            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
+        """
+        parts = self.parts(heads, blocks, heads_k, blocks_k)
+        if not shares:
+            parts.pop("mdKVaccum", None)
+        return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())
 
 
 def backward_config(

@@ -72,7 +72,7 @@ class ForwardArguments(NamedTuple):
     window_left: Int32
     window_right: Int32
     heads_in_cache: Int32
-    mNextTile: cute.Tensor | None  # (1,): 0, and again when the kernel has ended
+    mNextTile: cute.Tensor | None  # (2,), of which it takes the first: 0, and again when the kernel has ended
     num_ctas: Int32  # at most that many, where a CTA has several tiles
 
 

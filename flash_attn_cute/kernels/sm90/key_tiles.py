@@ -40,7 +40,7 @@ class BackwardArguments(NamedTuple):
     mdV: cute.Tensor
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
-    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no tiles if unused
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
     mCuSeqlensQ: cute.Tensor | None
@@ -243,8 +243,11 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
 
 
 def packed_rows(mX: cute.Tensor, mCuSeqlens: cute.Tensor, batch: Int32) -> tuple[Int32, Int32]:
-    """First row and slot of a sequence. They end where the tensor does, or turns might be waited for in vain."""
-    start = cutlass.min(mCuSeqlens[batch], mX.shape[0])
+    """First row and slot of a sequence, which ends where the tensor does, or turns might be waited for in vain.
+
+    If it begins behind that the slot is negative, and nobody sees anything.
+    """
+    start = mCuSeqlens[batch]
     return start, cutlass.min(mCuSeqlens[batch + 1], mX.shape[0]) - start
 
 
