@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from benchmarks.harness import CaseReport, Mean, Spread, Verdict
 _PROJECT = Path(__file__).parents[1]
 # What to draw of the seconds that a case took.
 _Quantity: TypeAlias = Callable[[CaseReport, float], float]
+# A list of numbers, which is to be on one line.
+_NUMBERS = re.compile(r"\[([\d\s.,e+-]+)\]")
 
 
 def table(report: CaseReport) -> str:
@@ -103,7 +106,8 @@ def write_json(
         ],
     }
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    text = json.dumps(_rounded(content), indent=1)
+    partial.write_text(_NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[1].split())}]", text) + "\n")
     partial.replace(path)
 
 
