@@ -84,11 +84,15 @@ class BackwardPassSm90:
 
     def _main_arguments(self, a: BackwardPassArguments) -> BackwardArguments:
         """Those of the main kernel: the same, and the parts of the workspace."""
-        parts, place = {}, a.mWorkspace.iterator.toint()
+        parts: dict[str, cute.Tensor | None] = dict.fromkeys(_WORKSPACE)
+        place = a.mWorkspace.iterator.toint()
         for name, shape in self.config.parts(a.mQ.shape[-2], a.blocks, a.mK.shape[-2], a.blocks_k).items():
             parts[name], place = _part(Int32 if name.startswith("mTurns") else Float32, place, shape)
-        given = {name: getattr(a, name, None) for name in BackwardArguments._fields}
-        return BackwardArguments(**given | parts)
+        given = {name: getattr(a, name) for name in BackwardArguments._fields if name not in parts}
+        return BackwardArguments(**given, **parts)
+
+
+_WORKSPACE = "mStats", "mdQaccum", "mdKVaccum", "mTurnsQ", "mTurnsK"
 
 
 def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
