@@ -3,12 +3,14 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
 from flash_attn_cute import settings
+from flash_attn_cute.jit import disk
 
 # Workers that share the machine's cores leave them to one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -72,3 +74,16 @@ def device(request: pytest.FixtureRequest) -> str:
     """Each kind of device this machine has."""
     kind: str = request.param
     return kind
+
+
+NAME = "0123456789abcdef" * 4
+IDENTITY = {"kind": "a kernel", "config": {"tile": 64}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of compiled kernels that has one entry, of that name and identity."""
+    path = tmp_path / "kernels"
+    with disk.Folder(path) as opened:
+        opened.write(NAME, IDENTITY, b"code")
+    return path
