@@ -65,9 +65,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments) -> None:
 def _num_tiles(c: cutlass.Constexpr, a: BackwardArguments, work: schedule.WorkTile, q_length: Int32) -> Int32:
     """How many tiles add to a block."""
     if const_expr(c.packed):
-        _, k_length = packed_rows(a.mK, a.mCuSeqlensK, work.batch)
-        if const_expr(c.has_seqused_k):
-            k_length = cutlass.min(a.mSeqUsedK[work.batch], k_length)
+        _, k_length = packed_rows(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch)
     else:
         k_length = a.mK.shape[1]
     left, right = a.window_left if c.has_left else None, a.window_right if c.has_right else None

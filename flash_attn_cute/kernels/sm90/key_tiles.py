@@ -192,10 +192,8 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         batch, q_start, q_length, k_length, first_block = 0, Int32(0), Int32(0), Int32(0), Int32(0)
         if work.batch >= 0:
             k_length = k_slot
-            q_start, q_length = packed_rows(a.mQ, a.mCuSeqlensQ, work.batch)
+            q_start, q_length = packed_rows(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
             first_block = workspace.packed_block(q_start, work.batch, c.tile_m)
-            if const_expr(c.has_seqused_q):
-                q_length = cutlass.min(a.mSeqUsedQ[work.batch], q_length)
             if const_expr(c.has_seqused_k):
                 k_length = cutlass.min(a.mSeqUsedK[work.batch], k_slot)  # or turns would be waited for in vain
     else:
@@ -242,13 +240,19 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     )
 
 
-def packed_rows(mX: cute.Tensor, mCuSeqlens: cute.Tensor, batch: Int32) -> tuple[Int32, Int32]:
-    """First row and slot of a sequence, which ends where the tensor does, or turns might be waited for in vain.
+@cute.jit
+def packed_rows(
+    mX: cute.Tensor, mCuSeqlens: cute.Tensor, mSeqUsed: cute.Tensor | None, batch: Int32
+) -> tuple[Int32, Int32]:
+    """First row and real rows of a sequence, which ends where the tensor does, or turns might be waited for in vain.
 
-    If it begins behind that the slot is negative, and nobody sees anything.
+    If it begins behind that its rows are fewer than none, and nobody sees anything.
     """
     start = mCuSeqlens[batch]
-    return start, cutlass.min(mCuSeqlens[batch + 1], mX.shape[0]) - start
+    length = cutlass.min(mCuSeqlens[batch + 1], mX.shape[0]) - start
+    if const_expr(mSeqUsed is not None):
+        length = cutlass.min(mSeqUsed[batch], length)
+    return start, length
 
 
 def _window(c: BackwardConfig | BackwardWideConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:
