@@ -107,8 +107,13 @@ def write_json(
     }
     partial = path.with_suffix(".partial")
     text = json.dumps(_rounded(content), indent=1)
-    partial.write_text(_NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[1].split())}]", text) + "\n")
+    partial.write_text(_NUMBERS.sub(_on_one_line, text) + "\n")
     partial.replace(path)
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    """A list of raw times or rates, with five digits each: more do not repeat."""
+    return f"[{', '.join(f'{float(number):.5g}' for number in numbers[1].split(','))}]"
 
 
 def _rounded(content: Any) -> Any:
@@ -164,7 +169,7 @@ def write_plot(path: Path, title: str, reports: Sequence[CaseReport]) -> None:
     figure.suptitle(title)
     drawn = {label: x for axes in figure.axes for x, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(drawn.values(), drawn.keys(), loc="outside right upper")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def _draw_bars(axes: Any, reports: Sequence[CaseReport], colours: Mapping[str, str], quantity: _Quantity) -> None:
