@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 
 from flash_attn_cute.backends.base import Backend
-from flash_attn_cute.backends.cute import Sm90Backend
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec
 
-# In order of preference.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Sm90Backend(), PortableBackend())}
+_IN_ORDER_OF_PREFERENCE: list[Backend] = [*map(CuteBackend, ARCHITECTURES.values()), PortableBackend()]
+BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
 
 
 class Selection(NamedTuple):

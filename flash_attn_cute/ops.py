@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from flash_attn_cute import dispatch, profiling, settings
 from flash_attn_cute.backends.base import Backend, Gradients
-from flash_attn_cute.sequences import read_sequences
+from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 _TENSORS = (

@@ -2,7 +2,7 @@
 
 Checks run on every call and look at types, shapes, dtypes, strides and devices only, never at device data, so
 that they cost no synchronisation and work under tracing. (What the offsets hold is checked where they are
-read: ``sequences.read_sequences``.) Each message reads "argument: expected ..., got ...".
+read: ``lengths.read_sequences``.) Each message reads "argument: expected ..., got ...".
 """
 
 import sys

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends import cute as cute_backend
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.checks import assert_matches_oracle, bits, gradients, needs_hopper, poisoned_dout, random_call, run
 from tests.oracle import Call
@@ -296,13 +295,15 @@ def test_sections_of_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few heads at a time, as only long sequences have them, and those that are left together."""
-    chosen = cute_backend._backward_launch
+    backend: Any = dispatch.BACKENDS["sm90"]
+    prepare = backend._prepare_backward
 
-    def launch(*arguments: Any) -> Any:
-        found = chosen(*arguments)
-        return found._replace(numbers=(*found.numbers[:-3], heads_in_cache, sections, found.numbers[-1]))
+    def few_together(*arguments: Any) -> Any:
+        kernels, planned = prepare(*arguments)
+        sizes = {"heads_in_cache": heads_in_cache, "sections": sections}
+        return kernels, planned._replace(numbers=planned.numbers | sizes)
 
-    monkeypatch.setattr(cute_backend, "_backward_launch", launch)
+    monkeypatch.setattr(backend, "_prepare_backward", few_together)
     case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}
     lengths = ([137, 0, 37, 64], [119, 7, 37, 70]) if packed else ([119] * 2, [137] * 2)
     call = small_call(*lengths, case, "sm90")

@@ -18,20 +18,22 @@ import torch
 from flash_attn_cute import settings
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache, disk, key
+from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, backward_config, forward_config
 from tests.conftest import NAME
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-CONFIG = forward_config("bfloat16", 64, 64)
+CONFIG = forward_config("bfloat16", 64, 64, Features())
 
 PROCESS = """
 import json, time
 import cutlass.cute.runtime, tvm_ffi  # their imports are not our time
 from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import forward_config
 start = time.perf_counter()
-kernel = cache.kernel(forward_config("bfloat16", 64, 64))
+kernel = cache.kernel(forward_config("bfloat16", 64, 64, Features()))
 seconds = time.perf_counter() - start
 try:
     kernel(0)
@@ -153,7 +155,7 @@ def test_kernels_with_one_symbol_are_apart(warm: Warm, monkeypatch: pytest.Monke
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(warm.folder))
     monkeypatch.setattr(cache, "_kernels", {})
     before = cache.compile_count()
-    packed = cache.kernel(forward_config("float16", 64, 64, packed=True))
+    packed = cache.kernel(forward_config("float16", 64, 64, Features(packed=True)))
     dense = cache.kernel(CONFIG)
     assert cache.compile_count() == before + 1
     with pytest.raises(TypeError, match=r"Tensor\(\[n0, n1, n2\], float16\)"):
@@ -309,7 +311,7 @@ def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with open(package / "ops.py", "a") as file:
         file.write("# says nothing about kernels\n")
     assert key.sources_unchanged()
-    for path in ("kernels/common/softmax.py", "kernels/sm90/config.py", "jit/compile.py", "jit/code.py"):
+    for path in ("kernels/common/score.py", "kernels/sm90/config.py", "jit/compile.py", "jit/code.py"):
         before = (package / path).read_text()
         (package / path).write_text(before + "\n")
         assert not key.sources_unchanged()
@@ -317,7 +319,7 @@ def test_sources_are_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (package / "kernels/new.py").touch()
     assert not key.sources_unchanged()
     (package / "kernels/new.py").unlink()
-    (package / "kernels/common/mask.py").rename(package / "kernels/common/masks.py")
+    (package / "kernels/common/blocks.py").rename(package / "kernels/common/walks.py")
     assert not key.sources_unchanged()
 
     monkeypatch.undo()
@@ -343,7 +345,7 @@ def test_list(
     lines = capsys.readouterr().out.splitlines()
     assert "2 kernels" in lines[0]
     assert len(lines) == 3
-    for part in ("sm90.config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "zero_padding", "DSL 4.8", "CUDA 1"):
+    for part in ("sm90.config.ForwardConfig", "dtype=bfloat16", "tile_d=64", "DSL 4.8", "CUDA 1"):
         assert part in lines[1]
     assert "packed" not in lines[1]
     assert time.strftime("%Y-%m-%d") in lines[1]
@@ -377,9 +379,10 @@ def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_pass_in_one_line() -> None:
     lines = [
-        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, has_dlse=x))) for x in (False, True)
+        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, Features(dlse=x))))
+        for x in (False, True)
     ]
-    assert lines[1] == f"{lines[0]} has_dlse"
+    assert lines[1] == f"{lines[0]} dlse"
     assert lines[0].startswith("dtype=bfloat16 tile_d=64")
 
 
@@ -395,42 +398,32 @@ def test_what_is_warmed() -> None:
     def configs(*arguments: str) -> list[Any]:
         return command.configurations(command.parser().parse_args(["warm", *arguments]))
 
-    common: list[dict[str, Any]] = [
-        {"head_dim": d, "head_dim_v": d, "packed": packed, "has_right": causal}
+    common: list[tuple[int, int, Features]] = [
+        (d, d, Features(packed=packed, right=causal))
         for d in (64, 128)
         for packed in (False, True)
         for causal in (False, True)
     ]
-    backward = [backward_config("bfloat16", **options) for options in common]
-    assert set(configs()) == {*(forward_config("bfloat16", **options) for options in common), *backward}
+    backward = [backward_config("bfloat16", *options) for options in common]
+    assert set(configs()) == {*(forward_config("bfloat16", *options) for options in common), *backward}
     assert set(configs("--passes", "backward")) == set(backward)
     wide = ("--head-dims", "256", "--masks", "full", "--layouts", "dense", "--passes", "backward")
-    assert configs(*wide) == [backward_config("bfloat16", 256, 256)]
+    assert configs(*wide) == [backward_config("bfloat16", 256, 256, Features())]
     assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
     one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
-    assert configs("--head-dims", "192:128", *one) == [
-        forward_config("float16", 192, 128, has_left=True, has_right=True)
-    ]
-    assert configs("--head-dims", "8", "--features", "seqused_q", "sink", "unwritten_padding", *one) == [
-        forward_config(
-            "float16",
-            8,
-            8,
-            packed=True,
-            has_seqused_q=True,
-            has_sink=True,
-            has_left=True,
-            has_right=True,
-            zero_padding=False,
-        )
+    window = Features(left=True, right=True)
+    assert configs("--head-dims", "192:128", *one) == [forward_config("float16", 192, 128, window)]
+    features = dataclasses.replace(window, packed=True, seqused_q=True, sink=True, zero_padding=False)
+    assert configs("--head-dims", "8", "--features", "seqused_q", "sink", "no_zero_padding", *one) == [
+        forward_config("float16", 8, 8, features)
     ]
     of_one_pass = configs(
         *("--head-dims", "64", "--masks", "full", "--layouts", "dense"),
-        *("--features", "sink", "lse_gradient", "grouped", "deterministic"),
+        *("--features", "sink", "dlse", "grouped", "deterministic"),
     )
     assert of_one_pass == [
-        forward_config("bfloat16", 64, 64, has_sink=True),
-        backward_config("bfloat16", 64, 64, has_dlse=True, grouped=True, deterministic=True),
+        forward_config("bfloat16", 64, 64, Features(sink=True)),
+        backward_config("bfloat16", 64, 64, Features(dlse=True, grouped=True, deterministic=True)),
     ]
     everything = configs(
         *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),

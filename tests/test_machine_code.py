@@ -9,36 +9,30 @@ from typing import Any
 
 import pytest
 
+from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import (
     HEAD_DIMS,
+    BackwardClusterConfig,
     BackwardConfig,
-    BackwardPassConfig,
-    BackwardWideConfig,
+    BackwardCtaConfig,
     ForwardConfig,
     backward_config,
     forward_config,
 )
 
 
-def config(tile_d: int, tile_dv: int | None = None, **changes: Any) -> ForwardConfig:
-    return forward_config(changes.pop("dtype", "bfloat16"), tile_d, tile_dv or tile_d, **changes)
+def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
+    dtype, group = options.pop("dtype", "bfloat16"), options.pop("group", 1)
+    return forward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), group=group)
 
 
-EVERYTHING = {
-    "packed": True,
-    "has_seqused_q": True,
-    "has_seqused_k": True,
-    "has_left": True,
-    "has_right": True,
-    "has_softcap": True,
-    "has_sink": True,
-}
+EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
 CONFIGS = {
     **{f"d{d}": config(d) for d in HEAD_DIMS},
-    **{f"d{d}-causal": config(d, has_right=True) for d in HEAD_DIMS},
-    **{f"d{d}-packed-causal": config(d, has_right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-causal": config(d, right=True) for d in HEAD_DIMS},
+    **{f"d{d}-packed-causal": config(d, right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-everything": config(d, **EVERYTHING) for d in HEAD_DIMS},
-    "d192-dv128": config(192, 128, has_right=True),
+    "d192-dv128": config(192, 128, right=True),
     "float16": config(128, dtype="float16"),
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
 }
@@ -68,7 +62,7 @@ def machine_code(chosen: Any, folder: Path) -> dict[str, list[str]]:
 
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    found = re.search(r"[a-z](Forward|Backward|BackwardWide|Preprocess|Postprocess)(?:Sm90)?_object", function)
+    found = re.search(r"[a-z](Forward|BackwardCta|BackwardCluster|Preprocess|Postprocess)(?:Sm90)?_obj", function)
     assert found, function[:200]
     return found[1]
 
@@ -80,7 +74,7 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     products = len(re.findall(r"\bHGMMA\b", sass))
     # Outside the loops: the scores of the first block and the output of the last one, of the same tile, or of this
     # and the next one together, each with a fence, and a wait for both.
-    loops = 1 + chosen.has_right + chosen.has_left
+    loops = 1 + chosen.features.right + chosen.features.left
     scores, outputs = chosen.tile_d // 16, chosen.tile_n // 16
     between = (scores + outputs + scores, 3 + 2) if chosen.persistent else (0, 0)
     assert products == (loops + 1) * (scores + outputs) + between[0]
@@ -90,44 +84,39 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert ("UTMASTG" in sass) == (chosen.group == 1)
 
 
-def backward(tile_d: int, **changes: Any) -> BackwardPassConfig:
-    return backward_config(changes.pop("dtype", "bfloat16"), tile_d, tile_d, **changes)
+def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> BackwardConfig:
+    return backward_config(options.pop("dtype", "bfloat16"), tile_d, tile_dv or tile_d, Features(**options))
 
 
-BACKWARD_EVERYTHING = {name: value for name, value in EVERYTHING.items() if name != "has_sink"} | {
-    "has_dlse": True,
-    "grouped": True,
-    "deterministic": True,
-}
+BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
 BACKWARD_CONFIGS = {
     **{f"d{d}": backward(d) for d in HEAD_DIMS},
-    **{f"d{d}-packed-causal": backward(d, has_right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-packed-causal": backward(d, right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-everything": backward(d, **BACKWARD_EVERYTHING) for d in HEAD_DIMS},
-    **{f"d{d}-window": backward(d, has_left=True, has_right=True, packed=True) for d in HEAD_DIMS},
-    **{f"d{d}-causal": backward(d, has_right=True, deterministic=True) for d in HEAD_DIMS},
+    **{f"d{d}-window": backward(d, left=True, right=True, packed=True) for d in HEAD_DIMS},
+    **{f"d{d}-causal": backward(d, right=True, deterministic=True) for d in HEAD_DIMS},
     # Those of one head a tile, where more columns of K are in registers.
     **{f"d{d}-ungrouped": backward(d, **BACKWARD_EVERYTHING | {"grouped": False}) for d in (64, 128)},
-    "d64-ungrouped-no-left": backward(64, **BACKWARD_EVERYTHING | {"grouped": False, "has_left": False}),
-    "d128-ungrouped-no-right": backward(128, **BACKWARD_EVERYTHING | {"grouped": False, "has_right": False}),
-    "d64-left": backward(64, has_left=True),
-    "d64-packed-left": backward(64, has_left=True, packed=True, has_seqused_q=True, has_seqused_k=True, has_dlse=True),
-    "d128-grouped": backward(128, has_right=True, packed=True, grouped=True),
+    "d64-ungrouped-no-left": backward(64, **BACKWARD_EVERYTHING | {"grouped": False, "left": False}),
+    "d128-ungrouped-no-right": backward(128, **BACKWARD_EVERYTHING | {"grouped": False, "right": False}),
+    "d64-left": backward(64, left=True),
+    "d64-packed-left": backward(64, left=True, packed=True, seqused_q=True, seqused_k=True, dlse=True),
+    "d128-grouped": backward(128, right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
     "d256-float16": backward(256, dtype="float16"),
     "d256-everything-unordered": backward(256, **BACKWARD_EVERYTHING | {"deterministic": False}),
 }
-NARROW, WIDE = (
-    {name: c for name, c in BACKWARD_CONFIGS.items() if isinstance(c.main, BackwardWideConfig) == wide}
-    for wide in (False, True)
+OF_CTAS, OF_CLUSTERS = (
+    {name: c for name, c in BACKWARD_CONFIGS.items() if isinstance(c, kind)}
+    for kind in (BackwardCtaConfig, BackwardClusterConfig)
 )
 
 
-@pytest.mark.parametrize("config", NARROW.values(), ids=NARROW)
-def test_compiled_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", OF_CTAS.values(), ids=OF_CTAS)
+def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     """No spills, products in flight together, loads, stores and additions by TMA."""
-    kernels, chosen = machine_code(config, tmp_path), config.main
-    assert isinstance(chosen, BackwardConfig)
-    (sass,) = kernels["Backward"]
+    kernels = machine_code(chosen, tmp_path)
+    (sass,) = kernels["BackwardCta"]
     columns, queries, keys = chosen.tile_d // 16, chosen.tile_m // 16, chosen.tile_n // 16
     # A step; outside of the loop the last dQ.
     assert len(re.findall(r"\bHGMMA\b", sass)) == (2 * columns + 2 * queries + keys) + keys
@@ -137,7 +126,7 @@ def test_compiled_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
     assert "UTMASTG" in sass
     assert "UBLKRED.G.S.ADD.F32" in sass
     assert "UBLKCP.G.S" in sass  # who is first overwrites
-    sums = 2 * chosen.tile_d if chosen.grouped else 0  # of keys: from registers, four at a time
+    sums = 2 * chosen.tile_d if chosen.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
     # DQ's sums, four vectors of four a thread, not by way of a cache that knows nothing of additions; and shared ones.
     assert len(re.findall(r"\bLDG\.E\.128", sass)) == 4 * 4 + sums * 64 // 128 // 4
@@ -145,21 +134,22 @@ def test_compiled_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
     check_before_and_after(kernels, zeroes=False, num_after=0)
 
 
-@pytest.mark.parametrize("config", WIDE.values(), ids=WIDE)
-def test_compiled_wide_backward(config: BackwardPassConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", OF_CLUSTERS.values(), ids=OF_CLUSTERS)
+def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:
     """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
-    kernels, chosen = machine_code(config, tmp_path), config.main
-    assert isinstance(chosen, BackwardWideConfig)
-    (sass,) = kernels["BackwardWide"]
+    kernels = machine_code(chosen, tmp_path)
+    (sass,) = kernels["BackwardCluster"]
     columns, parts = chosen.tile_d // 16, chosen.tile_d // chosen.columns_dO
     assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 2 * 4 * parts + 8  # S and dP, dV and dK, dQ
     # A fence and a wait each for S, dK and the parts of dV and dP; two fences and a wait for dQ.
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (1 + parts) + 3
     assert len(re.findall(r"\bUTMALDG\S*\.MULTICAST", sass)) == chosen.tile_d // 64 * 2
-    assert ("UTMASTG" in sass) != chosen.grouped
-    sums = chosen.columns_dQ + (2 * chosen.tile_d if chosen.grouped else 0)
+    assert ("UTMASTG" in sass) != chosen.features.grouped
+    sums = chosen.columns_dQ + (2 * chosen.tile_d if chosen.features.grouped else 0)
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
-    check_before_and_after(kernels, zeroes=not chosen.deterministic, num_after=3 if chosen.grouped else 1)
+    check_before_and_after(
+        kernels, zeroes=not chosen.features.deterministic, num_after=3 if chosen.features.grouped else 1
+    )
 
 
 def check_before_and_after(kernels: dict[str, list[str]], *, zeroes: bool, num_after: int) -> None:

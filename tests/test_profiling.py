@@ -11,10 +11,11 @@ import torch
 from flash_attn_cute import dispatch, profiling
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.config import ForwardConfig, forward_config
 from tests.checks import random_call, run
 
-CONFIG = ForwardConfig("bfloat16", 192, 128, 128, 96, 2, 1, *([False] * 8))
+CONFIG = forward_config("bfloat16", 192, 128, Features())
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.backends import cute as cute_backend
+from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import (
     HEAD_DIMS,
@@ -31,45 +31,6 @@ from tests.checks import (
     run,
 )
 from tests.oracle import Call
-
-
-@pytest.mark.parametrize(
-    ("q_shape", "nheads_k", "deterministic", "expected"),
-    [
-        ((9000, 32, 128), 32, False, (5, 5, 1)),
-        ((9000, 32, 128), 32, True, (5, 5, 1)),
-        ((3, 3000, 32, 128), 32, False, (8, 11, 1)),
-        # All of the first heads of groups together, then all of the second ones.
-        ((9000, 24, 128), 8, False, (5, 0, 1)),
-        ((9000, 32, 128), 8, False, (2, 3, 2)),
-        ((3, 3000, 32, 128), 8, False, (2, 23, 2)),
-        ((1, 3000, 8, 128), 2, False, (2, 1, 2)),
-        ((9000, 32, 256), 32, False, (2, 13, 1)),
-        ((9000, 32, 256), 32, True, (2, 15, 1)),
-        ((3, 3000, 32, 256), 8, False, (2, 45, 1)),
-    ],
-    ids=str,
-)
-def test_backward_sections(
-    q_shape: tuple[int, ...],
-    nheads_k: int,
-    deterministic: bool,
-    expected: tuple[int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The cache has room for five heads of this length at a time, or for two of d = 256, or if a tile sums over two.
-
-    Of a dense batch as many run together as make it two and a half steps from tile to tile: eight. In no order the last
-    six at least do.
-    """
-    monkeypatch.setattr(cache, "kernel", lambda chosen: chosen)
-    q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
-    k = q[..., :nheads_k, :]
-    cu = torch.empty(4, dtype=torch.int32, device="meta") if len(q_shape) == 3 else None
-    spec = AttentionSpec.of(_inputs(q, k, k, cu), Options(None, 0, 0, 0.0, deterministic, True))
-    launch = cute_backend._backward_launch.__wrapped__(spec, q.shape, k.shape, 3, 3000, 132, False, False, False)
-    assert launch.numbers[-3:] == expected
-
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
 CALLS: dict[str, dict[str, Any]] = {
@@ -541,7 +502,7 @@ def assert_steps_agree(function: Any, plain: Any, device: str) -> None:
 @needs_hopper
 def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernels on a stream run while PyTorch warms up for a graph, with memory that others get later."""
-    monkeypatch.setattr("flash_attn_cute.backends.cute._counters", {})
+    monkeypatch.setattr(tile_counters._counters, "kept", {})
     torch.compiler.reset()
     before = counters["inductor"].copy()
     compiled = torch.compile(two_layers, mode="reduce-overhead", fullgraph=True, dynamic=False)
@@ -554,7 +515,7 @@ def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_hopper
 def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernels on a stream run with memory from a pool of the user's: nothing of it is kept."""
-    monkeypatch.setattr("flash_attn_cute.backends.cute._counters", {})
+    monkeypatch.setattr(tile_counters._counters, "kept", {})
     pool = torch.cuda.MemPool()
 
     def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

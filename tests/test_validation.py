@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, sequences, settings, validate
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, lengths, settings, validate
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.spec import AttentionSpec, Feature, Options
 

@@ -21,27 +21,16 @@ from typing import Any
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import cache, disk, warm
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, forward_config
+from flash_attn_cute.kernels import registry
+from flash_attn_cute.kernels.features import Features, words
 
-MASKS: dict[str, dict[str, bool]] = {
-    "full": {},
-    "causal": {"has_right": True},
-    "window": {"has_left": True, "has_right": True},
-    "left": {"has_left": True},
-}
+MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
 PASSES = ("forward", "backward")
 LAYOUTS = ("dense", "packed")
-FEATURES: dict[str, dict[str, bool]] = {
-    "seqused_q": {"has_seqused_q": True, "packed": True},  # a dense batch with padding is packed
-    "seqused_k": {"has_seqused_k": True, "packed": True},
-    "softcap": {"has_softcap": True},
-    "sink": {"has_sink": True},  # of the forward pass alone
-    "lse_gradient": {"has_dlse": True},
-    "grouped": {"grouped": True},  # query heads share a key head
-    "deterministic": {"deterministic": True},  # up to d = 128 all passes are
-    "unwritten_padding": {"zero_padding": False},
-}
-_BACKWARD_ALONE = ("has_dlse", "grouped", "deterministic")
+FEATURES = tuple(word for word in words() if word not in ("packed", "left", "right"))  # which have options of their own
+_ARCHITECTURES = registry.ARCHITECTURES
+_DTYPES = tuple(dict.fromkeys(dtype for architecture in _ARCHITECTURES.values() for dtype in architecture.dtypes))
+_MAX_HEAD_DIM = max(architecture.max_head_dim for architecture in _ARCHITECTURES.values())
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -51,8 +40,8 @@ def head_dims(text: str) -> tuple[int, int]:
         d, d_v = map(int, parts * 2 if len(parts) == 1 else parts)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number or two, such as 128 or 192:128, got {text!r}") from None
-    if not all(0 < x <= max(HEAD_DIMS) and x % 8 == 0 for x in (d, d_v)):
-        raise argparse.ArgumentTypeError(f"expected multiples of 8 up to {max(HEAD_DIMS)}, got {text!r}")
+    if not all(0 < x <= _MAX_HEAD_DIM and x % 8 == 0 for x in (d, d_v)):
+        raise argparse.ArgumentTypeError(f"expected multiples of 8 up to {_MAX_HEAD_DIM}, got {text!r}")
     return d, d_v
 
 
@@ -74,29 +63,25 @@ def positive(text: str) -> int:
 
 def configurations(chosen: argparse.Namespace) -> list[Any]:
     """All that the command line asks for, each once: different head dimensions can share a kernel."""
-    features: dict[str, bool] = {}
-    for feature in chosen.features:
-        features |= FEATURES[feature]
     found: list[Any] = []
     for dtype, (d, d_v), mask, layout in itertools.product(
         chosen.dtypes, chosen.head_dims, chosen.masks, chosen.layouts
     ):
-        options = {"packed": layout == "packed"} | MASKS[mask] | features
-        if "forward" in chosen.passes:
-            forward = {name: value for name, value in options.items() if name not in _BACKWARD_ALONE}
-            found += [forward_config(dtype, d, d_v, group=group, **forward) for group in chosen.groups]
-        if "backward" in chosen.passes:
-            backward = {name: value for name, value in options.items() if name != "has_sink"}
-            found.append(backward_config(dtype, d, d_v, **backward))
+        features = Features.parse([*MASKS[mask], *chosen.features])
+        # A dense batch with padding is packed.
+        packed = layout == "packed" or features.seqused_q or features.seqused_k
+        features = dataclasses.replace(features, packed=packed)
+        for direction in chosen.passes:
+            configure = _ARCHITECTURES[chosen.architecture].passes[direction].configure
+            options = [{"group": group} for group in chosen.groups] if direction == "forward" else [{}]
+            found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """A configuration in one line: what is off is left out. Of a pass: its main kernel's, and what goes beyond it."""
-    if "main" in fields:
-        fields = fields["main"] | {"has_dlse": fields["has_dlse"]}
-    on = {name: value for name, value in fields.items() if value is not False}
-    return " ".join(name if value is True else f"{name}={value}" for name, value in on.items())
+    """A configuration in one line, its features last, of which those are left out that are as by default."""
+    numbers = " ".join(f"{name}={value}" for name, value in fields.items() if name != "features")
+    return f"{numbers} {Features.told(fields['features'])}".rstrip()
 
 
 def run_list(path: Path) -> None:
@@ -152,6 +137,12 @@ def parser() -> argparse.ArgumentParser:
         description="Compiles the kernel of every combination of what is given, unless it is there already.",
     )
     warming.add_argument(
+        "--architecture",
+        choices=tuple(_ARCHITECTURES),
+        default=next(iter(_ARCHITECTURES)),
+        help="whose kernels (default: %(default)s)",
+    )
+    warming.add_argument(
         "--head-dims",
         nargs="+",
         type=head_dims,
@@ -169,10 +160,10 @@ def parser() -> argparse.ArgumentParser:
     )
     for option, names, default in (
         ("--passes", PASSES, list(PASSES)),
-        ("--dtypes", ("bfloat16", "float16"), ["bfloat16"]),
+        ("--dtypes", _DTYPES, ["bfloat16"]),
         ("--masks", tuple(MASKS), ["full", "causal"]),
         ("--layouts", LAYOUTS, list(LAYOUTS)),
-        ("--features", tuple(FEATURES), []),
+        ("--features", FEATURES, []),
     ):
         text = f"out of {', '.join(names)} (default: {' '.join(default) or 'none'})"
         warming.add_argument(option, nargs="+", choices=names, metavar=option[2:-1].upper(), default=default, help=text)

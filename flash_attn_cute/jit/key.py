@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_cute import settings
+from flash_attn_cute.kernels import registry
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = (
@@ -26,7 +27,7 @@ _COMPILERS = (
 def identity(config: Any) -> dict[str, Any]:
     """Everything that the code of a kernel follows from, as JSON: its configuration, the sources, the compiler.
 
-    The target is part of the sources: each kind of configuration is compiled for one. Imports cutlass.
+    Imports cutlass.
 
     Args:
         config: a frozen dataclass of numbers, strings and booleans.
@@ -34,6 +35,7 @@ def identity(config: Any) -> dict[str, Any]:
     return {
         "kind": f"{type(config).__module__}.{type(config).__qualname__}",
         "config": dataclasses.asdict(config),
+        "target": registry.architecture_of(config).target,
         "sources": _SOURCES,
         "compiler": _compiler(),
         "compiler settings": settings.compiler_environment(),

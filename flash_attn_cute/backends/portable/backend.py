@@ -6,7 +6,7 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
-from flash_attn_cute.sequences import Rows, Run, merge_runs, padding, read_sequences
+from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
 
 

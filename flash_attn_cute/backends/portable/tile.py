@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flash_attn_cute.sequences import Rows, Run
+from flash_attn_cute.lengths import Rows, Run
 from flash_attn_cute.spec import AttentionSpec
 
 

@@ -49,7 +49,7 @@ def unpack(pair: Int32, which: int, dtype: type, *, loc=None, ip=None) -> Float3
 
 @dsl_user_op
 def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
-    """X itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
+    """The number itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
     return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", True, {"loc": loc, "ip": ip}))
 
 

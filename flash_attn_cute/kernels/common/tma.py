@@ -40,11 +40,6 @@ class RowTiles:
             rows = cute.domain_offset((start, 0), self.tensor[None, None, head, batch])
         return cute.local_tile(rows, (self.tile_rows, self.tile_columns), (0, column_tile))
 
-    @property
-    def operands(self) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """What crosses from host to kernel."""
-        return self.atom, self.tensor
-
     def load(self, gX: cute.Tensor, sX: cute.Tensor, mbarrier: cute.Pointer, multicast: int | None = None) -> None:
         """Loads a tile into shared memory, by one converged warp; its bytes arrive on the barrier.
 
@@ -79,4 +74,4 @@ def make_row_tiles(
         )
         mX = cute.make_tensor(mX.iterator, view)
     info = cpasync.make_tiled_tma_atom(operation, mX, layout, tile)
-    return RowTiles(info.atom, info.tma_tensor, tile[0], tile[1], ragged)
+    return RowTiles(info.atom, info.tma_tensor, *tile, ragged)

@@ -1,29 +1,45 @@
-"""Tile sizes of the Hopper kernels, and all else that changes their code."""
+"""Tile sizes of the Hopper kernels, and all else that changes their code: a table of cases for each kernel.
+
+A table is read from the top; the first row whose head dimension and features fit is taken. Needs no cutlass.
+"""
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from flash_attn_cute.kernels.features import Case, Direction, Features
+
+HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
+DTYPES = ("float16", "bfloat16")
+PART_ALIGN = 128  # bytes of which each part of a backward pass's workspace takes a multiple
+
+_SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """What a compiled forward kernel is made for. Lengths, strides, scale and window sizes are run-time arguments."""
+class Sm90Config:
+    """What every kernel is made for. Lengths, strides, scale and window sizes are arguments (``kernels.arguments``)."""
 
-    dtype: str  # "bfloat16" or "float16"
-    tile_d: int  # head dimension of q and k, rounded up; TMA fills the rest with zeros
-    tile_dv: int
+    architecture: ClassVar[str] = "sm90"
+    direction: ClassVar[Direction]
+
+    dtype: str  # one of ``DTYPES``
+    tile_d: int  # one of ``HEAD_DIMS``
+    features: Features
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Sm90Config):
+    """What a compiled forward kernel is made for."""
+
+    direction: ClassVar[Direction] = "forward"
+
+    tile_dv: int  # columns of v
     tile_m: int  # rows of a tile, 64 a warpgroup
     tile_n: int  # keys a block
     stages: int  # blocks of keys in flight
+    q_in_registers: bool  # Q is read from shared memory once, not for every block
     group: int  # query heads of a key head that are rows of one tile; 1, or a divisor of 64
-    packed: bool
-    has_seqused_q: bool
-    has_seqused_k: bool
-    has_left: bool  # a window bounded to the left
-    has_right: bool  # to the right; causal is a right of 0
-    has_softcap: bool
-    has_sink: bool
-    zero_padding: bool
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -31,16 +47,10 @@ class ForwardConfig:
         return self.tile_m // 64
 
     @property
-    def q_in_registers(self) -> bool:
-        """Q is read from shared memory once, not for every block: 1 % at d = 128; elsewhere it takes too many."""
-        roomy = self.num_mma_warpgroups == 2 and not (self.has_left and self.has_softcap)
-        return self.tile_d == 128 and roomy
-
-    @property
     def persistent(self) -> bool:
         """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O."""
         rows = self.tile_m * (2 * self.tile_d + self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * rows <= 224 * 1024
+        return 2 * rows <= _SHARED_MEMORY
 
     @property
     def tile_stages(self) -> int:
@@ -49,66 +59,50 @@ class ForwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers a thread of the loading warpgroup and of the others; 512 in sum over the warpgroups."""
+        """Registers a thread of the producer warpgroup and of the others; 512 in sum over the warpgroups."""
         return {2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]
 
 
-# Head dimensions that tiles are made for, and (tile_m, tile_n, stages) of each. Shared memory: Q and all K and V
-# stages within 227 KiB. Registers: S and P of tile_n and O of tile_dv columns within the budget above.
-_TILES = {
-    64: (192, 128, 3),
-    96: (128, 128, 2),
-    128: (128, 128, 2),
-    192: (128, 96, 2),
-    256: (128, 80, 2),
-}
-HEAD_DIMS = tuple(_TILES)
+class _ForwardTile(NamedTuple):
+    """A row of the forward kernel's table."""
+
+    tile_d: int
+    case: Case
+    tile_m: int
+    tile_n: int
+    stages: int
+    q_in_registers: bool = False
 
 
-def tile_shape(tile_d: int, has_left: bool, has_right: bool, has_softcap: bool) -> tuple[int, int, int]:
-    """(tile_m, tile_n, stages) for one of ``HEAD_DIMS``, the kind of window and a softcap."""
-    if tile_d == 64 and has_left and has_softcap:
-        return 192, 96, 2  # 128 keys spill
-    if tile_d == 128 and not (has_left or has_right or has_softcap):
-        return 192, 80, 2  # 4 % at 8k: a third less traffic of keys and values; under a window smaller tiles win
-    return _TILES[tile_d]
+# Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
+_FORWARD_TILES = (
+    _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
+    _ForwardTile(64, Case(), 192, 128, 3),
+    _ForwardTile(96, Case(), 128, 128, 2),
+    # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
+    _ForwardTile(128, Case(without="left right softcap"), 192, 80, 2),
+    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
+    _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
+    _ForwardTile(192, Case(), 128, 96, 2),
+    _ForwardTile(256, Case(), 128, 80, 2),
+)
 
 
-def forward_config(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    group: int = 1,
-    packed: bool = False,
-    has_seqused_q: bool = False,
-    has_seqused_k: bool = False,
-    has_left: bool = False,
-    has_right: bool = False,
-    has_softcap: bool = False,
-    has_sink: bool = False,
-    zero_padding: bool = True,
-) -> ForwardConfig:
+def forward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1) -> ForwardConfig:
     """The configuration that serves a call: its kernel's tiles, and what is compiled into it."""
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
-    tile_m, tile_n, stages = tile_shape(tile_d, has_left, has_right, has_softcap)
+    tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     return ForwardConfig(
         dtype=dtype,
         tile_d=tile_d,
+        features=features.of_pass("forward"),
         tile_dv=tile_dv,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        stages=stages,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        stages=tile.stages,
+        q_in_registers=tile.q_in_registers,
         group=group,
-        packed=packed,
-        has_seqused_q=has_seqused_q,
-        has_seqused_k=has_seqused_k,
-        has_left=has_left,
-        has_right=has_right,
-        has_softcap=has_softcap,
-        has_sink=has_sink,
-        zero_padding=zero_padding,
     )
 
 
@@ -117,65 +111,90 @@ def _tile_columns(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class _BackwardFeatures:
-    """What calls ask of either backward kernel."""
+class BackwardConfig(Sm90Config):
+    """What all kernels of a backward pass are made for; the one that multiplies comes in two kinds, see below."""
 
-    dtype: str
-    tile_d: int  # columns of q, k and v; TMA fills what they lack with zeros
-    packed: bool
-    has_seqused_q: bool
-    has_seqused_k: bool
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    grouped: bool  # query heads share a key head
-    zero_padding: bool
-
-
-@dataclass(frozen=True)
-class BackwardConfig(_BackwardFeatures):
-    """What a compiled backward kernel is made for."""
+    direction: ClassVar[Direction] = "backward"
+    ctas_a_tile: ClassVar[int]
+    tile_n: ClassVar[int] = 128  # keys a tile
 
     tile_m: int  # queries a block
-    tile_n: int  # keys a tile, 64 a warpgroup
-    stages: int  # blocks of queries in flight
 
-    ctas_a_tile: ClassVar[int] = 1
-    deterministic: ClassVar[bool] = True  # asked for or not: it takes no longer
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Counters of additions a block of queries, and of keys."""
+        raise NotImplementedError
+
+    @property
+    def columns_dQ(self) -> int:
+        """Columns of a part of a block of dQ, which one warpgroup or CTA computes."""
+        raise NotImplementedError
 
     @property
     def turns_last(self) -> bool:
-        """Whether the last section of heads goes the other way round (``key_tiles``)."""
-        return self.has_right and not (self.packed or self.grouped)
+        """Whether the heads of the last section of tiles go the other way round."""
+        raise NotImplementedError
+
+    def parts(self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
+
+        Args:
+            heads: of queries; like all others an int, or the kernels' Int32.
+            num_m_blocks: blocks of queries a head.
+            heads_k: of keys.
+            num_n_blocks: tiles of keys a head.
+        """
+        counters, counters_k = self.counters
+        parts: dict[str, tuple[Any, ...]] = {
+            "mStats": (2, heads, num_m_blocks, self.tile_m),
+            "mdQaccum": (heads, num_m_blocks, self.tile_m * self.tile_d),
+        }
+        if self.features.deterministic:
+            parts["mTurnsQ"] = counters, heads, num_m_blocks
+        if self.features.grouped:
+            parts["mTurnsK"] = counters_k, heads_k, num_n_blocks
+            parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
+        return parts
+
+    def workspace_size(self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, shares: bool) -> int:
+        """Bytes of workspace: of its parts, each a multiple of ``PART_ALIGN``.
+
+        Args:
+            heads: as in ``parts``.
+            num_m_blocks: as in ``parts``.
+            heads_k: as in ``parts``.
+            num_n_blocks: as in ``parts``.
+            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
+        """
+        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks)
+        if not shares:
+            parts.pop("mdKVaccum", None)
+        return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())
+
+
+@dataclass(frozen=True)
+class BackwardCtaConfig(BackwardConfig):
+    """Up to d = 128: a tile of keys is one CTA's work. Its features are always deterministic, as that costs nothing."""
+
+    ctas_a_tile: ClassVar[int] = 1
+    stages: ClassVar[int] = 2  # blocks of queries in flight
+
+    # Columns of K that are in registers for the scores, and not read from shared memory for every block.
+    columns_K: int
+    # Whether a step is a chain of short links, in which to wait for a load or a fence is what costs most. Then lse is
+    # read before the scores are begun, and of dQ others are told in the next step.
+    short_steps: bool
+    registers: tuple[int, int]  # a thread of the producer warpgroup and of the others
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Warpgroups that multiply; one more loads."""
+        """Warpgroups that multiply, 64 keys each; one more loads."""
         return self.tile_n // 64
 
     @property
     def columns_dQ(self) -> int:
-        """Columns of dQ that a warpgroup computes, for 64 queries: all of them if there are queries for each."""
+        """Those that a warpgroup computes, for 64 queries: all of them if there are queries for each."""
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
-
-    @property
-    def columns_K(self) -> int:
-        """Columns of K that are in registers for the scores, and not read from shared memory for every block.
-
-        Where they spill nothing 64 are 1 to 2.5 % faster, but for windows bounded to the right at d = 128.
-        """
-        roomy = {64: not self.has_softcap, 96: False, 128: not self.has_right}[self.tile_d]
-        return 64 if roomy and not self.grouped else 16
-
-    @property
-    def short_steps(self) -> bool:
-        """Whether a step is a chain of short links, in which to wait for a load or a fence is what costs most.
-
-        Then lse is read before the scores are begun, and of dQ others are told in the next step. With 128 queries in
-        a step the products last longer than either, and causal passes are 2 % faster if both happen when they can, but
-        full ones slower.
-        """
-        return self.tile_m == 64 or not self.has_right
 
     @property
     def groups_of_stats(self) -> int:
@@ -184,145 +203,77 @@ class BackwardConfig(_BackwardFeatures):
 
     @property
     def counters(self) -> tuple[int, int]:
-        """Counters of additions a block of queries, and of keys, one a warpgroup."""
+        """One a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers a thread of the first warpgroup and of the others."""
-        return (40, 232) if self.tile_d == 96 else (24, 240)
+    def turns_last(self) -> bool:
+        """Where that pays: under a right bound the longest tiles would come last (``backward_tiles``)."""
+        return _TURNS_LAST.fits(self.features)
+
+
+# Packed sequences and grouped heads lose by it.
+_TURNS_LAST = Case("right", without="packed grouped")
+
+
+class _BackwardTile(NamedTuple):
+    """A row of the table of the backward kernel up to d = 128."""
+
+    tile_d: int
+    case: Case
+    tile_m: int
+    columns_K: int
+    short_steps: bool
+    registers: tuple[int, int] = (24, 240)
+
+
+# 64 columns of K are 1 to 2.5 % faster where they spill nothing; a windowed d = 128 has the registers, but is slower.
+# With 128 queries in a step the products last longer than any wait: causal passes are 2 % faster if what steps tell of
+# is told when it can be, but full ones slower.
+_BACKWARD_TILES = (
+    _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
+    _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
+    _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
+    _BackwardTile(64, Case(without="grouped"), 128, 64, True),
+    _BackwardTile(64, Case(), 128, 16, True),
+    _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
+    _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
+    _BackwardTile(128, Case(), 64, 16, True),
+)
 
 
 @dataclass(frozen=True)
-class BackwardWideConfig(_BackwardFeatures):
-    """What a compiled backward kernel for head dimensions above 128 is made for."""
-
-    deterministic: bool
+class BackwardClusterConfig(BackwardConfig):
+    """Above d = 128: a tile of keys is the work of a cluster of two CTAs, 64 keys each."""
 
     ctas_a_tile: ClassVar[int] = 2
     turns_last: ClassVar[bool] = False
+    registers: ClassVar[tuple[int, int, int, int]] = (24, 200, 192, 96)  # a thread of each warpgroup; 512 in sum
 
-    @property
-    def tile_m(self) -> int:
-        """Queries a block."""
-        return 64
-
-    @property
-    def tile_n(self) -> int:
-        """Keys a tile, 64 a CTA of a cluster of two."""
-        return 128
+    # Columns of dO that are loaded and released together, and of dV and dK in a product.
+    columns_dO: int
 
     @property
     def columns_dQ(self) -> int:
-        """Columns of dQ that a CTA computes."""
+        """Those that a CTA computes."""
         return self.tile_d // 2
 
     @property
-    def columns_dO(self) -> int:
-        """Columns of dO that are loaded and released together, and of dV and dK in a product.
-
-        Shared memory has no room for two blocks of 256, and the assembler refuses such products of 512 threads.
-        """
-        return {192: 192, 256: 128}[self.tile_d]
-
-    @property
     def counters(self) -> tuple[int, int]:
-        """Counters of additions a block of queries, one a CTA, and of keys, for dK and dV each."""
+        """Of queries one a CTA; of keys one a CTA and gradient, dK and dV."""
         return 2, 4
 
-    @property
-    def registers(self) -> tuple[int, int, int, int]:
-        """Registers a thread of each warpgroup; 512 in sum."""
-        return 24, 200, 192, 96
+
+# Shared memory has no room for two blocks of dO of 256, and the assembler refuses such products of 512 threads.
+_COLUMNS_DO = {192: 192, 256: 128}
 
 
-PART_ALIGN = 128  # bytes of which each part of a backward pass's workspace takes a multiple
-
-
-@dataclass(frozen=True)
-class BackwardPassConfig:
-    """What the kernels of a backward pass are made for; those before and after the main one go by its configuration."""
-
-    main: BackwardConfig | BackwardWideConfig
-    has_dlse: bool
-
-    @property
-    def tile_d(self) -> int:
-        """Columns of a block."""
-        return self.main.tile_d
-
-    def parts(self, heads: Any, blocks: Any, heads_k: Any, blocks_k: Any) -> dict[str, tuple[Any, ...]]:
-        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
-
-        Args:
-            heads: of queries; like all others an int, or the kernels' Int32.
-            blocks: of queries a head.
-            heads_k: of keys.
-            blocks_k: tiles of keys a head.
-        """
-        c = self.main
-        counters, counters_k = c.counters
-        parts: dict[str, tuple[Any, ...]] = {
-            "mStats": (2, heads, blocks, c.tile_m),
-            "mdQaccum": (heads, blocks, c.tile_m * c.tile_d),
-        }
-        if c.deterministic:
-            parts["mTurnsQ"] = counters, heads, blocks
-        if c.grouped:
-            parts["mTurnsK"] = counters_k, heads_k, blocks_k
-            parts["mdKVaccum"] = 2, heads_k, blocks_k, c.tile_n * c.tile_d
-        return parts
-
-    def workspace_size(self, heads: int, blocks: int, heads_k: int, blocks_k: int, shares: bool) -> int:
-        """Bytes of workspace: of its parts, each a multiple of ``PART_ALIGN``.
-
-        Args:
-            heads: as in ``parts``.
-            blocks: as in ``parts``.
-            heads_k: as in ``parts``.
-            blocks_k: as in ``parts``.
-            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
-        """
-        parts = self.parts(heads, blocks, heads_k, blocks_k)
-        if not shares:
-            parts.pop("mdKVaccum", None)
-        return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())
-
-
-def backward_config(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    packed: bool = False,
-    has_seqused_q: bool = False,
-    has_seqused_k: bool = False,
-    has_left: bool = False,
-    has_right: bool = False,
-    has_softcap: bool = False,
-    has_dlse: bool = False,
-    grouped: bool = False,
-    deterministic: bool = False,
-    zero_padding: bool = True,
-) -> BackwardPassConfig:
+def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
-    features: dict[str, Any] = {
-        "dtype": dtype,
-        "tile_d": tile_d,
-        "packed": packed,
-        "has_seqused_q": has_seqused_q,
-        "has_seqused_k": has_seqused_k,
-        "has_left": has_left,
-        "has_right": has_right,
-        "has_softcap": has_softcap,
-        "grouped": grouped,
-        "zero_padding": zero_padding,
-    }
-    main: BackwardConfig | BackwardWideConfig
+    features = features.of_pass("backward")
     if tile_d > 128:
-        main = BackwardWideConfig(**features, deterministic=deterministic)
-    else:
-        tile_m = 128 if tile_d == 64 and not has_softcap else 64  # 128 spill elsewhere
-        main = BackwardConfig(**features, tile_m=tile_m, tile_n=128, stages=2)
-    return BackwardPassConfig(main, has_dlse)
+        return BackwardClusterConfig(dtype, tile_d, features, tile_m=64, columns_dO=_COLUMNS_DO[tile_d])
+    tile = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
+    features = replace(features, deterministic=True)
+    return BackwardCtaConfig(dtype, tile_d, features, tile.tile_m, tile.columns_K, tile.short_steps, tile.registers)

@@ -1,24 +1,25 @@
 """Attention forward on Hopper.
 
 Roles (a CTA works on tiles of ``tile_m`` queries of one head, one after the other):
-    warpgroup 0         loads. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
-    warpgroups 1 ..     multiply, 64 queries each, independent but for the order in which they use the tensor cores.
+    warpgroup 0         producer. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
+    warpgroups 1 ..     mma: 64 queries each, independent but for the order in which they use the tensor cores.
+Registers a thread: ``ForwardConfig.registers``.
 
-Pipelines:
-    tiles  mbarriers, ``tile_stages`` deep: what the tile is, and its Q. Warp 0 -> one arrival a multiplying warp, when
-           the tile is done. A tile of no sequence ends the work.
-    k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival a multiplying warp. A warpgroup
-           releases K when its scores are complete and V when O is.
+Pipelines (producer -> consumers, stages, arrive counts):
+    tiles  mbarriers, ``tile_stages`` deep: what the tile is, and its Q. Warp 0 -> one arrival an mma warp, when the
+           tile is done. A tile of no sequence ends the work.
+    k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival an mma warp. A warpgroup releases K
+           when its scores are complete and V when O is.
 
-Steady state of a multiplying warpgroup (n counts down):
+Steady state of an mma warpgroup (n counts down):
     tensor cores   S(n) = Q K(n)^T, O += P(n+1) V(n+1) |                      | S(n-1) ...
     other units                                        | P(n) = softmax(S(n)) |
-so that the softmax of one warpgroup runs beside both products of the others, whose turns an order barrier keeps (as in
+so that the softmax of one warpgroup runs beside both products of the others, whose order a named barrier keeps (as in
 FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is the next tile's first, and O is stored
 while the other warpgroups multiply. So only the first tile of a CTA waits for its loads. Where shared memory has no
 room for the next tile's Q and for O, a CTA has but one tile.
 
-Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in three (``KeyBlocks``).
+Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in parts (``Blocks.parts``).
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
 zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are zeroed by the warpgroup
 whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of equal size.)
@@ -29,51 +30,27 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from flash_attn_cute.kernels.common import schedule
-from flash_attn_cute.kernels.common.fragments import as_operand_a, convert, rows_and_columns
-from flash_attn_cute.kernels.common.mask import hide
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
-from flash_attn_cute.kernels.common.sequence import KeyBlocks, Rows, Window
-from flash_attn_cute.kernels.common.shared import swizzled, tma_pipeline, transposed, write
-from flash_attn_cute.kernels.common.softmax import LOG2_E, OnlineSoftmax, score_scales
+from flash_attn_cute.kernels.common.score import LOG2_E, score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import cap, hide
+from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
 _BARRIER_ORDER = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
 _TILE_FIELDS = 12  # Int32 in shared memory that describe a tile: see ``_Tile``
-
-
-class ForwardArguments(NamedTuple):
-    """The launch arguments, in their order.
-
-    Dense: q (batch, seqlen_q, heads, d), k and v (batch, seqlen_k, heads_k, d or d_v), out like q with d_v, lse
-    (batch, heads, seqlen_q). Packed: the same without batch, and lse (heads, total_q).
-    """
-
-    mQ: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    mCuSeqlensQ: cute.Tensor | None
-    mCuSeqlensK: cute.Tensor | None
-    mSeqUsedQ: cute.Tensor | None
-    mSeqUsedK: cute.Tensor | None
-    mSink: cute.Tensor | None
-    softmax_scale: Float32  # not 0: a product with infinity must be infinite
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    heads_in_cache: Int32
-    mNextTile: cute.Tensor | None  # (2,), of which it takes the first: 0, and again when the kernel has ended
-    num_ctas: Int32  # at most that many, where a CTA has several tiles
 
 
 class _Layouts(NamedTuple):
@@ -83,16 +60,39 @@ class _Layouts(NamedTuple):
     sO: cute.ComposedLayout  # (64, d_v, warpgroup)
 
 
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma
+    O: cute.TiledMma  # noqa: E741 (the output's name)
+
+
+class _Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    K: RowTiles
+    V: RowTiles
+    O: RowTiles  # noqa: E741
+
+
+class _Scales(NamedTuple):
+    """What scores are multiplied by (``common.score``)."""
+
+    score_scale: Float32  # into tanh, with a softcap
+    scale_log2: Float32
+
+
 @dataclass(frozen=True)
 class _Tile:
-    """What the loading warp tells the others about a tile. The keys' rows matter to itself alone."""
+    """What the producer tells the others about a tile. The keys' rows matter to itself alone."""
 
     first_query: Int32
     head: Int32  # of q, or of k where rows are the queries of a group of heads
     batch: Int32  # index into tensors: 0 if packed
-    q: Rows
-    k: Rows
-    blocks: KeyBlocks
+    q: SeqRows
+    k: SeqRows
+    blocks: Blocks  # of keys, from the last to the first
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory."""
@@ -104,7 +104,8 @@ class _Tile:
     def read(fields: cute.Tensor) -> "_Tile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
-        return _Tile(first_query, head, batch, Rows(start, length, slot), Rows(None, k_length), KeyBlocks(*blocks))
+        q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
+        return _Tile(first_query, head, batch, q, k, Blocks(*blocks, direction=-1))
 
 
 class ForwardSm90:
@@ -120,17 +121,21 @@ class ForwardSm90:
     def _layouts(self) -> "_Layouts":
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
         c = self.config
-
+        sO = swizzled(self.dtype, c.tile_dv, (64, c.tile_dv, self.warpgroups))
+        if const_expr(not c.persistent):
+            # No other tile follows, and a warpgroup's part of O takes the place of its own part of Q.
+            places = cute.make_layout(self.warpgroups, stride=64 * c.tile_d)
+            outer = cute.append(cute.select(sO.outer, mode=[0, 1]), places)
+            sO = cute.make_composed_layout(sO.inner, sO.offset, outer)
         return _Layouts(
             sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups, c.tile_stages)),
             sK=swizzled(self.dtype, c.tile_d, (c.tile_n, c.tile_d, c.stages)),
             sV=swizzled(self.dtype, c.tile_dv, (c.tile_n, c.tile_dv, c.stages)),
-            sO=swizzled(self.dtype, c.tile_dv, (64, c.tile_dv, self.warpgroups)),
+            sO=sO,
         )
 
     def _shared_storage(self, layouts: "_Layouts") -> type:
         c, dtype = self.config, self.dtype
-        # A warpgroup's part of O takes the place of its part of Q, which is at least as wide, if no other tile follows.
         assert c.tile_dv <= c.tile_d
         elements_O = cute.cosize(layouts.sO) if c.persistent else 0
 
@@ -151,8 +156,8 @@ class ForwardSm90:
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
-        mQ, mK, mV, mO = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mO))
-        mLSE = numbers_first(a.mLSE, c.packed)
+        mQ, mK, mV, mO = (rows_first(x, c.features.packed) for x in (a.mQ, a.mK, a.mV, a.mO))
+        mLSE = numbers_first(a.mLSE, c.features.packed)
         if const_expr(c.group > 1):
             # The heads of a group in turn, then the next query. Nothing clips such rows where a sequence ends: rows
             # behind it give results that are not stored.
@@ -164,83 +169,58 @@ class ForwardSm90:
         layouts = self._layouts()
         self.Storage = self._shared_storage(layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        q_source = warpgroup.OperandSource.RMEM if const_expr(c.q_in_registers) else warpgroup.OperandSource.SMEM
-        mma_S = sm90.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, c.tile_n), q_source
-        )
-        mma_O = sm90.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, c.tile_dv), warpgroup.OperandSource.RMEM
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        mmas = _Mmas(
+            S=tiled_mma(dtype, k_major, k_major, c.tile_n, registers if const_expr(c.q_in_registers) else shared),
+            O=tiled_mma(dtype, k_major, mn_major, c.tile_dv, registers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup and stage
-        tQ = make_row_tiles(load, mQ, sQ, (64, c.tile_d), c.packed and c.group == 1)
-        tK = make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), c.packed)
-        tV = make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), c.packed)
-        tO = make_row_tiles(store, mO, sO, (64, c.tile_dv), c.packed)
-
-        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
+        packed = c.features.packed
+        tma = _Tma(
+            Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
+            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
+            O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
+        )
+        scales = _Scales(*score_scales(a.softmax_scale, a.softcap, c.features.softcap))
         ctas = self._num_tiles(a)
         if const_expr(c.persistent):
-            ctas = cutlass.min(ctas, a.num_ctas)
-        self.kernel(
-            mma_S, mma_O, *tQ.operands, *tK.operands, *tV.operands, *tO.operands, mO, mLSE, a, score_scale, scale_log2
-        ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+            ctas = cutlass.min(ctas, a.num_sms)
+        self.kernel(mmas, tma, mO, mLSE, a, scales).launch(
+            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
 
     def _num_tiles(self, a: ForwardArguments) -> Int32:
-        queries = self.queries * self.warpgroups
-        if const_expr(self.config.packed):
-            rows, heads, _ = a.mQ.shape
-            return schedule.num_packed_tiles(rows, heads // self.config.group, a.mCuSeqlensQ.shape[0] - 1, queries)
-        batch, rows, heads, _ = a.mQ.shape
-        return schedule.num_dense_tiles(rows, heads // self.config.group, batch, queries)
+        heads = a.mQ.shape[-2] // self.config.group
+        return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries * self.warpgroups)
 
     @cute.kernel
     def kernel(
-        self,
-        mma_S: cute.TiledMma,
-        mma_O: cute.TiledMma,
-        atom_Q: cute.CopyAtom,
-        tma_Q: cute.Tensor,
-        atom_K: cute.CopyAtom,
-        tma_K: cute.Tensor,
-        atom_V: cute.CopyAtom,
-        tma_V: cute.Tensor,
-        atom_O: cute.CopyAtom,
-        tma_O: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        arguments: ForwardArguments,
-        score_scale: Float32,
-        scale_log2: Float32,
+        self, mmas: _Mmas, tma: _Tma, mO: cute.Tensor, mLSE: cute.Tensor, arguments: ForwardArguments, scales: _Scales
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            cpasync.prefetch_descriptor(atom_Q)
-            cpasync.prefetch_descriptor(atom_K)
-            cpasync.prefetch_descriptor(atom_V)
-            cpasync.prefetch_descriptor(atom_O)
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tile_full = storage.tile_barriers.data_ptr()
         tile_empty = tile_full + c.tile_stages
+        mma_warps = 4 * self.warpgroups
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.tile_stages):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, 4 * self.warpgroups)
+                    cute.arch.mbarrier_init(tile_empty + i, mma_warps)
         pipe_K, pipe_V = (
-            tma_pipeline(barriers.data_ptr(), c.stages, 4 * self.warpgroups, 2 * c.tile_n * columns)
+            tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
             for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
         )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-
-        tQ = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed and c.group == 1)
-        tK = RowTiles(atom_K, tma_K, c.tile_n, c.tile_d, c.packed)
-        tV = RowTiles(atom_V, tma_V, c.tile_n, c.tile_dv, c.packed)
-        tO = RowTiles(atom_O, tma_O, 64, c.tile_dv, c.packed)
         shared = _Shared(
             sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
             sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
@@ -255,48 +235,44 @@ class ForwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.load(arguments, tQ, tK, tV, shared)
+                self.producer(arguments, tma, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.multiply(arguments, mma_S, mma_O, tO, shared, mO, mLSE, score_scale, scale_log2)
+            self.mma(arguments, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit
     def _tile(self, a: ForwardArguments, index: Int32) -> _Tile:
         """What tile ``index`` is."""
         c, queries = self.config, self.queries * self.warpgroups
+        packed = c.features.packed
+        # Packed, all heads of a tile come together.
+        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.heads_in_cache)
         heads = a.mQ.shape[-2] // c.group
-        if const_expr(c.packed):
-            work, q_start, q_slot = schedule.packed_tile(index, a.mQ.shape[0], heads, a.mCuSeqlensQ, queries)
-            batch, q_length, k_start, k_length = Int32(0), Int32(0), Int32(0), Int32(0)
+        work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
+        batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))
+        if const_expr(packed):
+            batch = Int32(0)
             if work.batch >= 0:
-                q_length = q_slot
-                k_start = a.mCuSeqlensK[work.batch]
-                k_length = a.mCuSeqlensK[work.batch + 1] - k_start
-                if const_expr(c.has_seqused_q):
-                    q_length = a.mSeqUsedQ[work.batch]
-                if const_expr(c.has_seqused_k):
-                    k_length = a.mSeqUsedK[work.batch]
+                k = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch)
         else:
-            count, q_slot, _, _ = a.mQ.shape
-            work = schedule.dense_tile(index, q_slot, heads, count, a.heads_in_cache, queries)
-            batch, q_start, q_length, k_start, k_length = work.batch, Int32(0), q_slot, Int32(0), a.mK.shape[1]
-        num_queries = cutlass.min(q_length - work.first_row, queries)
-        window = self._window(a, k_length - q_length)
+            k = rows_of(a.mK, None, None, batch)
+        num_queries = cutlass.min(q.length - work.first_row, queries)
+        window = self._window(a, k.length - q.length)
         return _Tile(
             first_query=work.first_row,
             head=work.head,
             batch=batch,
-            q=Rows(q_start, q_length, q_slot),
-            k=Rows(k_start, k_length),
-            blocks=KeyBlocks.of(work.first_row, num_queries, k_length, window, c.tile_n),
+            q=q,
+            k=k,
+            blocks=Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1),
         )
 
     def _window(self, a: ForwardArguments, shift: Int32) -> Window:
-        c = self.config
-        return Window(a.window_left if c.has_left else None, a.window_right if c.has_right else None, shift)
+        f = self.config.features
+        return Window(a.window_left if f.left else None, a.window_right if f.right else None, shift)
 
     @cute.jit
-    def load(self, a: ForwardArguments, tQ: RowTiles, tK: RowTiles, tV: RowTiles, shared: "_Shared") -> None:
+    def producer(self, a: ForwardArguments, tma: _Tma, shared: "_Shared") -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
@@ -308,21 +284,21 @@ class ForwardSm90:
             tile = self._tile(a, index)
             index = self._next_tile(a, num_tiles)
             # Rows that only pad are somebody's work if they are to be zeroed.
-            stop = tile.q.slot if const_expr(c.zero_padding) else tile.q.length
+            stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
             if tile.first_query < stop:
-                self._announce(tile, tQ, shared, tile_state)
+                self._announce(tile, tma.Q, shared, tile_state)
                 tile_state.advance()
-                head_k, blocks = tile.head // heads_a_key_head, tile.blocks
-                for i in cutlass.range(blocks.stop - blocks.start, unroll=1):
-                    start = (blocks.stop - 1 - i) * c.tile_n
+                head_k = tile.head // heads_a_key_head
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    start = tile.blocks.nth(i) * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
-                    shared.pipe_K.producer_acquire(state)  # all warpgroups have released this stage's K
-                    gK = tK.at(start, stop, head_k, tile.batch)
-                    tK.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
+                    shared.pipe_K.producer_acquire(state)  # from the mma warps: this stage's K is released
+                    gK = tma.K.at(start, stop, head_k, tile.batch)
+                    tma.K.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
                     shared.pipe_V.producer_acquire(state)  # and its V
-                    gV = tV.at(start, stop, head_k, tile.batch)
-                    tV.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
+                    gV = tma.V.at(start, stop, head_k, tile.batch)
+                    tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
                     state.advance()
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
         with cute.arch.elect_one():
@@ -331,10 +307,10 @@ class ForwardSm90:
 
     @cute.jit
     def _announce(self, tile: _Tile, tQ: RowTiles, shared: "_Shared", state: pipeline.PipelineState) -> None:
-        """Tells the multiplying warpgroups of a tile, and loads its queries."""
+        """Tells the mma warpgroups of a tile, and loads its queries."""
         c = self.config
         full = shared.tile_full + state.index
-        some_keys = tile.blocks.stop > tile.blocks.start
+        some_keys = tile.blocks.num > 0
         cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
         with cute.arch.elect_one():
             tile.write(shared.tiles[None, state.index])
@@ -352,59 +328,60 @@ class ForwardSm90:
     def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
         """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
         if const_expr(self.config.persistent):
-            return schedule.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
+            return tiles.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
         return num_tiles
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
         a: ForwardArguments,
-        mma_S: cute.TiledMma,
-        mma_O: cute.TiledMma,
+        mmas: _Mmas,
         tO: RowTiles,
         shared: "_Shared",
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scales: _Scales,
     ) -> None:
-        """A multiplying warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
+        """An mma warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slice_S, slice_O = mma_S.get_slice(thread), mma_O.get_slice(thread)
+        slice_S, slice_O = mmas.S.get_slice(thread), mmas.O.get_slice(thread)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        whole_S, whole_O = mma_S.get_slice(0), mma_O.get_slice(0)
+        whole_S, whole_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(slice_O.partition_shape_C((64, c.tile_dv)), Float32)
         if const_expr(c.q_in_registers):
             tSrQ = cute.make_rmem_tensor(slice_S.partition_shape_A((64, c.tile_d)), self.dtype)
         else:
-            tSrQ = mma_S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
+            tSrQ = mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
         work = _Work(
             arguments=a,
             warpgroup=w,
-            mma_S=mma_S,
-            mma_O=mma_O,
+            thread=thread,
+            mmas=mmas,
             tSrQ=tSrQ,
-            tSrK=mma_S.make_fragment_B(whole_S.partition_B(shared.sK)),
-            tOrV=mma_O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
+            tSrK=mmas.S.make_fragment_B(whole_S.partition_B(shared.sK)),
+            tOrV=mmas.O.make_fragment_B(whole_O.partition_B(transposed(shared.sV))),
             acc_S=acc_S,
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(2, scale_log2),
-            score_scale=score_scale,
+            softmax=OnlineSoftmax(2, scales.scale_log2),
+            scales=scales,
             shared=shared,
+            tO=tO,
+            mO=mO,
+            mLSE=mLSE,
         )
-        if w == self.warpgroups - 1:  # the first turn is warpgroup 0's
+        if w == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
             cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
         working = shared.tiles[0, 0] >= 0
-        num_blocks = self._num_blocks(shared.tiles[None, 0])
+        num_blocks = _Tile.read(shared.tiles[None, 0]).blocks.num
         if working and num_blocks > 0:
             self._receive_Q(work, tile_state.index)
             shared.pipe_K.consumer_wait(k_state)
@@ -420,21 +397,21 @@ class ForwardSm90:
                 k_state, v_state = self._walk(work, stage, k_state, v_state)
             tile_state.advance()
             following = Int32(0)
-            working = cutlass.Boolean(False)
+            working = Boolean(False)
             if const_expr(c.persistent):
                 cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
                 working = shared.tiles[0, tile_state.index] >= 0
-                following = self._num_blocks(shared.tiles[None, tile_state.index]) if working else Int32(0)
+                following = _Tile.read(shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
                 if following > 0:
                     self._receive_Q(work, tile_state.index)
                     shared.pipe_K.consumer_wait(k_state)
             if num_blocks > 0:
                 shared.pipe_V.consumer_wait(v_state)
                 if following > 0:
-                    self._take_turn(work)
+                    self._acquire_tensor_cores(work)
                     self._start_S(work, tile_state.index, k_state)
                     self._start_O(work, v_state)
-                    self._give_turn(work)
+                    self._pass_tensor_cores(work)
                     warpgroup.wait_group(0)
                 else:
                     self._start_O(work, v_state)
@@ -447,24 +424,20 @@ class ForwardSm90:
             if following > 0:
                 shared.pipe_K.consumer_release(k_state)
                 k_state.advance()
-            self._store(work, stage, tO, mO, mLSE, thread)
+            self.epilogue(work, stage)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.tile_empty + stage)
             num_blocks = following
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
-    def _num_blocks(self, fields: cute.Tensor) -> Int32:
-        blocks = _Tile.read(fields).blocks
-        return blocks.stop - blocks.start
-
     @cute.jit
     def _receive_Q(self, work: "_Work", stage: Int32) -> None:
         """Q of a tile from shared memory into registers, where it belongs there."""
         if const_expr(self.config.q_in_registers):
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            tiled_copy = cute.make_tiled_copy_A(atom, work.mma_S)
-            from_shared = tiled_copy.get_slice(cute.arch.thread_idx()[0] % 128)
+            tiled_copy = cute.make_tiled_copy_A(atom, work.mmas.S)
+            from_shared = tiled_copy.get_slice(work.thread)
             sQ = work.shared.sQ[None, None, work.warpgroup, stage]
             cute.copy(tiled_copy, from_shared.partition_S(sQ), from_shared.retile(work.tSrQ))
 
@@ -474,29 +447,14 @@ class ForwardSm90:
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """All blocks of keys of a tile but the first's scores and the last's output, which neighbours have a part in.
 
-        From the right, each part of the walk with the mask it needs.
+        Each part of the walk with the masks it needs.
         """
-        c = self.config
+        f = self.config.features
         blocks = _Tile.read(work.shared.tiles[None, stage]).blocks
-        n = blocks.stop - 1
-        self._weigh(work, stage, n, True, c.has_left, True)
-        # Within the first part both edges are looked at: under a narrow window they meet in one block.
-        middle = cutlass.max(cutlass.min(blocks.full_stop, n), blocks.start)
-        if const_expr(c.has_right):
-            for i in cutlass.range(n - middle, unroll=1):
-                self._step(work, stage, n - 1 - i, k_state, v_state, True, c.has_left)
-                k_state.advance()
-                v_state.advance()
-        last = blocks.start
-        if const_expr(c.has_left):
-            last = cutlass.min(cutlass.max(blocks.full_start, blocks.start), middle)
-        for i in cutlass.range(middle - last, unroll=1):
-            self._step(work, stage, middle - 1 - i, k_state, v_state, False, False)
-            k_state.advance()
-            v_state.advance()
-        if const_expr(c.has_left):
-            for i in cutlass.range(last - blocks.start, unroll=1):
-                self._step(work, stage, last - 1 - i, k_state, v_state, False, True)
+        self._softmax_step(work, stage, blocks.nth(Int32(0)), Edges(left=f.left, right=True), True)
+        for part in blocks.parts(f.left, f.right):
+            for i in cutlass.range(part.first, part.end, unroll=1):
+                self._step(work, stage, blocks.nth(i), part.edges, k_state, v_state)
                 k_state.advance()
                 v_state.advance()
         return k_state, v_state
@@ -506,32 +464,31 @@ class ForwardSm90:
         self,
         work: "_Work",
         stage: Int32,
-        n: Int32,
+        n_block: Int32,
+        edges: cutlass.Constexpr,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
-        right_edge: cutlass.Constexpr,
-        left_edge: cutlass.Constexpr,
     ) -> None:
-        """One block of the steady state: the scores of block n, the output of the block before it."""
+        """One block of the steady state: its scores, and the output of the block before it."""
         shared = work.shared
         shared.pipe_K.consumer_wait(k_state)
-        self._take_turn(work)
+        self._acquire_tensor_cores(work)
         self._start_S(work, stage, k_state)
         shared.pipe_V.consumer_wait(v_state)
         self._start_O(work, v_state)
-        self._give_turn(work)
+        self._pass_tensor_cores(work)
         warpgroup.wait_group(1)
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._weigh(work, stage, n, right_edge, left_edge, False)
+        self._softmax_step(work, stage, n_block, edges, False)
 
     @cute.jit
-    def _take_turn(self, work: "_Work") -> None:
+    def _acquire_tensor_cores(self, work: "_Work") -> None:
         cute.arch.barrier(barrier_id=_BARRIER_ORDER + work.warpgroup, number_of_threads=256)
 
     @cute.jit
-    def _give_turn(self, work: "_Work") -> None:
+    def _pass_tensor_cores(self, work: "_Work") -> None:
         following = work.warpgroup + 1 if work.warpgroup < self.warpgroups - 1 else Int32(0)
         cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + following, number_of_threads=256)
 
@@ -539,7 +496,7 @@ class ForwardSm90:
     def _start_S(self, work: "_Work", stage: Int32, state: pipeline.PipelineState) -> None:
         """S = Q K^T, in flight on return."""
         tSrQ = work.tSrQ if const_expr(self.config.q_in_registers) else work.tSrQ[None, None, None, stage]
-        mma = cute.make_mma_atom(work.mma_S.op)
+        mma = cute.make_mma_atom(work.mmas.S.op)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
@@ -550,7 +507,7 @@ class ForwardSm90:
     @cute.jit
     def _start_O(self, work: "_Work", state: pipeline.PipelineState) -> None:
         """O += P V, in flight on return."""
-        mma = cute.make_mma_atom(work.mma_O.op)
+        mma = cute.make_mma_atom(work.mmas.O.op)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         tOrP = as_operand_a(work.rP)
         warpgroup.fence()
@@ -559,44 +516,32 @@ class ForwardSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def _weigh(
-        self,
-        work: "_Work",
-        stage: Int32,
-        n: Int32,
-        right_edge: cutlass.Constexpr,
-        left_edge: cutlass.Constexpr,
-        is_first: cutlass.Constexpr,
+    def _softmax_step(
+        self, work: "_Work", stage: Int32, n_block: Int32, edges: cutlass.Constexpr, is_first: cutlass.Constexpr
     ) -> None:
         """Scores to weights: softcap, masks, softmax."""
-        c, acc_S = self.config, work.acc_S
-        if const_expr(c.has_softcap):
-            for i in cutlass.range_constexpr(cute.size(acc_S)):
-                acc_S[i] = cute.math.tanh(acc_S[i] * work.score_scale, fastmath=True)
-        if const_expr(right_edge or left_edge):
+        c = self.config
+        if const_expr(c.features.softcap):
+            cap(work.acc_S, work.scales.score_scale)
+        if const_expr(edges.left or edges.right):
             tile = _Tile.read(work.shared.tiles[None, stage])
-            window = self._window(work.arguments, tile.k.length - tile.q.length)
-            first_query = tile.first_query + self.queries * work.warpgroup
             hide(
-                acc_S,
-                work.softmax.hidden,
+                work.acc_S,
                 work.cS,
-                first_query,
-                c.group,
-                n * c.tile_n,
+                work.scales.scale_log2,
+                tile.first_query + self.queries * work.warpgroup,
+                n_block * c.tile_n,
                 tile.k.length,
-                window,
-                right_edge,
-                left_edge,
+                self._window(work.arguments, tile.k.length - tile.q.length),
+                edges,
+                heads_a_row=c.group,
             )
-        work.softmax.step(acc_S, work.rP, work.acc_O, is_first)
+        work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
-    def _store(
-        self, work: "_Work", stage: Int32, tO: RowTiles, mO: cute.Tensor, mLSE: cute.Tensor, thread: Int32
-    ) -> None:
+    def epilogue(self, work: "_Work", stage: Int32) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
-        c = self.config
+        c, mO, mLSE, thread = self.config, work.mO, work.mLSE, work.thread
         tile = _Tile.read(work.shared.tiles[None, stage])
         first_query = tile.first_query + self.queries * work.warpgroup
         stop = cutlass.min(first_query + self.queries, tile.q.length)
@@ -613,14 +558,14 @@ class ForwardSm90:
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
         if const_expr(c.group == 1):
-            self._store_tile(work, tile, rO, tO, first_query, stop, thread)
+            self._store_tile(work, tile, rO, first_query, stop)
         for r in cutlass.range_constexpr(2):
             if rows[r] < stop:
                 if thread % 4 == 0:
                     mLSE[tile.q.start + rows[r], heads[r], tile.batch] = lse[r]
                 if const_expr(c.group > 1):
                     self._store_row(rO, r, mO[tile.q.start + rows[r], None, heads[r], tile.batch], thread)
-        if const_expr(c.packed and c.zero_padding):
+        if const_expr(c.features.packed and c.features.zero_padding):
             first = cutlass.max(first_query, tile.q.length)
             padding = cutlass.min(first_query + self.queries, tile.q.slot) - first
             for g in cutlass.range(c.group, unroll=1):
@@ -630,9 +575,7 @@ class ForwardSm90:
                     mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store_tile(
-        self, work: "_Work", tile: _Tile, rO: cute.Tensor, tO: RowTiles, start: Int32, stop: Int32, thread: Int32
-    ) -> None:
+    def _store_tile(self, work: "_Work", tile: _Tile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
         """Rows start .. stop of out through shared memory and TMA."""
         sO = work.shared.sO[None, None, work.warpgroup]
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
@@ -642,12 +585,12 @@ class ForwardSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(**together)  # the last tile's O has left shared memory
         # Else in the place of this part of Q, which only this warpgroup reads, and has read.
-        write(rO, work.mma_O, sO, thread)
+        write(rO, work.mmas.O, sO, work.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(**together)
         if stores and start < stop:
-            gO = tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
-            tO.store(sO, gO)
+            gO = work.tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
+            work.tO.store(sO, gO)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -679,12 +622,12 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Work:
-    """A multiplying warpgroup's operands, accumulators and state."""
+    """An mma warpgroup's operands, accumulators and state, and where results go."""
 
     arguments: ForwardArguments
     warpgroup: Int32
-    mma_S: cute.TiledMma
-    mma_O: cute.TiledMma
+    thread: Int32  # of the warpgroup
+    mmas: _Mmas
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K) in registers, or (MMA, 1, MMA_K, tile stage)
     tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
     tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
@@ -693,5 +636,8 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
-    score_scale: Float32  # into tanh, with a softcap
+    scales: _Scales
     shared: _Shared
+    tO: RowTiles
+    mO: cute.Tensor
+    mLSE: cute.Tensor

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cute.sparsity.schedule import longest_first, shortest_first, turns_of_window, write_order
+from flash_attn_cute.sparsity.order import longest_first, shortest_first, turns_of_window, write_order
 from tests.simulation import Addition, DeadlockError, Machine, Run, simulate
 
 LENGTH = st.one_of(st.integers(0, 9), st.integers(0, 200))

@@ -1,12 +1,12 @@
 """Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
 
-A tile (``key_tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over
+A tile (``tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over
 the same blocks of 64 queries in step, from the first that sees the tile to the last. Which tile it is, rank 0 asks a
 counter, so tiles start in the order of their numbers.
 
-Roles of a CTA (512 threads; registers a thread: ``BackwardWideConfig.registers``):
-    warp 0              loads K, then Q, lse and delta block by block.
-    warp 1              loads V, then dO block by block.
+Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registers``):
+    warp 0              producer of K, then of Q, lse and delta block by block.
+    warp 1              producer of V, then of dO block by block.
     warps 2, 3          if deterministic, wait for turns to add to dQ, and pass them on.
     warpgroup 1         scores: P' = exp2(S' - lse), and dV.
     warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
@@ -20,11 +20,11 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
     ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
            other CTA -> the warps of warpgroups 3 of both CTAs.
-    turns  see ``common.semaphore``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
+    turns  see ``common.turns``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
            heads, once a tile, warpgroups 1 and 2 wait and count themselves.
     k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
 
-A step j of the multiplying warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
+A step j of the mma warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
     1   S' = K Q'       P to registers, and to warpgroup 2      dV += P' dO
     2   dP' = V dO'     dS to registers                         dK += dS' Q     under it dS to both CTAs
     3   dQ = dS K       dQ to the workspace
@@ -35,7 +35,7 @@ dO has the shortest life, dP to dV, so where shared memory is short it is the on
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
-and how they are ordered, is ``common.workspace``'s business.
+and how they are ordered, is ``workspace``'s business.
 """
 
 from dataclasses import dataclass
@@ -46,21 +46,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from flash_attn_cute.kernels.common import schedule, semaphore, workspace
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
-from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.semaphore import Turns
-from flash_attn_cute.kernels.common.shared import swizzled, transposed, write
-from flash_attn_cute.kernels.common.softmax import score_scales
+from flash_attn_cute.kernels.common.score import score_scales
+from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.config import BackwardWideConfig
-from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
+from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _THREADS = 512
+_WARPS = 4  # of a warpgroup
 _STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
 _BOTH = 0b11  # CTAs of a cluster, for multicast
 _RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
@@ -78,10 +80,30 @@ class _Layouts(NamedTuple):
     sdS: cute.ComposedLayout  # (64, 64, own and the other CTA's, stage)
 
 
-class BackwardWideSm90:
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma  # and dP
+    dV: cute.TiledMma  # and dK; of as many columns as a part of dO has
+    dQ: cute.TiledMma
+
+
+class _Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    dO: RowTiles
+    K: RowTiles
+    K_peer: RowTiles
+    V: RowTiles
+    dK: RowTiles
+    dV: RowTiles
+
+
+class BackwardClusterSm90:
     """The backward kernel of one configuration."""
 
-    def __init__(self, config: BackwardWideConfig):
+    def __init__(self, config: BackwardClusterConfig):
         self.config = config
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
 
@@ -98,7 +120,7 @@ class BackwardWideSm90:
         )
 
     def _shared_storage(self, layouts: _Layouts) -> type:
-        dtype, deterministic = self.dtype, self.config.deterministic
+        dtype, deterministic = self.dtype, self.config.features.deterministic
 
         @cute.struct
         class Storage:
@@ -108,8 +130,8 @@ class BackwardWideSm90:
             do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             p_barriers: cute.struct.MemRange[Int64, 2]
             ds_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if deterministic else 0]
-            turns_earlier: cute.struct.MemRange[Int32, Turns.num_stages if deterministic else 0]
+            turn_barriers: cute.struct.MemRange[Int64, turns.Turns.num_barriers if deterministic else 0]
+            turns_earlier: cute.struct.MemRange[Int32, turns.Turns.num_stages if deterministic else 0]
             tile: cute.struct.MemRange[Int32, 1]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * _STAGES], 128]
             sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
@@ -123,47 +145,34 @@ class BackwardWideSm90:
         return Storage
 
     @cute.jit
-    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
-        c, a, dtype = self.config, arguments, self.dtype
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        c, dtype, packed = self.config, self.dtype, self.config.features.packed
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = self._layouts()
         self.Storage = self._shared_storage(layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
-        mma_S = tiled_mma(dtype, k_major, k_major, 64, shared)  # and dP
-        # And dK, in as many products as dO has parts.
-        mma_dV = tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers)
-        mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
+        mmas = _Mmas(
+            S=tiled_mma(dtype, k_major, k_major, 64, shared),
+            dV=tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers),
+            dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
+        )
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
-        tQ = make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), c.packed)
-        tdO = make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), c.packed)
-        tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
-        tK_peer = make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), c.packed)
-        tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
-        tdK = make_row_tiles(store, mdK, sV, (64, c.tile_d), c.packed)
-        tdV = make_row_tiles(store, mdV, sdO, (64, c.columns_dO), c.packed)
-        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
-        self.kernel(
-            mma_S,
-            mma_dV,
-            mma_dQ,
-            *tQ.operands,
-            *tdO.operands,
-            *tK.operands,
-            *tK_peer.operands,
-            *tV.operands,
-            *tdK.operands,
-            *tdV.operands,
-            mdK,
-            mdV,
-            a,
-            score_scale,
-            scale_log2,
-        ).launch(
+        tma = _Tma(
+            Q=make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), packed),
+            dO=make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), packed),
+            K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
+            K_peer=make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), packed),
+            V=make_row_tiles(load, mV, sV, (64, c.tile_d), packed),
+            dK=make_row_tiles(store, mdK, sV, (64, c.tile_d), packed),
+            dV=make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
+        )
+        scales = score_scales(a.softmax_scale, a.softcap, c.features.softcap)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
             grid=[2 * num_key_tiles(c, a), 1, 1],
             block=[_THREADS, 1, 1],
             cluster=[2, 1, 1],
@@ -174,36 +183,22 @@ class BackwardWideSm90:
     @cute.kernel
     def kernel(
         self,
-        mma_S: cute.TiledMma,
-        mma_dV: cute.TiledMma,
-        mma_dQ: cute.TiledMma,
-        atom_Q: cute.CopyAtom,
-        tma_Q: cute.Tensor,
-        atom_dO: cute.CopyAtom,
-        tma_dO: cute.Tensor,
-        atom_K: cute.CopyAtom,
-        tma_K: cute.Tensor,
-        atom_K_peer: cute.CopyAtom,
-        tma_K_peer: cute.Tensor,
-        atom_V: cute.CopyAtom,
-        tma_V: cute.Tensor,
-        atom_dK: cute.CopyAtom,
-        tma_dK: cute.Tensor,
-        atom_dV: cute.CopyAtom,
-        tma_dV: cute.Tensor,
+        mmas: _Mmas,
+        tma: _Tma,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        arguments: BackwardArguments,
+        a: BackwardArguments,
+        ws: Workspace,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
         """Sets up shared memory and barriers, learns the tile, then splits into roles."""
-        c, a = self.config, arguments
+        c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         if warp_idx == 0:
-            for atom in (atom_Q, atom_dO, atom_K, atom_K_peer, atom_V, atom_dK, atom_dV):
-                cpasync.prefetch_descriptor(atom)
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         shared = _Shared(
@@ -220,21 +215,22 @@ class BackwardWideSm90:
             do=Ring(storage.do_barriers.data_ptr(), _STAGES),
             p=Ring(storage.p_barriers.data_ptr(), 1),
             ds=Ring(storage.ds_barriers.data_ptr(), _STAGES),
-            turns=Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
+            turns=turns.Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
             rank=rank,
         )
         if warp_idx == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(shared.k_full, 1)
                 cute.arch.mbarrier_init(shared.v_full, 1)
-                shared.q.init(full=1, empty=16)
-                shared.do.init(full=1, empty=16)
-                shared.p.init(full=4, empty=4)
-                shared.ds.init(full=4, empty=8)
-                if const_expr(c.deterministic):
-                    shared.turns.init(4)
+                both = 2  # CTAs
+                shared.q.init(full=1, empty=both * 2 * _WARPS)
+                shared.do.init(full=1, empty=both * 2 * _WARPS)
+                shared.p.init(full=_WARPS, empty=_WARPS)
+                shared.ds.init(full=_WARPS, empty=both * _WARPS)
+                if const_expr(c.features.deterministic):
+                    shared.turns.init(_WARPS)
             if rank == 0:
-                tile = schedule.take_tile(a.mNextTile, num_key_tiles(c, a))
+                tile = take_tile(a.mNextTile, num_key_tiles(c, a))
                 if cute.arch.lane_idx() == 0:
                     storage.tile.data_ptr().store(tile)
         cute.arch.mbarrier_init_fence()
@@ -246,44 +242,37 @@ class BackwardWideSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                keys = (
-                    (RowTiles(atom_K, tma_K, 64, c.tile_d, c.packed), shared.sK, rank, 0),
-                    (RowTiles(atom_K_peer, tma_K_peer, 64, c.columns_dQ, c.packed), shared.sK_peer, 1 - rank, rank),
-                )
-                queries = RowTiles(atom_Q, tma_Q, 64, c.tile_d, c.packed)
-                self.load(a, index, _Loads(keys, shared.k_full, queries, shared.sQ, shared.q, _RANK_OF_Q), shared)
+                keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
+                loads = _Loads(keys, shared.k_full, tma.Q, shared.sQ, shared.q, _RANK_OF_Q)
+                self.producer(a, ws, index, loads, shared)
             if warp_idx == 1:
-                values = ((RowTiles(atom_V, tma_V, 64, c.tile_d, c.packed), shared.sV, rank, 0),)
-                gradients = RowTiles(atom_dO, tma_dO, 64, c.columns_dO, c.packed)
-                loads = _Loads(values, shared.v_full, gradients, shared.sdO, shared.do, _RANK_OF_DO)
-                self.load(a, index, loads, shared)
-            if const_expr(c.deterministic):
+                values = ((tma.V, shared.sV, rank, 0),)
+                loads = _Loads(values, shared.v_full, tma.dO, shared.sdO, shared.do, _RANK_OF_DO)
+                self.producer(a, ws, index, loads, shared)
+            if const_expr(c.features.deterministic):
                 if warp_idx == 2:
-                    self.call_turns(a, index, shared)
+                    self.call_turns(a, ws, index, shared)
                 elif warp_idx == 3:
-                    self.pass_turns(a, index, shared)
+                    self.pass_turns(a, ws, index, shared)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.registers[1])
-            store_dV = RowTiles(atom_dV, tma_dV, 64, c.columns_dO, c.packed)
-            self.score(a, index, mma_S, mma_dV, store_dV, mdV, shared, score_scale, scale_log2)
+            self.score(a, ws, index, mmas, tma.dV, mdV, shared, score_scale, scale_log2)
         elif warp_idx < 12:
             cute.arch.setmaxregister_increase(c.registers[2])
-            store_dK = RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed)
-            self.differentiate(a, index, mma_S, mma_dV, store_dK, mdK, shared)
+            self.differentiate(a, ws, index, mmas, tma.dK, mdK, shared)
         else:
             cute.arch.setmaxregister_decrease(c.registers[3])
-            self.sum_queries(a, index, mma_dQ, shared)
+            self.sum_queries(a, ws, index, mmas.dQ, shared)
         # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
-    def load(self, a: BackwardArguments, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
+    def producer(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
         """Warp 0 or 1: keys or values once, and Q or dO block by block."""
         c, rows, ring = self.config, loads.rows, loads.ring
         tile = key_tile(c, a, index)
-        start, stop = tile.blocks.start, tile.blocks.stop
-        if start < stop:
+        if tile.blocks.num > 0:
             num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
@@ -296,54 +285,57 @@ class BackwardWideSm90:
         with_stats = ring is shared.q
         num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for m in cutlass.range(start, stop, unroll=1):
+        for step in cutlass.range(tile.blocks.num, unroll=1):
+            m_block = tile.blocks.nth(step)
             for part in cutlass.range_constexpr(parts):
-                turn = (m - start) * parts + part
-                full, stage = ring.full(turn), ring.stage(turn)
-                ring.wait_empty(turn)  # warpgroups 1 and 2 of both CTAs have released this stage
+                fill = step * parts + part
+                full, stage = ring.full(fill), ring.stage(fill)
+                ring.wait_empty(fill)  # from warpgroups 1 and 2 of both CTAs: this stage is released
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
                     if const_expr(with_stats):
                         for i in cutlass.range_constexpr(2):
                             cute.copy(
                                 numbers,
-                                a.mStats[i, tile.head, tile.first_block + m, None],
+                                ws.mStats[i, tile.head, tile.first_block + m_block, None],
                                 shared.stats[None, i, stage],
                                 mbar_ptr=full,
                             )
                 # The other CTA's barrier counts bytes whether or not its own warp has been here.
                 if shared.rank == loads.rank:
-                    first = m * c.tile_m
+                    first = m_block * c.tile_m
                     last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
                     block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)
                     rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
 
     @cute.jit
-    def call_turns(self, a: BackwardArguments, index: Int32, shared: "_Shared") -> None:
+    def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
         c = self.config
         tile = key_tile(c, a, index)
-        for m in cutlass.range(tile.blocks.start, tile.blocks.stop, unroll=1):
-            counter = semaphore.counter(a.mTurnsQ, shared.rank, tile.head, tile.first_block + m)
-            shared.turns.call(m - tile.blocks.start, counter, tile.earlier_keys(c, m))
+        for step in cutlass.range(tile.blocks.num, unroll=1):
+            m_block = tile.blocks.nth(step)
+            counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
+            shared.turns.call(step, counter, tile.turn(c, m_block))
 
     @cute.jit
-    def pass_turns(self, a: BackwardArguments, index: Int32, shared: "_Shared") -> None:
+    def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
         """Warp 3: passes turns on to the tiles that come after."""
         c = self.config
         tile = key_tile(c, a, index)
-        m = tile.blocks.start
-        while m < tile.blocks.stop:
-            counters = semaphore.counter(a.mTurnsQ, shared.rank, tile.head, tile.first_block + m)
-            m += shared.turns.pass_on(m - tile.blocks.start, counters, m + 1 < tile.blocks.stop)
+        step = Int32(0)
+        while step < tile.blocks.num:
+            block = tile.first_block + tile.blocks.nth(step)
+            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, block)
+            step += shared.turns.pass_on(step, counters, step + 1 < tile.blocks.num)
 
     @cute.jit
     def score(
         self,
         a: BackwardArguments,
+        ws: Workspace,
         index: Int32,
-        mma_S: cute.TiledMma,
-        mma_dV: cute.TiledMma,
+        mmas: _Mmas,
         store: RowTiles,
         mdV: cute.Tensor,
         shared: "_Shared",
@@ -355,6 +347,7 @@ class BackwardWideSm90:
         thread = cute.arch.thread_idx()[0] % 128
         tile = key_tile(c, a, index)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
+        mma_S, mma_dV = mmas.S, mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
         tSrK = mma_S.make_fragment_A(whole_S.partition_A(shared.sK))  # (MMA, 1, MMA_K)
         tSrQ = mma_S.make_fragment_B(whole_S.partition_B(shared.sQ))  # (MMA, 1, MMA_K, PIPE)
@@ -368,7 +361,7 @@ class BackwardWideSm90:
         scores = Scores(
             acc_S=acc_S,
             rP=rP,
-            rW=cute.make_rmem_tensor_like(rP) if c.has_softcap else rP,
+            rW=cute.make_rmem_tensor_like(rP) if c.features.softcap else rP,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, 64))),
             score_scale=score_scale,
             scale_log2=scale_log2,
@@ -376,7 +369,7 @@ class BackwardWideSm90:
         rW = cute.make_tensor(cute.recast_tensor(scores.rW, Int32).iterator, cute.make_layout((4, 4)))
         for acc in acc_dV:
             acc.fill(0.0)
-        num_steps = tile.blocks.stop - tile.blocks.start
+        num_steps = tile.blocks.num
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
             for step in cutlass.range(num_steps, unroll=1):
@@ -385,14 +378,14 @@ class BackwardWideSm90:
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
-                m = tile.blocks.start + step
-                hides = m < tile.blocks.full_start
-                if const_expr(c.has_left):
-                    hides = hides or m >= tile.blocks.full_stop
+                m_block = tile.blocks.nth(step)
+                hides = m_block < tile.blocks.full_start
+                if const_expr(c.features.left):
+                    hides = hides or tile.blocks.crosses_right(m_block)
                 weigh(
                     c,
                     scores,
-                    m,
+                    m_block,
                     hides,
                     lambda: (tile, self._first_key(tile)),
                     lambda i, lse=lse: self._four(lse, quad, i),
@@ -403,19 +396,19 @@ class BackwardWideSm90:
                     cute.autovec_copy(rW[None, i], shared.sP[None, thread, i])
                 shared.p.arrive(step)  # to warpgroup 2
                 for part in cutlass.range_constexpr(parts):
-                    turn = step * parts + part
-                    shared.do.wait_full(turn)  # from warp 1
-                    tVrdO_now = tVrdO[None, None, None, shared.do.stage(turn)]
+                    fill = step * parts + part
+                    shared.do.wait_full(fill)  # from warp 1
+                    tVrdO_now = tVrdO[None, None, None, shared.do.stage(fill)]
                     gemm(mma_dV, acc_dV[part], as_operand_a(rP), tVrdO_now, False)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
-            if const_expr(not c.grouped):
+            if const_expr(not c.features.grouped):
                 # dO is over, and dV leaves through its place once all have read it.
                 for i in cutlass.range_constexpr(_STAGES):
                     shared.do.wait_empty(num_steps * parts + i)
-        if const_expr(c.grouped):
-            self._add(a, tile, acc_dV, 1, shared, thread, _BARRIER_DV)
+        if const_expr(c.features.grouped):
+            self._add(ws, tile, acc_dV, 1, shared, thread, _BARRIER_DV)
         else:
             places = [shared.sdO[None, None, part] for part in range(parts)]
             self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
@@ -427,16 +420,16 @@ class BackwardWideSm90:
     def _four(self, numbers: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
         """Lse or delta of this thread's four queries in the i-th group of sixteen."""
         four = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(workspace.four_stats(numbers, quad, i), four)
+        cute.autovec_copy(four_stats(numbers, quad, i), four)
         return four
 
     @cute.jit
     def differentiate(
         self,
         a: BackwardArguments,
+        ws: Workspace,
         index: Int32,
-        mma_dP: cute.TiledMma,
-        mma_dK: cute.TiledMma,
+        mmas: _Mmas,
         store: RowTiles,
         mdK: cute.Tensor,
         shared: "_Shared",
@@ -446,6 +439,7 @@ class BackwardWideSm90:
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
         tile = key_tile(c, a, index)
+        mma_dP, mma_dK = mmas.S, mmas.dV
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         parts = c.tile_d // c.columns_dO
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -456,14 +450,14 @@ class BackwardWideSm90:
         acc_dK = cute.make_rmem_tensor(mma_dK.get_slice(thread).partition_shape_C((64, c.tile_d)), Float32)
         rdS = cute.make_rmem_tensor_like(acc_dP, self.dtype)
         acc_dK.fill(0.0)
-        num_steps = tile.blocks.stop - tile.blocks.start
+        num_steps = tile.blocks.num
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.v_full, 0)  # from warp 1
             for step in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(parts):
-                    turn = step * parts + part
-                    shared.do.wait_full(turn)  # from warp 1
-                    gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(turn)], part == 0)
+                    fill = step * parts + part
+                    shared.do.wait_full(fill)  # from warp 1
+                    gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(fill)], part == 0)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
@@ -484,8 +478,8 @@ class BackwardWideSm90:
                 self._hand_out(rdS, mma_dP, shared, step, thread)
                 warpgroup.wait_group(0)
                 shared.q.release_in_both(step)  # to warps 0
-        if const_expr(c.grouped):
-            self._add(a, tile, [acc_dK], 0, shared, thread, _BARRIER_DK)
+        if const_expr(c.features.grouped):
+            self._add(ws, tile, [acc_dK], 0, shared, thread, _BARRIER_DK)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[i] = acc_dK[i] * a.softmax_scale
@@ -500,7 +494,7 @@ class BackwardWideSm90:
 
     @cute.jit
     def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: "_Shared", step: Int32, thread: Int32) -> None:
-        """DS to warpgroup 3 here and in the other CTA: each warp's 16 keys lie together, and it sends them itself."""
+        """Gradients of scores to warpgroup 3 of both CTAs: each warp's 16 keys lie together, and it sends them."""
         stage = shared.ds.stage(step)
         write(rdS, mma_dP, shared.sdS[None, None, 0, stage], thread)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -515,7 +509,9 @@ class BackwardWideSm90:
             copy_to_cta(1 - shared.rank, own + 4 * numbers, own, 2 * numbers, full)
 
     @cute.jit
-    def sum_queries(self, a: BackwardArguments, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared") -> None:
+    def sum_queries(
+        self, a: BackwardArguments, ws: Workspace, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared"
+    ) -> None:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
@@ -525,29 +521,28 @@ class BackwardWideSm90:
         tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
         tQrdS = mma_dQ.make_fragment_A(whole.partition_A(transposed(shared.sdS)))  # (MMA, 1, MMA_K, CTA, PIPE)
         acc_dQ = cute.make_rmem_tensor(mma_dQ.get_slice(thread).partition_shape_C((64, c.columns_dQ)), Float32)
-        start, stop = tile.blocks.start, tile.blocks.stop
-        if start < stop:
+        num_steps = tile.blocks.num
+        if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
-        for m in cutlass.range(start, stop, unroll=1):
-            step = m - start
+        for step in cutlass.range(num_steps, unroll=1):
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
-            block = a.mdQaccum[tile.head, tile.first_block + m, None]
+            block = ws.mdQaccum[tile.head, tile.first_block + tile.blocks.nth(step), None]
             is_first = None
-            if const_expr(c.deterministic):
+            if const_expr(c.features.deterministic):
                 is_first = shared.turns.wait(step)
-            workspace.add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread, is_first)
-            if const_expr(c.deterministic):
+            add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread, is_first)
+            if const_expr(c.features.deterministic):
                 shared.turns.have_added(step)
 
     @cute.jit
     def _add(
         self,
-        a: BackwardArguments,
+        ws: Workspace,
         tile: KeyTile,
         accs: list[cute.Tensor],
         which: cutlass.Constexpr,
@@ -557,16 +552,16 @@ class BackwardWideSm90:
     ) -> None:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
         c = self.config
-        if tile.blocks.start < tile.blocks.stop:
-            counter = semaphore.counter(a.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
+        if tile.blocks.num > 0:
+            counter = turns.counter(ws.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
             is_first = tile.await_turn(c, counter, barrier)
-            block = a.mdKVaccum[which, tile.head_k, tile.block, None]
+            block = ws.mdKVaccum[which, tile.head_k, tile.block, None]
             own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
             for part, acc in enumerate(accs):
-                workspace.add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
-            counts = True if const_expr(c.deterministic) else is_first
+                add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
+            counts = True if const_expr(c.features.deterministic) else is_first
             if counts:
-                semaphore.count_as_warpgroup(counter, barrier)
+                turns.count_as_warpgroup(counter, barrier)
 
     @cute.jit
     def _store(
@@ -597,7 +592,7 @@ class BackwardWideSm90:
             for part, sX in enumerate(places):
                 store.store(sX, store.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch, part))
             cute.arch.cp_async_bulk_commit_group()
-        if const_expr(c.packed and c.zero_padding):
+        if const_expr(c.features.packed and c.features.zero_padding):
             first = cutlass.max(start, tile.k.length)
             padding = cutlass.min(start + 64, tile.k.slot) - first
             zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
@@ -623,7 +618,7 @@ class _Shared:
     do: Ring
     p: Ring
     ds: Ring
-    turns: Turns
+    turns: turns.Turns
     rank: Int32  # of this CTA
 
 

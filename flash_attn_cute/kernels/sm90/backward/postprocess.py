@@ -1,4 +1,4 @@
-"""Gradients from the float32 workspace (``common.rounding``), by a kernel behind the backward kernel."""
+"""Gradients from the float32 workspace (``rounding``), by a kernel behind the backward kernel."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common import schedule
-from flash_attn_cute.kernels.common.rounding import round_block
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.sequence import Rows
+from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 
 _THREADS = 256
 
@@ -36,8 +36,8 @@ class Postprocess:
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         heads, blocks, _ = a.mdXaccum.shape
-        num_blocks = schedule.num_row_blocks(heads, blocks, self.packed)
-        self.kernel(a).launch(grid=[num_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        num_tiles = tiles.num_row_tiles(heads, blocks, self.packed)
+        self.kernel(a).launch(grid=[num_tiles, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: PostprocessArguments) -> None:
@@ -45,9 +45,9 @@ class Postprocess:
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         mdX = rows_first(a.mdX, self.packed)
-        work, start, length, slot = schedule.row_block(index, a.mdX, self.packed, a.mCuSeqlens, a.mSeqUsed, self.tile_m)
+        work, rows = tiles.row_tile(index, a.mdX, a.mdX.shape[-2], a.mCuSeqlens, a.mSeqUsed, self.tile_m, tiles.Order())
         gdX = mdX[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
-        stop = slot if const_expr(self.zero_padding) else length
+        length, stop = rows.length, rows.slot if const_expr(self.zero_padding) else rows.length
         if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if work.first_row < length:  # noqa: SIM102 (rows of no sequence may have no block)
                 if a.mTurns[0, work.head, work.block] == 0:
@@ -59,7 +59,7 @@ class Postprocess:
                 a.mdXaccum[work.head, work.block, None],
                 gdX,
                 work.first_row,
-                Rows(start, length),
+                SeqRows(rows.start, length),
                 stop,
                 a.scale,
                 self.tile_d,
@@ -70,4 +70,4 @@ class Postprocess:
             )
         else:  # the workspace may hold nothing
             num_rows = cutlass.min(stop - work.first_row, self.tile_m)
-            zero_rows(gdX, start + work.first_row, num_rows, thread, _THREADS)
+            zero_rows(gdX, rows.start + work.first_row, num_rows, thread, _THREADS)

@@ -3,7 +3,7 @@
 A counter a block, 0 at first, counts the tiles that have added to it. Whoever is to be the (n + 1)-th waits until it is
 n, adds, and counts itself. A sum then has one order whatever the GPU does, and as float addition is all that depends on
 it, the same bits. (FlashAttention orders its dQ like this.) The first one overwrites the block, so nobody has to zero
-it. Waits end if turns follow the order in which tiles are taken (``sparsity.schedule``).
+it. Waits end if turns follow the order in which tiles are taken (``sparsity.order``).
 
 The wait acquires, and the count, or a fence before several, releases, at the scope of the GPU. Both belong to one
 thread each; between it and the threads that add stands a barrier of the CTA, and such orders are cumulative. So what

@@ -1,4 +1,4 @@
-"""Shared memory of the backward kernel up to d = 128: what lies where, and what guards it (see ``backward``)."""
+"""Shared memory of the backward kernel up to d = 128: what lies where, and what guards it (see ``cta``)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,11 +6,12 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.shared import swizzled
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile
+from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile
+from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+from flash_attn_cute.kernels.sm90.shared import swizzled
 
 TILE_STAGES = 2
 STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before has been read
@@ -28,7 +29,7 @@ class Layouts(NamedTuple):
     sOut: cute.ComposedLayout  # (64, d, so many hold a part of dQ, warpgroup)
 
 
-def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
+def layouts_of(config: BackwardCtaConfig, dtype: type) -> Layouts:
     """How operands lie in shared memory."""
     c, warpgroups = config, config.num_mma_warpgroups
     return Layouts(
@@ -42,7 +43,7 @@ def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
     )
 
 
-def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
+def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     c = config
 
@@ -96,11 +97,11 @@ class Shared:
         """What guards its part of sOut."""
         return Ring(self.out_barriers + 2 * warpgroup, 1)
 
-    def tile(self, config: BackwardConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
+    def tile(self, config: BackwardCtaConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
         """What warp 0 has told of a tile."""
         return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
 
-    def tile_again(self, config: BackwardConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
+    def tile_again(self, config: BackwardCtaConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
         """The same, read again: for what is not to be kept in registers all the time."""
         return self.tile(config, a, walk + opaque(Int32(0)))
 

@@ -1,26 +1,28 @@
-"""Attention backward on Hopper, up to d = 128.
+"""Attention backward on Hopper, up to d = 128: a tile of keys is the work of a CTA.
 
-Roles (a CTA takes one tile after the other, ``key_tiles``, as in the forward kernel, and walks over the queries that
-see it, from the first to the last):
-    warpgroup 0         warp 0 chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by block.
+Roles (a CTA takes one tile after the other, ``tiles``, as in the forward kernel, and walks over the queries that see
+it, from the first to the last):
+    warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
+                        block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
                         the workspace, in turn, over which the first to come writes; dK and dV are stored.
                         Warp 3 writes zeros into dK and dV where nothing else is to be.
-    warpgroups 1, 2     multiply, 64 keys each; when no tile is left, they round dQ (``backward_rounding``).
+    warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``cta_rounding``).
+Registers a thread: ``BackwardCtaConfig.registers``.
 
 Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
     tiles  2 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile:
-           warps 1, 2 and the multiplying ones. Only tiles that some query sees are told of.
-    k      2 stages: warp 0 and the bytes -> one arrival a multiplying warp, after the tile's last dQ.
+           warps 1, 2 and the mma ones. Only tiles that some query sees are told of.
+    k      2 stages: warp 0 and the bytes -> one arrival an mma warp, after the tile's last dQ.
     v      1 stage: the same, after the tile's last dP.
-    q, do  2 stages: warp 0 and the bytes -> one arrival a multiplying warp. With Q comes lse, with dO comes delta =
+    q, do  2 stages: warp 0 and the bytes -> one arrival an mma warp. With Q comes lse, with dO comes delta =
            rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. Nobody says that it has been read, as Q
            of four steps later waits for those who wait for this dQ's being out.
-    ds     mbarriers, two: one arrival a multiplying warp, when its part of dS is in shared memory -> the same warps.
-    out    1 stage a multiplying warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
+    ds     mbarriers, two: one arrival an mma warp, when its part of dS is in shared memory -> the same warps.
+    out    1 stage an mma warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
 
-A step of a multiplying warpgroup (transposed: rows are keys, columns are queries), its products in their order:
+A step of an mma warpgroup (transposed: rows are keys, columns are queries), its products in their order:
     S' = K Q'
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
     dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
@@ -32,26 +34,26 @@ The tensor cores are one warpgroup's while the other computes. Tiles follow each
 of one computes the last dQ of the one before.
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
-and how they are ordered, is ``common.workspace``'s business.
+and how they are ordered, is ``workspace``'s business.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from flash_attn_cute.kernels.common import semaphore, workspace
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import opaque
-from flash_attn_cute.kernels.common.fragments import as_operand_a, convert
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.shared import transposed, write
-from flash_attn_cute.kernels.common.softmax import score_scales
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward_rounding import round_blocks
-from flash_attn_cute.kernels.sm90.backward_shared import (
+from flash_attn_cute.kernels.common.score import score_scales
+from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.sm90.backward.cta_rounding import round_blocks
+from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     STEP_STAGES,
     TILE_STAGES,
     Shared,
@@ -59,19 +61,31 @@ from flash_attn_cute.kernels.sm90.backward_shared import (
     piece_number,
     storage_of,
 )
-from flash_attn_cute.kernels.sm90.backward_transfers import Transfers
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.key_tiles import NUM_FIELDS, BackwardArguments, KeyTile, num_key_tiles
-from flash_attn_cute.kernels.sm90.products import gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.weights import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.backward.cta_transfers import Tma, Transfers
+from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile, num_key_tiles
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats, put, take
+from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
 
 
-class BackwardSm90:
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma  # and dP
+    S_registers: cute.TiledMma  # the same with K from registers
+    dV: cute.TiledMma
+    dK: cute.TiledMma
+    dQ: cute.TiledMma
+
+
+class BackwardCtaSm90:
     """The backward kernel of one configuration."""
 
-    def __init__(self, config: BackwardConfig):
+    def __init__(self, config: BackwardCtaConfig):
         self.config = config
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
@@ -79,72 +93,47 @@ class BackwardSm90:
         self.transfers = Transfers(config)
 
     @cute.jit
-    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
-        c, a, dtype = self.config, arguments, self.dtype
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, c.packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        c, dtype, packed = self.config, self.dtype, self.config.features.packed
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
         self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
-        mma_S = tiled_mma(dtype, k_major, k_major, c.tile_m, shared)
-        mma_S_registers = tiled_mma(dtype, k_major, k_major, c.tile_m, registers)
-        mma_dV = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
-        mma_dK = tiled_mma(dtype, k_major, mn_major, c.tile_d, registers)
-        mma_dQ = tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared)
+        mmas = _Mmas(
+            S=tiled_mma(dtype, k_major, k_major, c.tile_m, shared),
+            S_registers=tiled_mma(dtype, k_major, k_major, c.tile_m, registers),
+            dV=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
+            dK=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
+            dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
+        )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
-        tQ = make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), c.packed)
-        tdO = make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), c.packed)
-        tK = make_row_tiles(load, mK, sK, (64, c.tile_d), c.packed)
-        tV = make_row_tiles(load, mV, sV, (64, c.tile_d), c.packed)
-        tdK = make_row_tiles(store, mdK, sOut, (64, c.tile_d), c.packed)
-        tdV = make_row_tiles(store, mdV, sOut, (64, c.tile_d), c.packed)
-        score_scale, scale_log2 = score_scales(a.softmax_scale, a.softcap, c.has_softcap)
-        ctas = cutlass.min(num_key_tiles(c, a), a.num_ctas)
-        self.kernel(
-            mma_S,
-            mma_S_registers,
-            mma_dV,
-            mma_dK,
-            mma_dQ,
-            *tQ.operands,
-            *tdO.operands,
-            *tK.operands,
-            *tV.operands,
-            *tdK.operands,
-            *tdV.operands,
-            mdK,
-            mdV,
-            a,
-            score_scale,
-            scale_log2,
-        ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        tma = Tma(
+            Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
+            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
+            K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (64, c.tile_d), packed),
+            dK=make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
+            dV=make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
+        )
+        scales = score_scales(a.softmax_scale, a.softcap, c.features.softcap)
+        ctas = cutlass.min(num_key_tiles(c, a), a.num_sms)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
+            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
         self,
-        mma_S: cute.TiledMma,
-        mma_S_registers: cute.TiledMma,
-        mma_dV: cute.TiledMma,
-        mma_dK: cute.TiledMma,
-        mma_dQ: cute.TiledMma,
-        atom_Q: cute.CopyAtom,
-        tma_Q: cute.Tensor,
-        atom_dO: cute.CopyAtom,
-        tma_dO: cute.Tensor,
-        atom_K: cute.CopyAtom,
-        tma_K: cute.Tensor,
-        atom_V: cute.CopyAtom,
-        tma_V: cute.Tensor,
-        atom_dK: cute.CopyAtom,
-        tma_dK: cute.Tensor,
-        atom_dV: cute.CopyAtom,
-        tma_dV: cute.Tensor,
+        mmas: _Mmas,
+        tma: Tma,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
-        arguments: BackwardArguments,
+        a: BackwardArguments,
+        ws: Workspace,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
@@ -152,8 +141,8 @@ class BackwardSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in (atom_Q, atom_dO, atom_K, atom_V, atom_dK, atom_dV):
-                cpasync.prefetch_descriptor(atom)
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)
@@ -162,27 +151,20 @@ class BackwardSm90:
         q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
         out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
         ds_barriers = storage.ds_barriers.data_ptr()
+        mma_warps = 4 * self.warpgroups
         if warp_idx == 0:
             with cute.arch.elect_one():
-                tiles.init(full=1, empty=5 * self.warpgroups)
-                k.init(full=1, empty=4 * self.warpgroups)
-                v.init(full=1, empty=4 * self.warpgroups)
+                tiles.init(full=1, empty=mma_warps + self.warpgroups)
+                for ring in (k, v, q, do):
+                    ring.init(full=1, empty=mma_warps)
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(ds_barriers + i, 4 * self.warpgroups)
-                for ring in (q, do):
-                    ring.init(full=1, empty=4 * self.warpgroups)
+                    cute.arch.mbarrier_init(ds_barriers + i, mma_warps)
                 for ring in out:
-                    ring.init(full=4, empty=1)
+                    ring.init(full=mma_warps // self.warpgroups, empty=1)
                 steps.init(full=1, empty=1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        loads = {
-            "Q": RowTiles(atom_Q, tma_Q, c.tile_m, c.tile_d, c.packed),
-            "dO": RowTiles(atom_dO, tma_dO, c.tile_m, c.tile_d, c.packed),
-            "K": RowTiles(atom_K, tma_K, 64, c.tile_d, c.packed),
-            "V": RowTiles(atom_V, tma_V, 64, c.tile_d, c.packed),
-        }
         shared = Shared(
             **{
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
@@ -204,47 +186,40 @@ class BackwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.transfers.load(arguments, loads, shared)
+                self.transfers.producer(a, ws, tma, shared)
             elif warp_idx <= self.warpgroups:
-                stores = (
-                    RowTiles(atom_dV, tma_dV, 64, c.tile_d, c.packed),
-                    RowTiles(atom_dK, tma_dK, 64, c.tile_d, c.packed),
-                )
-                self.transfers.carry_out(arguments, stores, shared, warp_idx - 1)
+                self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
             # Every dense key is seen if there is no window.
-            if const_expr(c.packed or c.has_left or c.has_right):  # noqa: SIM102 (as elsewhere)
+            f = c.features
+            if const_expr(f.packed or f.left or f.right):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if warp_idx == 3:
-                    self.transfers.zero(arguments, mdK, mdV)
+                    self.transfers.zero(a, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            mmas = mma_S, mma_S_registers, mma_dV, mma_dK, mma_dQ
-            self.multiply(arguments, *mmas, shared, score_scale, scale_log2)
-            round_blocks(c, arguments)
+            self.mma(a, ws, mmas, shared, score_scale, scale_log2)
+            round_blocks(c, a, ws)
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
         a: BackwardArguments,
-        mma_S: cute.TiledMma,
-        mma_S_registers: cute.TiledMma,
-        mma_dV: cute.TiledMma,
-        mma_dK: cute.TiledMma,
-        mma_dQ: cute.TiledMma,
+        ws: Workspace,
+        mmas: _Mmas,
         shared: Shared,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
-        """A multiplying warpgroup: 64 keys of every tile, over all queries that see it."""
+        """An mma warpgroup: 64 keys of every tile, over all queries that see it."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        slice_S, slice_dV, slice_dK, slice_dQ = (mma.get_slice(thread) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
+        slices = _Mmas(*(mma.get_slice(thread) for mma in mmas))
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
-        whole_S, whole_dV, whole_dK, whole_dQ = (mma.get_slice(0) for mma in (mma_S, mma_dV, mma_dK, mma_dQ))
+        wholes = _Mmas(*(mma.get_slice(0) for mma in mmas))
         parts_a_row = c.tile_d // c.columns_dQ
         sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups, 2), (0, w % parts_a_row, 0, 0))
         sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
-        acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, c.tile_m)), Float32)
+        acc_S = cute.make_rmem_tensor(slices.S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
         rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
         work = _Work(
@@ -252,34 +227,29 @@ class BackwardSm90:
             warpgroup=w,
             thread=thread,
             quad=opaque(thread % 4),
-            mma_S=mma_S,
-            mma_S_registers=mma_S_registers,
-            mma_dV=mma_dV,
-            mma_dK=mma_dK,
-            mma_dQ=mma_dQ,
-            tSrK=mma_S.make_fragment_A(whole_S.partition_A(shared.sK)),
-            rK=cute.make_rmem_tensor(
-                mma_S_registers.get_slice(thread).partition_shape_A((64, c.columns_K)), self.dtype
-            ),
-            tSrQ=mma_S.make_fragment_B(whole_S.partition_B(shared.sQ)),
-            tPrV=mma_S.make_fragment_A(whole_S.partition_A(shared.sV)),
-            tPrdO=mma_S.make_fragment_B(whole_S.partition_B(shared.sdO)),
-            tVrdO=mma_dV.make_fragment_B(whole_dV.partition_B(transposed(shared.sdO))),
-            tKrQ=mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ))),
-            tQrdS=mma_dQ.make_fragment_A(whole_dQ.partition_A(transposed(sdS_part))),
-            tQrK=mma_dQ.make_fragment_B(whole_dQ.partition_B(transposed(sK_part))),
+            workspace=ws,
+            mmas=mmas,
+            tSrK=mmas.S.make_fragment_A(wholes.S.partition_A(shared.sK)),
+            rK=cute.make_rmem_tensor(slices.S_registers.partition_shape_A((64, c.columns_K)), self.dtype),
+            tSrQ=mmas.S.make_fragment_B(wholes.S.partition_B(shared.sQ)),
+            tPrV=mmas.S.make_fragment_A(wholes.S.partition_A(shared.sV)),
+            tPrdO=mmas.S.make_fragment_B(wholes.S.partition_B(shared.sdO)),
+            tVrdO=mmas.dV.make_fragment_B(wholes.dV.partition_B(transposed(shared.sdO))),
+            tKrQ=mmas.dK.make_fragment_B(wholes.dK.partition_B(transposed(shared.sQ))),
+            tQrdS=mmas.dQ.make_fragment_A(wholes.dQ.partition_A(transposed(sdS_part))),
+            tQrK=mmas.dQ.make_fragment_B(wholes.dQ.partition_B(transposed(sK_part))),
             scores=Scores(
                 acc_S=acc_S,
                 rP=rP,
-                rW=rdS if c.has_softcap else rP,
-                cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
+                rW=rdS if c.features.softcap else rP,
+                cS=slices.S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
                 score_scale=score_scale,
                 scale_log2=scale_log2,
             ),
             acc_dP=acc_dP,
-            acc_dV=cute.make_rmem_tensor(slice_dV.partition_shape_C((64, c.tile_d)), Float32),
-            acc_dK=cute.make_rmem_tensor(slice_dK.partition_shape_C((64, c.tile_d)), Float32),
-            acc_dQ=cute.make_rmem_tensor(slice_dQ.partition_shape_C((64, c.columns_dQ)), Float32),
+            acc_dV=cute.make_rmem_tensor(slices.dV.partition_shape_C((64, c.tile_d)), Float32),
+            acc_dK=cute.make_rmem_tensor(slices.dK.partition_shape_C((64, c.tile_d)), Float32),
+            acc_dQ=cute.make_rmem_tensor(slices.dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rdS=rdS,
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
@@ -288,7 +258,7 @@ class BackwardSm90:
         while shared.has_tile(walk):
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            if const_expr(c.grouped):
+            if const_expr(c.features.grouped):
                 for head in cutlass.range(a.heads_a_tile, unroll=1):
                     tile = shared.tile_again(c, a, walk)
                     step = self._walk(work, tile, walk, step, head == 0, head + 1 == a.heads_a_tile)
@@ -318,13 +288,14 @@ class BackwardSm90:
         is_last: Boolean | bool,
     ) -> Int32:
         """All queries of a head, which is the tile's first one, or its last one; returns the next step."""
-        first, end = (m - tile.blocks.full_start for m in tile.first_and_end)
+        first, end = tile.blocks.positions
         if const_expr(self.config.turns_last):
+            direction = tile.blocks.direction
             n = first
             while n != end:
-                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + tile.direction == end)
+                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + direction == end)
                 step += 1
-                n += tile.direction
+                n += direction
         else:  # the compiler knows more of such a loop, and keeps its bound in a uniform register
             for n in cutlass.range(first, end, unroll=1):
                 self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
@@ -354,14 +325,14 @@ class BackwardSm90:
             work: this warpgroup's operands.
             tile: the keys.
             walk: counts tiles.
-            n: the block's number, counted from the first one that sees all keys, as then one number less is kept.
+            n: the block's position in the walk.
             step: counts blocks, over all tiles of this CTA.
             is_first: whether it is the tile's first one.
             is_last: or its last one.
         """
         shared, stage = work.shared, work.shared.q.stage(step)
         blocks = tile.blocks
-        m = n + blocks.full_start  # its number within the sequence
+        m_block = blocks.at(n)
         if is_first:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
@@ -376,23 +347,24 @@ class BackwardSm90:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
-        gemm(work.mma_S, work.acc_dP, tPrV, tPrdO, True)
+        gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
         warpgroup.wait_group(1)  # the scores are there
-        hides = n < 0
-        if const_expr(self.config.has_left):
-            hides = hides or m >= work.shared.tile_again(self.config, work.arguments, walk).blocks.full_stop
+        hides = blocks.crosses_left(n)
+        if const_expr(self.config.features.left):
+            again = work.shared.tile_again(self.config, work.arguments, walk)
+            hides = hides or again.blocks.crosses_right(m_block)
         weigh(
             self.config,
             work.scores,
-            m,
+            m_block,
             hides,
             lambda: self._keys(work, walk),
             lambda i: self._stats(work, 0, stage, i),
         )
         self._read_stats(work, 1, stage)
-        gemm(work.mma_dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
+        gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
         if is_last:
             shared.v.release(walk)  # to warp 0
@@ -405,12 +377,12 @@ class BackwardSm90:
         )
         # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
-        write(work.rdS, work.mma_S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
+        write(work.rdS, work.mmas.S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
         warpgroup.wait_group(0)  # dV is there
         shared.do.release(step)  # to warp 0
         walk_before = walk - 1 if is_first else walk
         self._start_dQ(work, step - 1, walk_before)
-        gemm(work.mma_dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
+        gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
         if is_first and walk > 0:
             shared.k.release(walk_before)  # to warp 0
@@ -426,7 +398,7 @@ class BackwardSm90:
     def _read_K(self, work: "_Work", walk: Int32) -> None:
         """The first columns of K, for all steps of a tile."""
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        tiled_copy = cute.make_tiled_copy_A(atom, work.mma_S_registers)
+        tiled_copy = cute.make_tiled_copy_A(atom, work.mmas.S_registers)
         from_shared = tiled_copy.get_slice(work.thread)
         sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(walk)]
         sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
@@ -438,7 +410,7 @@ class BackwardSm90:
         acc, tSrQ, rK = work.scores.acc_S, work.tSrQ[None, None, None, stage], work.rK
         tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(walk)]
         in_registers, in_all = cute.size(rK, mode=[2]), cute.size(tSrK, mode=[2])
-        parts = (cute.make_mma_atom(work.mma_S_registers.op), rK), (cute.make_mma_atom(work.mma_S.op), tSrK)
+        parts = (cute.make_mma_atom(work.mmas.S_registers.op), rK), (cute.make_mma_atom(work.mmas.S.op), tSrK)
         warpgroup.fence()
         for k in cutlass.range_constexpr(in_all):
             mma, operand = parts[0] if k < in_registers else parts[1]
@@ -452,7 +424,7 @@ class BackwardSm90:
         for i in cutlass.range_constexpr(self.warpgroups):
             tQrdS = work.tQrdS[None, None, None, i, step & 1]
             tQrK = work.tQrK[None, None, None, i, work.shared.k.stage(walk)]
-            gemm(work.mma_dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
+            gemm(work.mmas.dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
@@ -464,7 +436,7 @@ class BackwardSm90:
         out = shared.out(work.warpgroup)
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
-        workspace.put(work.acc_dQ, part, work.thread)
+        put(work.acc_dQ, part, work.thread)
         if const_expr(not self.config.short_steps):
             self._hand_out(work, piece)
 
@@ -476,12 +448,12 @@ class BackwardSm90:
 
     @cute.jit
     def _put_out_dKV(self, work: "_Work", piece: Int32, is_whole: Boolean | bool) -> None:
-        """DV and dK, one after the other, into shared memory, if they are whole."""
+        """Both dV and dK, one after the other, into shared memory, if they are whole."""
         shared = work.shared
         out = shared.out(work.warpgroup)
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
             work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
-        for i, (acc, mma) in enumerate(((work.acc_dV, work.mma_dV), (work.acc_dK, work.mma_dK))):
+        for i, (acc, mma) in enumerate(((work.acc_dV, work.mmas.dV), (work.acc_dK, work.mmas.dK))):
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)
             out.wait_empty(piece + i)  # from warp 1 or 2
@@ -493,22 +465,22 @@ class BackwardSm90:
     @cute.jit
     def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:
         """This warpgroup's keys' dK and dV to the workspace, from registers; their last tile takes what is there."""
-        a, barrier = work.arguments, _BARRIER_GROUPED + work.warpgroup
-        counter = semaphore.counter(a.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+        barrier = _BARRIER_GROUPED + work.warpgroup
+        counter = turns.counter(work.workspace.mTurnsK, work.warpgroup, tile.head_k, tile.block)
         if tile.later > 0:
             is_first = tile.await_turn(self.config, counter, barrier)
             for i, acc in enumerate((work.acc_dK, work.acc_dV)):
-                workspace.add(acc, self._sums(work, tile, i), work.thread, is_first)
-            semaphore.count_as_warpgroup(counter, barrier)
+                add(acc, self._sums(work, tile, i), work.thread, is_first)
+            turns.count_as_warpgroup(counter, barrier)
         elif tile.earlier > 0:
-            semaphore.wait_as_warpgroup(counter, tile.earlier, barrier)
+            turns.wait_as_warpgroup(counter, tile.earlier, barrier)
             for i, acc in enumerate((work.acc_dK, work.acc_dV)):
-                workspace.take(acc, self._sums(work, tile, i), work.thread)
+                take(acc, self._sums(work, tile, i), work.thread)
 
     def _sums(self, work: "_Work", tile: KeyTile, which: int) -> cute.Tensor:
         """Where this warpgroup's part of dK (0) or dV (1) is in the workspace."""
         # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
-        block = work.arguments.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
+        block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
         return cute.local_tile(block, (64 * self.config.tile_d,), (work.warpgroup,))
 
     def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:
@@ -530,12 +502,12 @@ class BackwardSm90:
         return four
 
     def _read_four(self, work: "_Work", which: int, stage: Int32, i: int, four: cute.Tensor) -> None:
-        cute.autovec_copy(workspace.four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
+        cute.autovec_copy(four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A multiplying warpgroup's operands and accumulators.
+    """An mma warpgroup's operands and accumulators.
 
     ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
     """
@@ -544,11 +516,8 @@ class _Work:
     warpgroup: Int32
     thread: Int32
     quad: Int32
-    mma_S: cute.TiledMma
-    mma_S_registers: cute.TiledMma
-    mma_dV: cute.TiledMma
-    mma_dK: cute.TiledMma
-    mma_dQ: cute.TiledMma
+    workspace: Workspace
+    mmas: _Mmas
     tSrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, stage of k)
     rK: cute.Tensor  # (MMA, 1, MMA_K): the columns of K that are in registers
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, PIPE)

@@ -4,9 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from flash_attn_cute.kernels.common import workspace
 from flash_attn_cute.kernels.common.assembly import pack
-from flash_attn_cute.kernels.common.sequence import Rows
+from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.sm90.backward.workspace import read_rows
 
 
 @cute.jit
@@ -14,7 +14,7 @@ def round_block(
     sums: cute.Tensor,
     gdX: cute.Tensor,
     first_row: Int32,
-    rows: Rows,
+    rows: SeqRows,
     stop: Int32,
     scale: Float32,
     tile_d: cutlass.Constexpr,
@@ -62,7 +62,7 @@ def _read(
     group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
     row = row // 8 * 16 + row % 8
     both = []
-    for numbers in workspace.read_rows(cute.local_tile(sums, (64 * columns,), (part,)), row, group):
+    for numbers in read_rows(cute.local_tile(sums, (64 * columns,), (part,)), row, group):
         rounded = cute.make_rmem_tensor(4, Int32)
         for j in range(4):
             rounded[j] = pack(numbers[2 * j] * scale, numbers[2 * j + 1] * scale, dtype)

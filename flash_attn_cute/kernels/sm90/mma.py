@@ -1,4 +1,4 @@
-"""Views of a warpgroup's accumulator, and its conversion to an operand.
+"""Products on Hopper's tensor cores (WGMMA), and views of their accumulators.
 
 A thread's part of a 64-row accumulator is ((2, 2, n / 8), 1, 1): a pair of neighbouring columns, two rows eight
 apart, and the groups of eight columns.
@@ -6,9 +6,38 @@ apart, and the groups of eight columns.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.common.assembly import pack
+
+
+def tiled_mma(
+    dtype: type, major_a: OperandMajorMode, major_b: OperandMajorMode, columns: int, source_a: object
+) -> cute.TiledMma:
+    """Products of 64 rows by one warpgroup, summed in float32."""
+    return sm90.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, (1, 1, 1), (64, columns), source_a)
+
+
+@cute.jit
+def gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    is_first: cutlass.Constexpr,
+    is_last: cutlass.Constexpr = True,
+) -> None:
+    """Adds a product to acc, or begins it. In flight on return: a group of its own, or up to the last one."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not is_first)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    if const_expr(is_last):
+        warpgroup.commit_group()
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:

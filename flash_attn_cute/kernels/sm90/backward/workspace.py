@@ -3,7 +3,7 @@
 Sums are of dQ, and of dK and dV where query heads share a key head: for these read keys for queries, and tile_n.
 
 Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
-numbered as their tiles are (``schedule.packed_tile``), so that no block holds queries of two sequences: batch *
+numbered as their tiles are (``common.tiles``), so that no block holds queries of two sequences: batch *
 ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. A block of dQ is in parts, one for every
 warpgroup that multiplies: first along its rows, 64 a part, then along its columns. Within a part numbers lie as the
 warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes them into
@@ -11,10 +11,22 @@ shared memory, from where TMA adds the part as it is. The numbers of a block's q
 finds those of the queries that are its columns four at a time.
 """
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import add_four
+
+
+class Workspace(NamedTuple):
+    """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
+
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
+    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
+    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
+    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:

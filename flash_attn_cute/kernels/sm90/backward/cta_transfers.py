@@ -1,52 +1,67 @@
-"""Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``backward``)."""
+"""Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``cta``)."""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from flash_attn_cute.kernels.common import schedule, semaphore
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import zero_rows
+from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.sm90.backward_shared import Shared, piece_number
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.key_tiles import BackwardArguments, KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, piece_number
+from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+
+
+class Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    dO: RowTiles
+    K: RowTiles
+    V: RowTiles
+    dK: RowTiles
+    dV: RowTiles
 
 
 class Transfers:
     """Warpgroup 0, warp by warp."""
 
-    def __init__(self, config: BackwardConfig):
+    def __init__(self, config: BackwardCtaConfig):
         self.config = config
         self.warpgroups = config.num_mma_warpgroups
 
     @cute.jit
-    def load(self, a: BackwardArguments, tiles: dict, shared: Shared) -> None:
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared) -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
-        index = schedule.take_tile(a.mNextTile, num_questions)
+        index = take_tile(a.mNextTile, num_questions)
         walk, step = Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, index)
-            start, stop = tile.blocks.start, tile.blocks.stop
-            if start < stop:  # the others are nobody's but warp 3's
+            num_blocks = tile.blocks.num
+            if num_blocks > 0:  # the others are nobody's but warp 3's
                 shared.tell_of(tile, walk)
-                self._load_keys(tile, tiles["K"], shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
+                self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
-                    for i in cutlass.range(start, stop, unroll=1):
-                        m, head = tile.query_block(i), tile.head + nth
-                        self._load_queries(a, tile, tiles, shared, head, m, tile.earlier_keys(c, m), step)
+                    for i in cutlass.range(num_blocks, unroll=1):
+                        self._load_queries(a, ws, tile, tma, shared, tile.head + nth, tile.blocks.nth(i), step)
                         step += 1
-                        if nth == 0 and i == start:
+                        if nth == 0 and i == 0:
                             # Behind the first queries, for which there is room before there is for V.
-                            self._load_keys(tile, tiles["V"], shared.sV, shared.v, walk)
+                            self._load_keys(tile, tma.V, shared.sV, shared.v, walk)
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            index = schedule.take_tile(a.mNextTile, num_questions)
+            index = take_tile(a.mNextTile, num_questions)
         shared.tell_of_end(walk)
 
     @cute.jit
@@ -55,16 +70,16 @@ class Transfers:
         c = self.config
         num_tiles = num_key_tiles(c, a)
         # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
-        for gradients in ((mdK, mdV),) if c.packed else ((mdK,), (mdV,)):
+        for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
             index, _, _ = cute.arch.block_idx()
             while index < num_tiles:
                 tile = key_tile(c, a, index)
                 first = cutlass.max(tile.first_key, tile.k.length)
-                if tile.blocks.start == tile.blocks.stop:
+                if tile.blocks.num == 0:
                     first = tile.first_key
-                stop = tile.k.slot if const_expr(c.packed and c.zero_padding) else tile.k.length
+                stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
-                if const_expr(c.grouped):
+                if const_expr(c.features.grouped):
                     num_rows = num_rows if tile.is_last else Int32(0)  # once
                 for mX in gradients:
                     gX = mX[None, None, tile.head_k, tile.batch]
@@ -75,7 +90,7 @@ class Transfers:
     def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
         """K or V."""
         c = self.config
-        ring.wait_empty(walk)  # all warpgroups are done with what was here
+        ring.wait_empty(walk)  # from the mma warps: they are done with what was here
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * c.tile_n * c.tile_d)
         for w in cutlass.range_constexpr(self.warpgroups):
@@ -88,50 +103,51 @@ class Transfers:
     def _load_queries(
         self,
         a: BackwardArguments,
+        ws: Workspace,
         tile: KeyTile,
-        tiles: dict,
+        tma: Tma,
         shared: Shared,
         head: Int32,
-        m: Int32,
-        earlier: Int32,
+        m_block: Int32,
         step: Int32,
     ) -> None:
         """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and the tile's turn."""
         c = self.config
-        start = m * c.tile_m
+        turn, block = tile.turn(c, m_block), tile.first_block + m_block
+        start = m_block * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
         start += tile.q.start
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for i, (t, sX, ring) in enumerate(((tiles["Q"], shared.sQ, shared.q), (tiles["dO"], shared.sdO, shared.do))):
+        for i, (t, sX, ring) in enumerate(((tma.Q, shared.sQ, shared.q), (tma.dO, shared.sdO, shared.do))):
             full, stage = ring.full(step), ring.stage(step)
-            ring.wait_empty(step)  # all warpgroups have released this stage
+            ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():
                 if const_expr(i == 0):
-                    shared.tell_of_step(step, head * a.mdQaccum.shape[1] + tile.first_block + m, earlier)
+                    shared.tell_of_step(step, head * ws.mdQaccum.shape[1] + block, turn)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
-                    a.mStats[i, head, tile.first_block + m, None],
+                    ws.mStats[i, head, block, None],
                     shared.stats[None, i, stage],
                     mbar_ptr=full,
                 )
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
 
     @cute.jit
-    def carry_out(self, a: BackwardArguments, stores: tuple, shared: Shared, w: Int32) -> None:
+    def carry_out(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
         step, walk, come = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
-            blocks = shared.tile(c, a, walk).blocks
-            for _ in cutlass.range(heads_a_tile(c, a) * (blocks.stop - blocks.start), unroll=1):
+            num_blocks = shared.tile(c, a, walk).blocks.num
+            for _ in cutlass.range(heads_a_tile(c, a) * num_blocks, unroll=1):
                 if step > 0:  # of the step before
-                    come = self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, come)
+                    come = self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
                 step += 1
             tile = shared.tile_again(c, a, walk)
             start = tile.first_key + 64 * w
             stop = cutlass.min(start + 64, tile.k.length)
-            for i, t in enumerate(stores):
+            for i, t in enumerate((tma.dV, tma.dK)):
                 piece = piece_number(step, walk) + i
                 out.wait_full(piece)  # from warpgroup w
                 if start < stop and tile.is_last:
@@ -143,51 +159,51 @@ class Transfers:
             shared.tiles.release(walk)
             walk += 1
         if step > 0:
-            self._add_dQ(a, shared, w, piece_number(step, walk), step - 1, come)
+            self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
 
     @cute.jit
-    def _add_dQ(self, a: BackwardArguments, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:
+    def _add_dQ(self, ws: Workspace, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:
         """Warpgroup w's part of a step's dQ to the workspace.
 
         ``come`` is whether a look has found that the step's turn has come; returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
         if come == 0:  # ahead of dQ, for which this warp has to wait anyway
-            self._await_turn(a, shared, w, step)
+            self._await_turn(ws, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
-        block, earlier = shared.told_of(step)
-        part = cute.domain_offset((0, Int64(block), size * w), a.mdQaccum).iterator.toint()
-        counter = semaphore.counter(a.mTurnsQ, w, 0, block)
+        block, turn = shared.told_of(step)
+        part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
+        counter = turns.counter(ws.mTurnsQ, w, 0, block)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         with cute.arch.elect_one():
-            if earlier == 0:
+            if turn == 0:
                 store_from_shared(part, shared.sums + size * w, 4 * size)
             else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
         cute.arch.cp_async_bulk_commit_group()
-        come = self._turn_has_come(a, shared, w, step + 1)  # while TMA reads
+        come = self._turn_has_come(ws, shared, w, step + 1)  # while TMA reads
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w
         cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
         with cute.arch.elect_one():
-            semaphore.count(counter)
+            turns.count(counter)
         return come
 
     @cute.jit
-    def _await_turn(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> None:
+    def _await_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.steps.wait_full(step)  # from warp 0
-        block, earlier = shared.told_of(step)
-        semaphore.wait(semaphore.counter(a.mTurnsQ, w, 0, block), earlier)
+        block, turn = shared.told_of(step)
+        turns.wait(turns.counter(ws.mTurnsQ, w, 0, block), turn)
 
     @cute.jit
-    def _turn_has_come(self, a: BackwardArguments, shared: Shared, w: Int32, step: Int32) -> Int32:
+    def _turn_has_come(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> Int32:
         """Whether it is a step's turn to add, as far as is known of it: 1 or 0, to the converged warp."""
         come = Int32(0)
         if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
             if shared.steps.is_full(step):
-                block, earlier = shared.told_of(step)
-                come = Int32(semaphore.added(semaphore.counter(a.mTurnsQ, w, 0, block)) >= earlier)
+                block, turn = shared.told_of(step)
+                come = Int32(turns.added(turns.counter(ws.mTurnsQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
         return come

@@ -1,0 +1,153 @@
+"""What a call launches, but for its tensors: from a spec and shapes to a configuration and to numbers.
+
+Pure functions, which need neither a GPU nor a compiler.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.spec import AttentionSpec
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+FEW_QUERIES = 64  # at most as many of a sequence, and heads of a group share a tile
+
+# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
+# the backward pass that follow each other are further apart in what they read, and add to more than they read.
+_CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
+# At the end of a backward pass in no order more run together: their longest tiles come first, their shortest end it.
+_CACHE_BYTES_BACKWARD_LAST = 40_000_000
+# Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
+# cache, and of fewer, more is added up in global memory.
+_HEADS_A_TILE = 2
+_NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
+
+
+class Shapes(NamedTuple):
+    """What a plan goes by besides a spec: q's and k's shapes, as the kernels get them, and what else is given."""
+
+    q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
+    k: tuple[int, ...]
+    seqused_q: bool
+    seqused_k: bool
+    num_sequences: int  # of packed calls
+    max_seqlen_q: int
+    dlse: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the kernels get packed sequences; they may where the user has given a dense batch."""
+        return len(self.q) == 3
+
+
+class ForwardPlan(NamedTuple):
+    """Of a forward call."""
+
+    config: Any
+    numbers: dict[str, float]  # the arguments that are no tensors
+
+
+class BackwardPlan(NamedTuple):
+    """Of a backward call."""
+
+    config: Any
+    numbers: dict[str, float]
+    workspace_size: int  # bytes
+    stats_shape: tuple[int, int, int]  # of lse and delta, float32, which begin the workspace
+
+
+def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
+    """What a call asks of the kernels of either pass."""
+    return Features(
+        packed=shapes.packed,
+        seqused_q=shapes.seqused_q,
+        seqused_k=shapes.seqused_k,
+        left=spec.window_left is not None,
+        right=spec.window_right is not None,
+        softcap=spec.softcap > 0,
+        sink=spec.has_sink,
+        dlse=shapes.dlse,
+        grouped=spec.nheads > spec.nheads_k,
+        deterministic=spec.deterministic,
+        zero_padding=spec.zero_padding,
+    )
+
+
+def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:
+    """The plan of a forward call, on a GPU of so many SMs."""
+    # Heads of a group share a tile where queries alone would leave half of it empty.
+    group = spec.nheads // spec.nheads_k
+    group = group if shapes.max_seqlen_q <= FEW_QUERIES and 64 % group == 0 else 1
+    config = architecture.passes["forward"].configure(
+        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), group=group
+    )
+    heads = spec.nheads // group
+    bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
+    at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
+    heads_in_cache = _in_equal_sections(heads * math.prod(shapes.q[:-3]), at_once)
+    return ForwardPlan(config, {**_numbers(spec, shapes), "heads_in_cache": heads_in_cache, "num_sms": num_sms})
+
+
+def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
+    """The plan of a backward call, on a GPU of so many SMs."""
+    config = architecture.passes["backward"].configure(
+        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes)
+    )
+    num_m_blocks, num_n_blocks = (
+        shape[-3] // rows + shapes.num_sequences if shapes.packed else shape[0] * -(-shape[-3] // rows)
+        for shape, rows in ((shapes.q, config.tile_m), (shapes.k, config.tile_n))
+    )
+    longest = max(1, shapes.max_seqlen_q)
+    group = spec.nheads // spec.nheads_k
+    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
+    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * config.tile_d)
+    heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
+    if config.features.deterministic and (spec.window_right is None or config.turns_last):
+        # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
+        # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
+        # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
+        tiles_under_way = num_sms // config.ctas_a_tile
+        steps_a_tile = heads_a_tile * -(-longest // config.tile_m)
+        heads_in_cache = max(heads_in_cache, -(-5 * tiles_under_way // (2 * steps_a_tile)))
+    # Of packed sequences the first heads of all groups have sections of their own, and so on.
+    heads = spec.nheads_k if shapes.packed else spec.nheads // heads_a_tile * shapes.q[0]
+    heads_in_cache = heads_in_last = min(heads_in_cache, heads)
+    if not config.features.deterministic:
+        heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
+    numbers = {
+        **_numbers(spec, shapes),
+        "num_m_blocks": num_m_blocks,
+        "num_n_blocks": num_n_blocks,
+        "heads_in_cache": heads_in_cache,
+        "sections": max(0, heads - heads_in_last) // heads_in_cache,
+        "heads_a_tile": heads_a_tile,
+        "num_sms": num_sms,
+    }
+    # No sums of dK and dV are left to others if each tile sums over all heads of a group.
+    shares = group > heads_a_tile
+    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, shares)
+    return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
+
+
+def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
+    """Those of both passes."""
+    # No window need be wider than this, and the kernels add positions to it in 32 bits.
+    widest = shapes.q[-3] + shapes.k[-3]
+    return {
+        "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
+        "softcap": spec.softcap,
+        "window_left": min(spec.window_left or 0, widest),
+        "window_right": min(spec.window_right or 0, widest),
+    }
+
+
+def _in_equal_sections(heads: int, at_once: int) -> int:
+    """How many heads run together, if they are to be about so many: all sections of the same size.
+
+    A small last one would start its longest tiles when the others have finished.
+    """
+    sections = -(-heads // at_once)
+    return -(-heads // sections)

@@ -1,0 +1,110 @@
+"""What the kernels of a pass are launched with, by name: every tensor and number once.
+
+A field's annotation says what it is. From that alone ``jit.compile`` makes fake arguments to compile with, so a new
+argument is a line here, one where the backend gives it, and one where a kernel uses it. The backend gives torch tensors
+and numbers, kernels see the DSL's. Needs no cutlass.
+
+Layouts, dense and packed (n sequences):
+
+    q               (batch, seqlen_q, heads, d)         (total_q, heads, d)
+    k               (batch, seqlen_k, heads_k, d)       (total_k, heads_k, d)
+    v               (batch, seqlen_k, heads_k, d_v)     (total_k, heads_k, d_v)
+    lse             (batch, heads, seqlen_q)            (heads, total_q)
+    cu_seqlens                                          (n + 1,)
+    seqused                                             (n,)
+
+Out is like q with d_v, and gradients are like what they are of.
+"""
+
+import enum
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+
+class Kind(enum.Enum):
+    """What an argument is, as compiled code has to know it."""
+
+    ROWS = "a 16-bit tensor of rows that TMA can read: the data and all strides but the last in multiples of 16 bytes"
+    ROW_NUMBERS = "a float32 number a row, in any layout whose last dimension is contiguous"
+    FLOATS = "a compact float32 vector"
+    INTS = "a compact int32 vector"
+    BYTES = "a compact vector of bytes that begins at a multiple of 128"
+    FLOAT = "a float32 number"
+    INT = "an int32 number"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What an argument is, and whether a configuration has it."""
+
+    kind: Kind
+    when: str = ""  # the configuration's attribute that says so; none: always
+
+    def is_given(self, config: Any) -> bool:
+        """Whether kernels of this configuration take it; else it is None."""
+        return not self.when or bool(attrgetter(self.when)(config))
+
+
+_ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (Kind.ROWS, Kind.ROW_NUMBERS, Kind.INT, Kind.FLOAT))
+_OFFSETS = Argument(Kind.INTS, when="features.packed")
+_USED_Q = Argument(Kind.INTS, when="features.seqused_q")
+_USED_K = Argument(Kind.INTS, when="features.seqused_k")
+
+
+class ForwardArguments(NamedTuple):
+    """Those of a forward pass."""
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mV: Annotated[Any, _ROWS]
+    mO: Annotated[Any, _ROWS]
+    mLSE: Annotated[Any, _ROW_NUMBERS]
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
+    mSink: Annotated[Any, Argument(Kind.FLOATS, when="features.sink")]  # (heads,)
+    softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
+    softcap: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
+    mNextTile: Annotated[Any, Argument(Kind.INTS, when="persistent")]  # counters of a stream; takes the first
+    num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
+
+
+class BackwardArguments(NamedTuple):
+    """Those of a backward pass."""
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mV: Annotated[Any, _ROWS]
+    mO: Annotated[Any, _ROWS]
+    mdO: Annotated[Any, _ROWS]
+    mLSE: Annotated[Any, _ROW_NUMBERS]
+    mdLSE: Annotated[Any, Argument(Kind.ROW_NUMBERS, when="features.dlse")]
+    mdQ: Annotated[Any, _ROWS]
+    mdK: Annotated[Any, _ROWS]
+    mdV: Annotated[Any, _ROWS]
+    mWorkspace: Annotated[Any, Argument(Kind.BYTES)]  # of the configuration's ``workspace_size``; holds anything
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
+    num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
+    num_n_blocks: Annotated[Any, _INT]
+    softmax_scale: Annotated[Any, _FLOAT]
+    softcap: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
+    sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
+    heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
+    mNextTile: Annotated[Any, Argument(Kind.INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
+    num_sms: Annotated[Any, _INT]
+
+
+def described(arguments: type) -> dict[str, Argument]:
+    """The arguments of a pass, in their order: what each of them is."""
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(arguments, include_extras=True).items()}

@@ -1,1 +1,0 @@
-"""Kernels before and after the backward kernel, for any architecture."""

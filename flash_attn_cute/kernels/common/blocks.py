@@ -1,0 +1,145 @@
+"""What a tile walks over: blocks of the other side, in an order, with the masks they need and the turns they have.
+
+A tile of queries walks over blocks of keys (forward), a tile of keys over blocks of queries (backward). Producers and
+consumers of both passes ask the same ``Blocks``: how many, the i-th, which mask it needs, and how many tiles add to
+something before this one does.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+
+@dataclass(frozen=True)
+class Window:
+    """Bottom-right aligned: query i sees key j when i + shift - left <= j <= i + shift + right.
+
+    A side of None is unbounded; ``shift`` is seqlen_k - seqlen_q.
+    """
+
+    left: Int32 | None
+    right: Int32 | None
+    shift: Int32
+
+    @property
+    def transposed(self) -> "Window":
+        """The same with queries and keys exchanged: which queries see a key."""
+        return Window(self.right, self.left, -self.shift)
+
+
+class Edges(NamedTuple):
+    """Which edges can be within a block: of the window, and on the right the sequence's end. Known when compiling."""
+
+    left: bool
+    right: bool
+
+
+class Part(NamedTuple):
+    """Steps ``first .. end`` of a walk, over blocks that need the same masks."""
+
+    edges: Edges
+    first: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """An interval of blocks, ``start .. stop``, that a tile sees.
+
+    Blocks from ``full_stop`` on hold some that the right edge (the window's or the sequence's end) hides from some row
+    of the tile, blocks below ``full_start`` some that the left edge does. What lies between needs no mask.
+    """
+
+    start: Int32
+    full_start: Int32
+    full_stop: Int32
+    stop: Int32
+    # Of the walk: 1 from the first block to the last, -1 the other way round. An int is known when compiling.
+    direction: Int32 | int = 1
+
+    @staticmethod
+    @cute.jit
+    def of(
+        first_row: Int32,
+        num_rows: Int32,
+        seqlen: Int32,
+        window: Window,
+        tile: cutlass.Constexpr,
+        direction: cutlass.Constexpr | Int32 = 1,
+    ) -> "Blocks":
+        """The blocks of ``tile`` that rows first_row .. first_row + num_rows see of a sequence of ``seqlen`` others.
+
+        None if there are no such rows.
+        """
+        start, full_start = Int32(0), Int32(0)
+        visible_to_first, visible_to_last = seqlen, seqlen
+        if const_expr(window.right is not None):
+            behind_first = first_row + window.shift + window.right + 1
+            visible_to_first = cutlass.max(cutlass.min(seqlen, behind_first), 0)
+            visible_to_last = cutlass.max(cutlass.min(seqlen, behind_first + num_rows - 1), 0)
+        if const_expr(window.left is not None):
+            hidden_from_first = cutlass.max(first_row + window.shift - window.left, 0)
+            hidden_from_last = cutlass.max(first_row + num_rows - 1 + window.shift - window.left, 0)
+            start = hidden_from_first // tile
+            full_start = cute.ceil_div(hidden_from_last, tile)
+        stop = cute.ceil_div(visible_to_last, tile) if num_rows > 0 else start
+        return Blocks(start, full_start, visible_to_first // tile, stop, direction)
+
+    @property
+    def num(self) -> Int32:
+        """How many; not positive if there are none."""
+        return self.stop - self.start
+
+    @cute.jit
+    def nth(self, i: Int32) -> Int32:
+        """The i-th block of the walk."""
+        if const_expr(isinstance(self.direction, int)):
+            return self.start + i if const_expr(self.direction > 0) else self.stop - 1 - i
+        else:
+            return self.start + i if self.direction > 0 else self.stop - 1 - i
+
+    @cute.jit
+    def num_before(self, block: Int32) -> Int32:
+        """How many blocks of the walk come before that one: its turn, where turns follow the walk."""
+        if const_expr(isinstance(self.direction, int)):
+            return block - self.start if const_expr(self.direction > 0) else self.stop - 1 - block
+        else:
+            return block - self.start if self.direction > 0 else self.stop - 1 - block
+
+    def parts(self, has_left: bool, has_right: bool) -> list[Part]:
+        """A walk from the last block to the first, but for the very first step, in parts that need the same masks.
+
+        Both edges are looked at in the first part: under a narrow window they meet in one block.
+        """
+        middle = cutlass.max(cutlass.min(self.full_stop, self.stop - 1), self.start)
+        last = cutlass.min(cutlass.max(self.full_start, self.start), middle) if has_left else self.start
+        parts = [Part(Edges(left=False, right=False), self.stop - middle, self.stop - last)]
+        if has_right:
+            parts.insert(0, Part(Edges(left=has_left, right=True), Int32(1), self.stop - middle))
+        if has_left:
+            parts.append(Part(Edges(left=True, right=False), self.stop - last, self.num))
+        return parts
+
+    # A consumer of the backward pass has few registers, and counts blocks from the first one below which the left edge
+    # hides some, as it then keeps one number less: such a count is a position.
+
+    @property
+    def positions(self) -> tuple[Int32, Int32]:
+        """The position at which the walk begins, and the one before which it ends."""
+        first, end = self.nth(Int32(0)), self.nth(self.num)
+        return first - self.full_start, end - self.full_start
+
+    def at(self, position: Int32) -> Int32:
+        """The block at a position."""
+        return position + self.full_start
+
+    def crosses_left(self, position: Int32) -> Boolean:
+        """Whether the left edge hides some of it."""
+        return position < 0
+
+    def crosses_right(self, block: Int32) -> Boolean:
+        """Whether the right edge does, of a block itself."""
+        return block >= self.full_stop

@@ -1,0 +1,46 @@
+"""Where a sequence's rows are, on one side (queries or keys): the one place where offsets and real lengths are read.
+
+Nobody has checked what they hold. So offsets are kept within the tensor, and real rows within what the sequence owns:
+wrong ones give wrong results, but nothing is read or written outside of the tensors.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+
+@dataclass(frozen=True)
+class SeqRows:
+    """The rows of one sequence. ``start`` counts from the start of the tensor if packed, else it is 0."""
+
+    start: Int32
+    length: Int32  # real rows; none if it is not positive
+    slot: Int32 | None = None  # rows it owns; those behind ``length`` are padding
+
+
+def offset(mCuSeqlens: cute.Tensor, i: Int32, total: Int32) -> Int32:
+    """The i-th offset, within a tensor of so many rows."""
+    return cutlass.max(cutlass.min(mCuSeqlens[i], total), 0)
+
+
+@cute.jit
+def real_rows(mSeqUsed: cute.Tensor | None, sequence: Int32, slot: Int32) -> Int32:
+    """How many of the rows that a sequence owns are real."""
+    length = slot
+    if const_expr(mSeqUsed is not None):
+        length = cutlass.min(mSeqUsed[sequence], slot)
+    return length
+
+
+@cute.jit
+def rows_of(mX: cute.Tensor, mCuSeqlens: cute.Tensor | None, mSeqUsed: cute.Tensor | None, sequence: Int32) -> SeqRows:
+    """The rows of a sequence in a tensor of users, dense (batch, rows, heads, d) or packed (rows, heads, d)."""
+    if const_expr(mCuSeqlens is None):
+        return SeqRows(Int32(0), mX.shape[1], mX.shape[1])
+    else:
+        total = mX.shape[0]
+        start = offset(mCuSeqlens, sequence, total)
+        slot = offset(mCuSeqlens, sequence + 1, total) - start
+        return SeqRows(start, real_rows(mSeqUsed, sequence, slot), slot)

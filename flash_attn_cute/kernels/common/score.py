@@ -1,0 +1,65 @@
+"""From a product q . k to a score, and back to the product's gradient: scalar arithmetic, for any architecture.
+
+    s = softmax_scale * q . k                   scaled
+    s = softcap * tanh(s / softcap)             capped, if there is a softcap
+    s = -inf                                    hidden, where a query does not see a key
+
+Kernels work in base 2, so that a weight is one exp2 of a score times ``scale_log2`` (``score_scales``). What a kernel
+does with its registers is its architecture's business; a further step, a bias, say, has its arithmetic and its
+derivative here.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.common.blocks import Window
+
+LOG2_E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+def score_scales(softmax_scale: Float32, softcap: Float32, has_softcap: bool) -> tuple[Float32, Float32]:
+    """What products are multiplied by before tanh (1 without a softcap), and after it or at all, for base 2."""
+    if const_expr(has_softcap):
+        return softmax_scale / softcap, softcap * LOG2_E
+    return Float32(1.0), softmax_scale * LOG2_E
+
+
+def capped(product: Float32, score_scale: Float32) -> Float32:
+    """A product behind tanh."""
+    return cute.math.tanh(product * score_scale, fastmath=True)
+
+
+def capped_slope(capped: Float32) -> Float32:
+    """The derivative of ``capped``, from its result."""
+    return 1.0 - capped * capped
+
+
+def hidden(scale_log2: Float32) -> Float32:
+    """A score without weight: what becomes -inf when it is scaled, whatever the scale's sign."""
+    return scale_log2 * -Float32.inf
+
+
+@cute.jit
+def visible_columns(
+    row: Int32, first_column: Int32, num_columns: Int32, window: Window, edges: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Columns start .. stop of a block that a row sees, counted from the block's first.
+
+    Args:
+        row: its position in its sequence; of keys, if ``window`` is transposed.
+        first_column: the position of the block's first column.
+        num_columns: of the other sequence.
+        window: which columns a row sees.
+        edges: ``Edges``; the bound of an edge that is not looked at has no meaning.
+    """
+    position = row + window.shift
+    start, stop = Int32(0), num_columns - first_column
+    if const_expr(edges.right and window.right is not None):
+        stop = cutlass.min(stop, position + window.right + 1 - first_column)
+    if const_expr(edges.left):
+        start = position - window.left - first_column
+    return start, stop

@@ -1,0 +1,175 @@
+"""Which tile is which, and which one a CTA takes next.
+
+A tile is a number of rows of one sequence and head. CTAs start, and take tiles, in the order of the index, and the
+longest should start first. Under a causal mask a sequence's last queries see the most keys, so tiles of queries are
+numbered from the back (``Order.last_first``); its first keys are seen by the most queries, so those of keys are not,
+unless their additions are to have an order.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_attn_cute.kernels.common.lengths import SeqRows, offset, real_rows
+
+
+@dataclass(frozen=True)
+class WorkTile:
+    """Rows ``first_row .. first_row + tile_m`` of a sequence and head; ``batch`` is -1 for rows of none.
+
+    ``block`` numbers the tiles of a head, over all sequences; the first and the last of packed ones, which are of none,
+    are -1 and one too many. ``in_last``: whether its section is one that is numbered the other way round.
+    """
+
+    first_row: Int32
+    head: Int32
+    batch: Int32
+    block: Int32
+    in_last: Boolean | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """How tiles are numbered.
+
+    Those of ``heads_in_cache`` heads (of all, if it is None) come together, so that what they share stays in the L2
+    cache: a section. All that are left after so many ``sections`` are one, if that is given; with ``turns_last`` its
+    tiles are numbered the other way round (dense batches only).
+    """
+
+    heads_in_cache: Int32 | None = None
+    last_first: cutlass.Constexpr = True
+    sections: Int32 | None = None
+    turns_last: cutlass.Constexpr = False
+
+
+def num_tiles(mX: cute.Tensor, heads: Int32, mCuSeqlens: cute.Tensor | None, tile_m: int) -> Int32:
+    """Tiles of the rows of mX, a tensor of users, dense or packed, for so many heads."""
+    if const_expr(mCuSeqlens is None):
+        batch, rows = mX.shape[0], mX.shape[1]
+        return cute.ceil_div(rows, tile_m) * heads * batch
+    return (mX.shape[0] // tile_m + mCuSeqlens.shape[0] - 1 + 2) * heads
+
+
+def num_row_tiles(heads: Int32, blocks: Int32, packed: bool) -> Int32:
+    """The same from how many blocks of a workspace a head has: of packed tiles two have none."""
+    return (blocks + 2 if packed else blocks) * heads
+
+
+@cute.jit
+def row_tile(
+    index: Int32,
+    mX: cute.Tensor,
+    heads: Int32,
+    mCuSeqlens: cute.Tensor | None,
+    mSeqUsed: cute.Tensor | None,
+    tile_m: cutlass.Constexpr,
+    order: Order,
+    copies: Int32 | int = 1,
+) -> tuple[WorkTile, SeqRows]:
+    """Tile ``index`` of the rows of mX, and the rows of its sequence.
+
+    A dense batch counts for as many entries as it has times ``copies``.
+    """
+    if const_expr(mCuSeqlens is None):
+        batch, slot = mX.shape[0], mX.shape[1]
+        work = _dense_tile(index, slot, heads, batch * copies, tile_m, order)
+        return work, SeqRows(Int32(0), slot, slot)
+    else:
+        work, start, slot = _packed_tile(index, mX.shape[0], heads, mCuSeqlens, tile_m, order)
+        length = Int32(0)
+        if work.batch >= 0:
+            length = real_rows(mSeqUsed, work.batch, slot)
+        return work, SeqRows(start, length, slot)
+
+
+@cute.jit
+def _dense_tile(
+    index: Int32, seqlen: Int32, heads: Int32, batch: Int32, tile_m: cutlass.Constexpr, order: Order
+) -> WorkTile:
+    num_m = cute.ceil_div(seqlen, tile_m)
+    m_block, pair = _in_sections(index, num_m, heads * batch, order)
+    in_last = Boolean(False)
+    if const_expr(order.turns_last):
+        in_last = pair >= order.sections * order.heads_in_cache
+    if const_expr(order.last_first):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if not in_last:
+            m_block = num_m - 1 - m_block
+    return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block, in_last)
+
+
+@cute.jit
+def _in_sections(index: Int32, tiles_a_head: Int32, heads: Int32, order: Order) -> tuple[Int32, Int32]:
+    """Which of a head's tiles, and which head: all tiles of some heads, then all of the next ones."""
+    if const_expr(order.heads_in_cache is None):
+        return index // heads, index % heads
+    else:
+        section = index // (order.heads_in_cache * tiles_a_head)
+        heads_here = cutlass.min(order.heads_in_cache, heads - section * order.heads_in_cache)
+        if const_expr(order.sections is not None):  # noqa: SIM102 (as above)
+            if section >= order.sections:
+                section = order.sections
+                heads_here = heads - section * order.heads_in_cache
+        within = index - section * order.heads_in_cache * tiles_a_head
+        return within // heads_here, section * order.heads_in_cache + within % heads_here
+
+
+@cute.jit
+def _packed_tile(
+    index: Int32,
+    total: Int32,
+    heads: Int32,
+    mCuSeqlens: cute.Tensor,
+    tile_m: cutlass.Constexpr,
+    order: Order,
+) -> tuple[WorkTile, Int32, Int32]:
+    """Tile of packed sequences, the first row and the number of rows that its sequence owns.
+
+    The rows before the first and behind the last sequence count as sequences of their own that are all padding, so
+    that every row belongs to one. Sequence p, from row s(p) on, gets the tiles from s(p) // tile_m + p on: never fewer
+    than it needs, and found by a search over the offsets alone, without a prefix sum over tile counts. The warp
+    searches 32 candidates at a time. At most one tile a sequence is left with nothing to do.
+    """
+    num_sequences = mCuSeqlens.shape[0] + 1
+    num_positions = total // tile_m + num_sequences
+    position, head = _in_sections(index, num_positions, heads, order)
+    if const_expr(order.last_first):
+        position = num_positions - 1 - position
+    low, size = Int32(0), num_sequences
+    while size > 1:
+        step = cute.ceil_div(size, 32)
+        candidate = low + cute.arch.lane_idx() * step
+        inside = candidate < low + size
+        row = Int32(0)
+        if inside and candidate > 0:
+            row = mCuSeqlens[candidate - 1]
+        passed = inside and row // tile_m + candidate <= position
+        last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
+        size = cutlass.min(step, size - last * step)
+        low += last * step
+    start, stop = Int32(0), total
+    if low > 0:
+        start = offset(mCuSeqlens, low - 1, total)
+    if low < num_sequences - 1:
+        stop = offset(mCuSeqlens, low, total)
+    batch = low - 1 if low < num_sequences - 1 else Int32(-1)
+    first = (position - start // tile_m - low) * tile_m
+    return WorkTile(first, head, batch, position - 1), start, stop - start
+
+
+@cute.jit
+def take_tile(counter: cute.Tensor, num_questions: Int32, given: Int32 | int = 0) -> Int32:
+    """The first tile that nobody has taken yet, asked for by one converged warp, that many times in all.
+
+    ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles have owners that do
+    not ask for them.
+    """
+    index = num_questions
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(counter.iterator, Int32(1))
+        index = taken + given
+        if taken == num_questions - 1:
+            counter[0] = Int32(0)
+    return cute.arch.shuffle_sync(index, 0)

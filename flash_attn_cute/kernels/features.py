@@ -1,0 +1,82 @@
+"""What a call asks of the kernels, as far as it changes their code: every flag once, with its name and its meaning.
+
+Backends make ``Features`` from a call, configurations hold them, kernels read them, and ``jit`` prints and parses them.
+What changes from call to call without changing code (lengths, strides, scales, window sizes) is an argument instead
+(``kernels.arguments``). A new flag is a line here and the lines that read it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+Direction = Literal["forward", "backward"]
+
+
+def _flag(meaning: str, *, default: bool = False, only: Direction | None = None) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "only": only})
+
+
+@dataclass(frozen=True)
+class Features:
+    """The flags of one call. Those that only one pass reads are off in the other's (``of_pass``)."""
+
+    packed: bool = _flag("sequences are concatenated along one dimension of rows")
+    seqused_q: bool = _flag("some of a sequence's query rows are padding")
+    seqused_k: bool = _flag("some of a sequence's key rows are padding")
+    left: bool = _flag("a window bounded to the left")
+    right: bool = _flag("a window bounded to the right; causal is a right of 0")
+    softcap: bool = _flag("scores are capped by tanh")
+    sink: bool = _flag("one more logit a head in the denominator", only="forward")
+    dlse: bool = _flag("lse has a gradient, too", only="backward")
+    grouped: bool = _flag("query heads share a key head", only="backward")
+    deterministic: bool = _flag("the same inputs give the same bits", only="backward")
+    zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
+
+    def of_pass(self, direction: Direction) -> "Features":
+        """The same without what that pass does not read, so that calls which differ in nothing else share a kernel."""
+        others = {f.name: f.default for f in fields(self) if f.metadata["only"] not in (None, direction)}
+        return replace(self, **others)
+
+    @staticmethod
+    def told(flags: Mapping[str, bool]) -> str:
+        """Flags that are not as by default, a negated one as ``no_<name>``, as ``parse`` reads them."""
+        by_default = {f.name: f.default for f in fields(Features)}
+        changed = {name: on for name, on in flags.items() if on != by_default.get(name, False)}
+        return " ".join(name if on else f"no_{name}" for name, on in changed.items())
+
+    @classmethod
+    def parse(cls, chosen: Iterable[str]) -> "Features":
+        """Features from words.
+
+        Raises:
+            ValueError: a word that is none of ``words``.
+        """
+        unknown = [word for word in chosen if word not in words()]
+        if unknown:
+            raise ValueError(f"features: expected some of {', '.join(words())}, got {', '.join(unknown)}")
+        return cls(**dict(_flag_of(word) for word in chosen))
+
+
+def words() -> dict[str, str]:
+    """What ``Features.parse`` reads, and its meaning: a flag's name, or ``no_`` and that of one that is usually on."""
+    return {
+        f"no_{f.name}" if f.default else f.name: f"not: {f.metadata['meaning']}" if f.default else f.metadata["meaning"]
+        for f in fields(Features)
+    }
+
+
+def _flag_of(word: str) -> tuple[str, bool]:
+    return word.removeprefix("no_"), not word.startswith("no_")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A condition on features, as the tables of configurations have it: all of these words, and none of those."""
+
+    needs: str = ""
+    without: str = ""
+
+    def fits(self, features: Features) -> bool:
+        """Whether the features are such."""
+        needed, unwanted = (all_of.split() for all_of in (self.needs, self.without))
+        return all(getattr(features, n) for n in needed) and not any(getattr(features, n) for n in unwanted)

@@ -1,0 +1,70 @@
+"""Gradients of queries from the workspace, within the backward kernel up to d = 128 (see ``cta``).
+
+Mma warps that find no tile left take blocks of queries instead, one by one, from a counter, wait until all tiles that
+see a block have added to it, and round it. So SMs that would be idle at the end are not, and no kernel follows. Tiles
+wait for nobody who rounds, so they all come to their end, and with them these waits.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common.blocks import Blocks
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.sm90.backward.rounding import round_block
+from flash_attn_cute.kernels.sm90.backward.tiles import window_of
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+
+_AT_ONCE = 4
+
+
+@cute.jit
+def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace) -> None:
+    """By a converged mma warp: rounds blocks until none is left."""
+    c, f = config, config.features
+    mdQ = rows_first(a.mdQ, f.packed)
+    lane = cute.arch.lane_idx()
+    _, heads, blocks, _ = ws.mStats.shape
+    # Every warp asks until it gets none.
+    num_blocks = tiles.num_row_tiles(heads, blocks, f.packed)
+    num_questions = num_blocks + 4 * c.num_mma_warpgroups * cute.arch.grid_dim()[0]
+    next_block = cute.domain_offset((1,), a.mNextTile)
+    # A head's all together, and its sequences, as tiles of them are taken.
+    order = tiles.Order(heads_in_cache=Int32(1), last_first=f.packed)
+    index = tiles.take_tile(next_block, num_questions)
+    while index < num_blocks:
+        work, rows = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
+        gdQ = mdQ[None, None, work.head, Int32(0) if const_expr(f.packed) else work.batch]
+        stop = rows.slot if const_expr(f.zero_padding) else rows.length
+        num_adding = Int32(0)
+        if work.first_row < rows.length:
+            num_adding = _num_adding(c, a, work, rows.length)
+        if num_adding > 0:
+            turns.wait_for_all(ws.mTurnsQ, work.head, work.block, num_adding)
+            round_block(
+                ws.mdQaccum[work.head, work.block, None],
+                gdQ,
+                work.first_row,
+                SeqRows(rows.start, rows.length),
+                stop,
+                a.softmax_scale,
+                c.tile_d,
+                c.columns_dQ,
+                lane,
+                32,
+                _AT_ONCE,
+            )
+        else:  # the workspace holds nothing
+            num_rows = cutlass.min(stop - work.first_row, c.tile_m)
+            zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)
+        index = tiles.take_tile(next_block, num_questions)
+
+
+@cute.jit
+def _num_adding(c: cutlass.Constexpr, a: BackwardArguments, work: tiles.WorkTile, q_length: Int32) -> Int32:
+    """How many tiles add to a block."""
+    k_length = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch).length
+    return Blocks.of(work.first_row, c.tile_m, k_length, window_of(c, a, q_length, k_length), c.tile_n).num

@@ -1,0 +1,91 @@
+"""A backward pass on Hopper: all of its kernels, launched one after the other by one call of compiled code.
+
+The host would take as long again to call each by itself, and to allocate each part of the workspace.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
+from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
+from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
+from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+from flash_attn_cute.kernels.sm90.config import PART_ALIGN, BackwardClusterConfig, BackwardConfig
+
+
+class BackwardPassSm90:
+    """The kernels of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = c = config
+        packed, zero_padding = c.features.packed, c.features.zero_padding
+        self.preprocess = Preprocess(c)
+        self.main: BackwardCtaSm90 | BackwardClusterSm90
+        self.postprocess, self.postprocess_keys = None, None
+        if isinstance(
+            c, BackwardClusterConfig
+        ):  # which leaves dQ, and of grouped heads dK and dV, to kernels behind it
+            self.main = BackwardClusterSm90(c)
+            self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, packed, zero_padding)
+            if c.features.grouped:
+                self.postprocess_keys = Postprocess(c.tile_n, c.tile_d, c.tile_d, packed, zero_padding)
+        else:
+            self.main = BackwardCtaSm90(c)
+
+    @cute.jit
+    def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernels."""
+        a, w = arguments, self._workspace(arguments)
+        self.preprocess(a, w, stream)
+        self.main(a, w, stream)
+        if const_expr(self.postprocess is not None):
+            self.postprocess(
+                PostprocessArguments(
+                    mdX=a.mdQ,
+                    mdXaccum=w.mdQaccum,
+                    mCuSeqlens=a.mCuSeqlensQ,
+                    mSeqUsed=a.mSeqUsedQ,
+                    scale=a.softmax_scale,
+                    mTurns=w.mTurnsQ,
+                ),
+                stream,
+            )
+        if const_expr(self.postprocess_keys is not None):
+            for i, (mdX, scale) in enumerate(((a.mdK, a.softmax_scale), (a.mdV, Float32(1.0)))):
+                self.postprocess_keys(
+                    PostprocessArguments(
+                        mdX=mdX,
+                        mdXaccum=w.mdKVaccum[i, None, None, None],
+                        mCuSeqlens=a.mCuSeqlensK,
+                        mSeqUsed=a.mSeqUsedK,
+                        scale=scale,
+                        mTurns=w.mTurnsK,
+                    ),
+                    stream,
+                )
+
+    def _workspace(self, a: BackwardArguments) -> Workspace:
+        """The workspace in its parts; None for those that the configuration does without."""
+        parts: dict[str, cute.Tensor | None] = dict.fromkeys(Workspace._fields)
+        place = a.mWorkspace.iterator.toint()
+        shapes = self.config.parts(a.mQ.shape[-2], a.num_m_blocks, a.mK.shape[-2], a.num_n_blocks)
+        for name, shape in shapes.items():
+            parts[name], place = _part(Int32 if name.startswith("mTurns") else Float32, place, shape)
+        return Workspace(**parts)
+
+
+def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
+    """A compact part of the workspace, and where the next one begins. Its first and last size may be constants."""
+    row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
+    strides: list[Int64 | int] = [1]
+    for size in shape[:0:-1]:
+        static = isinstance(size, int) and isinstance(strides[0], int)
+        strides.insert(0, size * strides[0] if static else cute.assume(Int64(size) * strides[0], divby=row))
+    part = cute.make_tensor(
+        cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=PART_ALIGN),
+        cute.make_layout(shape, stride=tuple(strides)),
+    )
+    num_bytes = Int64(shape[0]) * strides[0] * 4
+    return part, place + (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN

@@ -1,0 +1,88 @@
+"""What the backward kernel needs of every query beside Q and dO, and zeros where it needs them.
+
+delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row shares, and lse in base 2. A query that
+has seen no key, or that is none, gets an lse of inf: its weights vanish.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+
+_THREADS = 256
+
+
+class Preprocess:
+    """One CTA a block of ``tile_m`` queries of one head; a row by as many threads as it has vectors of 16 bytes.
+
+    Zeroed are the counters of turns, and where there are none, as additions have no order, the sums of dQ.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.tile_m, self.packed = config.tile_m, config.features.packed
+        self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        _, heads, blocks, _ = ws.mStats.shape
+        self.kernel(a, ws).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
+        """One block."""
+        index, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)
+        mLSE = numbers_first(a.mLSE, self.packed)
+        heads = a.mO.shape[-2]
+        first = heads if self.packed else 0  # those without a block are first and last
+        work, rows = tiles.row_tile(first + index, a.mO, heads, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m, tiles.Order())
+        batch = Int32(0) if const_expr(self.packed) else work.batch
+        rows_a_pass = _THREADS // self.lanes
+        lane = thread % self.lanes
+        for i in cutlass.range_constexpr(-(-self.tile_m // rows_a_pass)):
+            within = i * rows_a_pass + thread // self.lanes
+            row = work.first_row + within
+            delta, lse = Float32(0.0), Float32.inf
+            if row < rows.length:
+                gO, gdO = (x[rows.start + row, None, work.head, batch] for x in (mO, mdO))
+                for vector in cutlass.range(lane, gO.shape[0] // 8, self.lanes, unroll=1):
+                    o, do = cute.make_rmem_tensor(8, gO.element_type), cute.make_rmem_tensor(8, gO.element_type)
+                    cute.autovec_copy(cute.local_tile(gO, (8,), (vector,)), o)
+                    cute.autovec_copy(cute.local_tile(gdO, (8,), (vector,)), do)
+                    for j in cutlass.range_constexpr(8):
+                        x, y = o[j].to(Float32), do[j].to(Float32)
+                        # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
+                        delta += x * (y if x != 0.0 else Float32(0.0))
+                lse = mLSE[rows.start + row, work.head, batch] * LOG2_E
+                lse = lse if lse != -Float32.inf else Float32.inf
+            for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                delta += cute.arch.shuffle_sync_bfly(delta, 1 << j)
+            if lane == 0:
+                if const_expr(a.mdLSE is not None):
+                    mdLSE = numbers_first(a.mdLSE, self.packed)
+                    if row < rows.length:
+                        delta -= mdLSE[rows.start + row, work.head, batch]
+                delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
+                ws.mStats[0, work.head, work.block, permuted(within)] = lse
+                ws.mStats[1, work.head, work.block, permuted(within)] = delta
+        if const_expr(ws.mTurnsQ is not None):
+            if thread < ws.mTurnsQ.shape[0]:
+                ws.mTurnsQ[thread, work.head, work.block] = Int32(0)
+        else:
+            zeros = cute.make_rmem_tensor(4, Float32)
+            zeros.fill(0.0)
+            sums = ws.mdQaccum[work.head, work.block, None]
+            for i in cutlass.range(thread, sums.shape[0] // 4, _THREADS):
+                cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
+        if const_expr(ws.mTurnsK is not None):
+            turns = cute.make_tensor(ws.mTurnsK.iterator, cute.make_layout(cute.size(ws.mTurnsK)))
+            for i in cutlass.range(index * _THREADS + thread, cute.size(turns), cute.arch.grid_dim()[0] * _THREADS):
+                turns[i] = Int32(0)

@@ -1,0 +1,181 @@
+"""The tiles of keys that both backward kernels work on.
+
+A tile is a block of keys for one query head, or for a few that share the key head (``grouped``; not for all, so that
+heads which run together fit the L2 cache): over the queries that see it, dK and dV are summed, and to theirs dQ is
+added. If there are several tiles of the same keys, all but the last one leave dK and dV in the workspace, in float32;
+the last one is taken later than any of them, and takes what is there. (Above d = 128 it adds to it as well.)
+
+Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
+(``common.turns``), and they are taken from the last keys to the first. Under a causal mask a tile's walk begins where
+its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps ago. A tile only ever waits for tiles
+that were taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs are
+resident, there is no deadlock (``sparsity.order`` has the argument for any mask and order). The order is that of
+FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it
+would leave the longest tiles to the end, so the heads of a dense batch's last section go the other way round: their
+tiles are taken from the first keys to the last, and walk from the last query to the first. (Packed sequences and
+grouped heads lose by it.)
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common.blocks import Blocks, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+
+NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A block of keys: which, and the blocks of queries that see it."""
+
+    first_key: Int32
+    head: Int32
+    head_k: Int32
+    batch: Int32 | int  # 0, if packed
+    block: Int32 | int  # in the workspace of dK and dV, if grouped; else 0
+    q: SeqRows
+    k: SeqRows
+    first_block: Int32  # of its sequence, in the workspace of dQ
+    window: Window  # transposed: which queries see a key
+    blocks: Blocks  # of queries; all tiles of a head walk in the same direction
+    earlier: Int32 | int  # tiles of the same keys and of other heads that are taken before, and see as many queries,
+    later: Int32 | int  # and that are taken after: none, if not grouped
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory, for warps that neither load nor write padding."""
+        b, lengths = self.blocks, (self.q.length, self.k.start, self.k.length)
+        which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
+        walk = b.direction, self.earlier, self.later
+        for i, value in enumerate((*which, *walk, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
+            if not isinstance(value, int):  # which reading knows by itself
+                fields[i] = value
+
+    @staticmethod
+    def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
+        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        values = [fields[i] for i in range(NUM_FIELDS)]
+        first_key, head, head_k, batch, block, first_block, direction, earlier, later, *lengths_and_blocks = values
+        q_length, k_start, k_length, *blocks = lengths_and_blocks
+        f = config.features
+        return KeyTile(
+            first_key=first_key,
+            head=head,
+            head_k=head_k,
+            batch=0 if f.packed else batch,
+            block=block if f.grouped else 0,
+            q=SeqRows(None, q_length),
+            k=SeqRows(k_start, k_length),
+            first_block=first_block,
+            window=window_of(config, a, q_length, k_length).transposed,
+            blocks=Blocks(*blocks, direction=direction if config.turns_last else 1),
+            earlier=earlier if f.grouped else 0,
+            later=later if f.grouped else 0,
+        )
+
+    @cute.jit
+    def turn(self, config: cutlass.Constexpr, m_block: Int32) -> Int32:
+        """The tile's turn to add to a block of queries: how many tiles, if deterministic, do before it.
+
+        Tiles are taken, and add, in the order of a walk over the keys that the block sees, opposite to their own.
+        """
+        window, direction = self.window.transposed, self.blocks.direction
+        keys = Blocks.of(
+            m_block * config.tile_m, config.tile_m, self.k.length, window, config.tile_n, direction=-direction
+        )
+        return keys.num_before(self.first_key // config.tile_n)
+
+    @property
+    def is_last(self) -> Boolean | bool:
+        """Whether it is the last one of its keys: dK and dV are whole at its end."""
+        return self.later == 0
+
+    @cute.jit
+    def await_turn(self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
+        """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first tile.
+
+        Returns whether it is the first one, which overwrites.
+        """
+        earlier = self.earlier if const_expr(config.features.deterministic) else cutlass.min(self.earlier, 1)
+        turns.wait_as_warpgroup(counter, earlier, barrier)
+        return self.earlier == 0
+
+
+def heads_a_tile(config: BackwardConfig, a: BackwardArguments) -> Int32 | int:
+    """How many heads a tile is for."""
+    return a.heads_a_tile if config.features.grouped else 1
+
+
+def num_key_tiles(config: BackwardConfig, a: BackwardArguments) -> Int32:
+    """Tiles of all heads and sequences."""
+    return tiles.num_tiles(a.mK, a.mQ.shape[-2] // heads_a_tile(config, a), a.mCuSeqlensK, config.tile_n)
+
+
+@cute.jit
+def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> KeyTile:
+    """What tile ``index`` is."""
+    c, f = config, config.features
+    heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
+    parts = heads // heads_k // heads_a_tile(c, a) if f.grouped else 1  # of a group
+    # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
+    nth, sections, copies = 0, a.sections, parts
+    if const_expr(f.packed and f.grouped):
+        tiles_a_part = num_key_tiles(c, a) // parts
+        nth = index // tiles_a_part
+        index -= nth * tiles_a_part
+        if nth < parts - 1:  # it is not these that the kernel ends with
+            sections = heads_k
+    order = tiles.Order(a.heads_in_cache, f.deterministic, sections, c.turns_last)
+    work, k = tiles.row_tile(index, a.mK, heads_k, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order, copies)
+    first_key = work.first_row
+    if const_expr(f.packed):
+        batch, block, q, first_block = 0, work.block, SeqRows(Int32(0), Int32(0), Int32(0)), Int32(0)
+        if work.batch >= 0:
+            q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
+            first_block = packed_block(q.start, work.batch, c.tile_m)
+    else:
+        entries = a.mK.shape[0]
+        nth, batch = work.batch // entries if f.grouped else 0, work.batch % entries
+        q = rows_of(a.mQ, None, None, batch)
+        first_block = batch * cute.ceil_div(q.length, c.tile_m)
+        block = batch * cute.ceil_div(k.slot, c.tile_n) + first_key // c.tile_n
+    num_keys = cutlass.min(k.length - first_key, c.tile_n)
+    window = window_of(c, a, q.length, k.length).transposed
+    direction = 1
+    if const_expr(c.turns_last):
+        direction = Int32(-1) if work.in_last else Int32(1)
+    blocks = Blocks.of(first_key, num_keys, q.length, window, c.tile_m)
+    return KeyTile(
+        first_key=first_key,
+        head=(work.head * parts + nth) * heads_a_tile(c, a),
+        head_k=work.head,
+        batch=batch,
+        block=block if f.grouped else 0,
+        q=q,
+        k=k,
+        first_block=first_block,
+        window=window,
+        blocks=Blocks(
+            start=blocks.start,
+            # Keys behind the sequence are hidden in every block.
+            full_start=blocks.full_start if num_keys == c.tile_n else blocks.stop,
+            full_stop=blocks.full_stop if const_expr(f.left) else blocks.stop,  # queries behind have no weight
+            stop=cutlass.max(blocks.stop, blocks.start),
+            direction=direction,
+        ),
+        earlier=nth,
+        later=parts - 1 - nth,
+    )
+
+
+def window_of(config: BackwardConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:
+    """Which keys a query of a sequence sees."""
+    f = config.features
+    return Window(a.window_left if f.left else None, a.window_right if f.right else None, k_length - q_length)

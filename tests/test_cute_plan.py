@@ -1,0 +1,143 @@
+"""What calls launch, planned from shapes alone: no GPU, no compiler."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute.backends.cute.plan import Shapes, features_of, plan_backward, plan_forward
+from flash_attn_cute.kernels.arguments import described
+from flash_attn_cute.kernels.features import Case, Features, words
+from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+SM90 = ARCHITECTURES["sm90"]
+
+
+def spec_of(**changes: Any) -> AttentionSpec:
+    spec = AttentionSpec(
+        dtype=torch.bfloat16,
+        nheads=8,
+        nheads_k=2,
+        head_dim=128,
+        head_dim_v=128,
+        packed=False,
+        has_seqused=False,
+        has_sink=False,
+        has_mask=False,
+        has_bias=False,
+        softmax_scale=1.0,
+        window_left=None,
+        window_right=None,
+        softcap=0.0,
+        deterministic=False,
+        zero_padding=True,
+    )
+    return spec._replace(**changes)
+
+
+DENSE = Shapes((2, 300, 8, 128), (2, 400, 2, 128), False, False, num_sequences=0, max_seqlen_q=300)
+PACKED = Shapes((600, 8, 128), (800, 2, 128), True, False, num_sequences=3, max_seqlen_q=300)
+
+
+@pytest.mark.parametrize("word", words())
+def test_features_are_told_and_parsed(word: str) -> None:
+    """By the same words, each of which changes one flag."""
+    features = Features.parse([word])
+    assert Features.told(dataclasses.asdict(features)) == word
+    changed = [f.name for f in dataclasses.fields(Features) if getattr(features, f.name) != f.default]
+    assert changed == [word.removeprefix("no_")]
+
+
+def test_unknown_features_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"features: expected some of packed, .*, got softcup"):
+        Features.parse(["softcap", "softcup"])
+
+
+def test_a_pass_forgets_what_it_does_not_read() -> None:
+    everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
+    forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
+    assert forward == dataclasses.replace(everything, dlse=False, grouped=False, deterministic=False)
+    assert backward == dataclasses.replace(everything, sink=False)
+
+
+def test_cases() -> None:
+    case = Case("left softcap", without="packed")
+    assert case.fits(Features(left=True, softcap=True, right=True))
+    assert not case.fits(Features(left=True))
+    assert not case.fits(Features(left=True, softcap=True, packed=True))
+    with pytest.raises(AttributeError):
+        Case("lefft").fits(Features())
+
+
+def test_features_of_a_call() -> None:
+    assert features_of(spec_of(nheads_k=8), DENSE) == Features()
+    asked = spec_of(window_left=3, window_right=0, softcap=1.0, has_sink=True, deterministic=True, zero_padding=False)
+    words = "packed seqused_q left right softcap sink dlse grouped deterministic no_zero_padding"
+    assert features_of(asked, PACKED._replace(dlse=True)) == Features.parse(words.split())
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shapes", [DENSE, PACKED], ids=["dense", "packed"])
+def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
+    """A plan's numbers, and only they, are the arguments of its pass that are no tensors."""
+    spec = spec_of(head_dim=head_dim, head_dim_v=head_dim, packed=shapes.packed)
+    for plan in (plan_forward, plan_backward):
+        planned = plan(SM90, spec, shapes, 132)
+        assert architecture_of(planned.config) is SM90
+        arguments = described(pass_of(planned.config).arguments)
+        assert set(planned.numbers) == {name for name in arguments if not name.startswith("m")}
+
+
+def test_what_is_absent_is_not_asked_for() -> None:
+    config = plan_forward(SM90, spec_of(has_sink=True), DENSE, 132).config
+    given = {name for name, argument in described(pass_of(config).arguments).items() if argument.is_given(config)}
+    assert "mSink" in given
+    assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK"}
+
+
+def test_few_queries_share_a_tile() -> None:
+    """Up to 64 queries of a sequence, the heads of a group do; lengths beyond that change no configuration."""
+    configs = [plan_forward(SM90, spec_of(), DENSE._replace(max_seqlen_q=n), 132).config for n in (64, 65, 300)]
+    assert [config.group for config in configs] == [4, 1, 1]
+    assert plan_forward(SM90, spec_of(nheads=6), DENSE._replace(max_seqlen_q=1), 132).config.group == 1  # 3 do not fit
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "nheads_k", "deterministic", "expected"),
+    [
+        ((9000, 32, 128), 32, False, (5, 5, 1)),
+        ((9000, 32, 128), 32, True, (5, 5, 1)),
+        ((3, 3000, 32, 128), 32, False, (8, 11, 1)),
+        # All of the first heads of groups together, then all of the second ones.
+        ((9000, 24, 128), 8, False, (5, 0, 1)),
+        ((9000, 32, 128), 8, False, (2, 3, 2)),
+        ((3, 3000, 32, 128), 8, False, (2, 23, 2)),
+        ((1, 3000, 8, 128), 2, False, (2, 1, 2)),
+        ((9000, 32, 256), 32, False, (2, 13, 1)),
+        ((9000, 32, 256), 32, True, (2, 15, 1)),
+        ((3, 3000, 32, 256), 8, False, (2, 45, 1)),
+    ],
+    ids=str,
+)
+def test_backward_sections(
+    q_shape: tuple[int, ...],
+    nheads_k: int,
+    deterministic: bool,
+    expected: tuple[int, int, int],
+) -> None:
+    """The cache has room for five heads of this length at a time, or for two of d = 256, or if a tile sums over two.
+
+    Of a dense batch as many run together as make it two and a half steps from tile to tile: eight. In no order the last
+    six at least do.
+    """
+    q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
+    k = q[..., :nheads_k, :]
+    packed = len(q_shape) == 3
+    cu = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
+    inputs = AttentionInputs(q, k, k, cu, cu, None, None, None, None, None, 3000, 3000)
+    spec = AttentionSpec.of(inputs, Options(None, 0, 0, 0.0, deterministic, True))
+    shapes = Shapes(q.shape, k.shape, False, False, num_sequences=3 if packed else 0, max_seqlen_q=3000)
+    numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
+    assert tuple(numbers[name] for name in ("heads_in_cache", "sections", "heads_a_tile")) == expected
