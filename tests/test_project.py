@@ -127,3 +127,21 @@ def test_hooks_check_what_ci_checks() -> None:
     assert re.findall(r"repo: (.*)", configuration) == ["local"]
     for line in ("- id: ", "language: system", "pass_filenames: false"):
         assert configuration.count(line) == len(checks), line
+
+
+def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling by hand works as written."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (tmp_path / "build").mkdir()
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert (tmp_path / "build" / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    assert len(pages) > 9
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
