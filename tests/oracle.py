@@ -7,6 +7,7 @@ the same computation, whose error is the yardstick. Gradients come from autograd
 from dataclasses import dataclass, replace
 
 import torch
+from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 
@@ -100,7 +101,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     outs, lses, places = [], [], []
     for b, rows_q, rows_k in call.sequences():
         q, k, v = (
-            (x if b is None else x[b])[rows].transpose(0, 1)
+            rearrange((x if b is None else x[b])[rows], "rows heads d -> heads rows d")
             for x, rows in ((call.q, rows_q), (call.k, rows_k), (call.v, rows_k))
         )
         entries: list[Tensor | None] = []
@@ -122,12 +123,11 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     lse_shape = (nheads, call.q.shape[0]) if packed else (call.q.shape[0], nheads, call.q.shape[1])
     lse = call.q.new_full(lse_shape, -torch.inf)
     for (b, rows), one_out, one_lse in zip(places, outs, lses, strict=True):
+        one_out = rearrange(one_out, "heads rows d_v -> rows heads d_v")
         if b is None:
-            out[rows] = one_out.transpose(0, 1)
-            lse[:, rows] = one_lse
+            out[rows], lse[:, rows] = one_out, one_lse
         else:
-            out[b, rows] = one_out.transpose(0, 1)
-            lse[b, :, rows] = one_lse
+            out[b, rows], lse[b, :, rows] = one_out, one_lse
     return out, lse
 
 
@@ -136,10 +136,10 @@ def _one_sequence(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence: q (nheads, seqlen_q, d), k and v (nheads_k, seqlen_k, d or d_v)."""
     group = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    k, v = (repeat(x, "heads_k rows d -> (heads_k group) rows d", group=group) for x in (k, v))
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     scale = call.softmax_scale if call.softmax_scale is not None else q.shape[-1] ** -0.5
-    scores = (q @ k.mT) * scale
+    scores = scale * einsum(q, k, "heads queries d, heads keys d -> heads queries keys")
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     visible = window(call, seqlen_q, seqlen_k).to(q.device).expand(scores.shape)
@@ -150,8 +150,9 @@ def _one_sequence(
         visible = visible & ~scores.detach().isneginf()
     scores = torch.where(visible, scores, torch.zeros_like(scores))
     peak = torch.where(visible, scores, torch.full_like(scores, -torch.inf)).detach()
-    sink = None if call.learnable_sink is None else call.learnable_sink.to(scores.dtype)[:, None, None]
-    if sink is not None:
+    sink = None
+    if call.learnable_sink is not None:
+        sink = rearrange(call.learnable_sink.to(scores.dtype), "heads -> heads 1 1")
         peak = torch.cat([peak, sink.detach().expand(-1, seqlen_q, 1)], -1)
     if peak.shape[-1]:
         peak = peak.amax(-1, keepdim=True)
@@ -165,4 +166,5 @@ def _one_sequence(
     seen = total > 0
     safe = torch.where(seen, total, torch.ones_like(total))
     lse = torch.where(seen, peak + safe.log(), torch.full_like(total, -torch.inf))
-    return (weights / safe) @ v, lse[..., 0]
+    out = einsum(weights / safe, v, "heads queries keys, heads keys d_v -> heads queries d_v")
+    return out, rearrange(lse, "heads queries 1 -> heads queries")

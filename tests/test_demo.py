@@ -191,8 +191,9 @@ def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected 1 or more, got 0" in capsys.readouterr().err
 
 
-def test_without_tqdm_it_says_how_to_install_it() -> None:
-    run = command("-c", "import sys; sys.modules['tqdm'] = None; import flash_attn_cute.demo")
+@pytest.mark.parametrize("missing", ["einops", "tqdm"])
+def test_it_says_how_to_install_what_is_missing(missing: str) -> None:
+    run = command("-c", f"import sys; sys.modules['{missing}'] = None; import flash_attn_cute.demo")
     assert run.returncode == 1
     assert run.stderr.splitlines() == [run.stderr.strip()]
-    assert "pip install flash-attn-cute[demo]" in run.stderr
+    assert f"needs {missing}, which is missing: pip install flash-attn-cute[demo]" in run.stderr

@@ -286,7 +286,7 @@ def test_tiles_owned_before_running_deadlock() -> None:
 
 
 def test_cost_of_an_order() -> None:
-    """As in benchmarks/NOTES.md: 16 causal sequences of 2048 with 16 heads, 132 CTAs, turns handed on in 2 us."""
+    """As in the notes on determinism: 16 causal sequences of 2048, 16 heads, 132 CTAs, turns handed on in 2 us."""
     visible = visible_blocks(2048, 2048, 64, 128, right=0)
     last_first, from_last = torch.arange(15, -1, -1), range(31, -1, -1)
     first_first = last_first.flip(0)

@@ -1,11 +1,14 @@
 """The profiling tools: where they look, what they run, what they read. Fake profilers stand in for NVIDIA's."""
 
 import argparse
+import contextlib
+import enum
 import functools
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -200,6 +203,58 @@ def test_workload_survives_its_own_command_line() -> None:
         again = parser.parse_args(rest)
         assert workload.Workload.chosen(again) == asked
         assert again.calls == 7
+
+
+class FakeDriver:
+    """Stands in for cuda-python's bindings of the driver, and writes down what is called."""
+
+    class CUresult(enum.Enum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_INVALID_CONTEXT = 201
+
+    def __init__(self, answer: str = "CUDA_SUCCESS") -> None:
+        self.answer = self.CUresult[answer]
+        self.calls: list[str] = []
+
+    def __getattr__(self, function: str) -> Callable[[], tuple[enum.Enum]]:
+        def call() -> tuple[enum.Enum]:
+            self.calls.append(function)
+            return (self.answer,)
+
+        return call
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_profiled_calls_are_between_start_and_stop(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing left to do for the device before it starts, and before it stops, which it does in any case."""
+    driver, device = FakeDriver(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.calls.append("synchronize"))
+    with contextlib.suppress(KeyError), workload._profiled(driver, device):
+        driver.calls.append("profiled")
+        if fails:
+            raise KeyError
+    finished = [] if fails else ["synchronize"]
+    assert driver.calls == ["synchronize", "cuProfilerStart", "profiled", *finished, "cuProfilerStop"]
+    refusing = FakeDriver("CUDA_ERROR_INVALID_CONTEXT")
+    with pytest.raises(RuntimeError, match="cuProfilerStart: CUDA_ERROR_INVALID_CONTEXT"):
+        workload._profiled(refusing, device).__enter__()
+
+
+def test_the_bindings_have_what_is_called() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    assert machine.cuda_driver() is driver
+    assert driver.cuProfilerStart
+    assert driver.cuProfilerStop
+    assert driver.CUresult.CUDA_SUCCESS == 0
+
+
+def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert workload.main([]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("python -m tools.workload: cuda-bindings is needed to start and stop the profiler (")
+    assert message.endswith("pip install flash-attn-cute[bench]\n")
 
 
 @pytest.mark.parametrize("arguments", [["--heads", "0"], ["--documents", "4,0"], ["--seqlen", "-3"]], ids=str)

@@ -1,8 +1,9 @@
-"""What a machine has: NVIDIA's profilers, wherever they were installed, and a GPU."""
+"""What a machine has: NVIDIA's profilers, wherever they were installed, a GPU, and its driver's bindings."""
 
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,21 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         built = "sees none" if torch.version.cuda else "is built without CUDA"
         raise Unavailable(f"An NVIDIA GPU is needed, and this PyTorch ({torch.__version__}) {built}.")
+
+
+def cuda_driver() -> Any:
+    """cuda-python's bindings of the driver. Those of the runtime refuse a driver of an older major version.
+
+    Raises:
+        Unavailable: they are not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise Unavailable(
+            f"cuda-bindings is needed to start and stop the profiler ({error}): pip install flash-attn-cute[bench]"
+        ) from error
+    return driver
 
 
 def _version(folder: Path) -> list[int]:

@@ -3,8 +3,8 @@
     python -m tools.workload --heads 32 --heads-k 8 --head-dim 128 --seqlen 8192 --causal --direction both
     python -m tools.workload --documents 64,4096,1000 --causal
 
-The warm-up compiles whatever has to be compiled. On a GPU, the profiled calls stand between cudaProfilerStart and
-cudaProfilerStop.
+The warm-up compiles whatever has to be compiled. On a GPU, the profiled calls stand between cuProfilerStart and
+cuProfilerStop.
 """
 
 import argparse
@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, profiling
+from tools import machine
 from tools.machine import Unavailable, require_gpu
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -96,19 +98,21 @@ def run(workload: Workload, calls: int, device: torch.device) -> None:
     """Warms up, and runs so many profiled calls, on random normal inputs.
 
     Raises:
+        Unavailable: this machine cannot tell a profiler where to begin.
         ValueError: what the package says of arguments that it does not serve.
     """
+    driver = None if device.type == "cpu" else machine.cuda_driver()
     step = _step(workload, device)
     with profiling.span("warm-up"):
         for _ in range(_WARM_UP_CALLS):
             step()
-    with _profiled(device), profiling.span("profiled calls"):
+    with _profiled(driver, device), profiling.span("profiled calls"):
         for _ in range(calls):
             step()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; returns the exit code, 2 where there is no GPU for it."""
+    """Runs what the command line asks for; returns the exit code, 2 where the machine lacks what it takes."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.workload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,10 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.device == "cuda":
             require_gpu()
+        run(Workload.chosen(options), options.calls, torch.device(options.device))
     except Unavailable as reason:
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
-    run(Workload.chosen(options), options.calls, torch.device(options.device))
     return 0
 
 
@@ -158,14 +162,28 @@ def _step(workload: Workload, device: torch.device) -> Callable[[], object]:
 
 
 @contextmanager
-def _profiled(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
+def _profiled(driver: Any, device: torch.device) -> Iterator[None]:
+    """Profilers that wait to be started see what the device does within, and nothing else; without a driver, nothing.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    if driver is None:
         yield
         return
     torch.cuda.synchronize(device)
-    with torch.cuda.profiler.profile():
+    _call(driver, "cuProfilerStart")
+    try:
         yield
         torch.cuda.synchronize(device)
+    finally:
+        _call(driver, "cuProfilerStop")
+
+
+def _call(driver: Any, function: str) -> None:
+    (result,) = getattr(driver, function)()
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{function}: {result.name}")
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,147 @@
+"""What the project says of itself: it declares what it imports, and commits are checked as CI checks them."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "flash_attn_cute" / "demo.py"
+OWN = {"flash_attn_cute", "tests", "benchmarks", "tools"}
+DISTRIBUTIONS = {"cuda": "cuda-bindings", "cutlass": "nvidia-cutlass-dsl"}  # where they are named unlike their modules
+PEERS = {"flash_attn"}  # measured against where it happens to be installed
+# What no file of ours imports, and why it is declared.
+NOT_IMPORTED = {
+    "apache-tvm-ffi": "the DSL imports it to make kernels callable",
+    "mypy": "a command",
+    "numpy": "torch warns without it",
+    "pytest-xdist": "the option -n of pytest",
+    "ruff": "a command",
+    "types-tqdm": "mypy reads it",
+}
+# Calls that take the name of a module, and cope if it is missing.
+LOOKS_FOR = {"find_spec", "importorskip"}
+
+
+def imports(source: str) -> tuple[set[str], set[str]]:
+    """The distributions that a file imports, and those it looks for, wherever in the file."""
+    imported: set[str] = set()
+    looked_for: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOKS_FOR:
+            looked_for |= {str(x.value) for x in node.args if isinstance(x, ast.Constant)}
+    return distributions(imported), distributions(looked_for)
+
+
+def distributions(modules: Iterable[str]) -> set[str]:
+    """Those of others that modules come from."""
+    tops = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"tomllib"} - OWN - PEERS
+    return {DISTRIBUTIONS.get(top, top) for top in tops}
+
+
+def names(requirements: Iterable[str]) -> set[str]:
+    """The distributions of requirements, but for the package itself."""
+    return {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements} - {"flash-attn-cute"}
+
+
+def problems(
+    paths: Iterable[Path], available: set[str], elsewhere: set[str], declared: set[str], written: str = ""
+) -> list[str]:
+    """What files import that is not available, or look for that is nowhere declared, and what they leave unused."""
+    found = [imports(path.read_text()) for path in paths] + [imports(written)]
+    imported, looked_for = (set().union(*those) for those in zip(*found, strict=True))
+    return [
+        *(f"{name} is imported and not declared" for name in sorted(imported - available)),
+        *(f"{name} is looked for and not declared" for name in sorted(looked_for - available - elsewhere)),
+        *(f"{name} is declared and not imported" for name in sorted(declared - imported - looked_for)),
+    ]
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11, which reads pyproject.toml")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    package = names(project["dependencies"])
+    extras = {extra: names(requirements) for extra, requirements in project["optional-dependencies"].items()}
+    unexplained = set().union(package, *extras.values()) - NOT_IMPORTED.keys()
+
+    def files(*folders: str) -> list[Path]:
+        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != DEMO]
+
+    below = files("flash_attn_cute")
+    assert len(below) > 10
+    for paths, extra, others in (
+        (below, set(), set()),
+        ([DEMO], extras["demo"], set()),
+        (files("tests"), extras["test"], extras["bench"]),
+        (files("benchmarks", "tools"), extras["bench"], set()),
+    ):
+        declared = (package if paths is below else extra) & unexplained
+        wrong = problems(paths, package | extra, others, declared)
+        assert not wrong, "\n".join(wrong)
+        more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
+        assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
+    assert extras.keys() == {"cu13", "demo", "test", "bench"}
+    assert extras["cu13"] <= package  # another edition of it
+    assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    source = """
+import json, torch.nn
+from cutlass.cute import runtime
+def f():
+    from cuda.bindings import driver
+    if importlib.util.find_spec("triton"):
+        import flash_attn, flash_attn_cute
+    pytest.importorskip("matplotlib.figure", reason="plots")
+"""
+    assert imports(source) == ({"torch", "nvidia-cutlass-dsl", "cuda-bindings"}, {"triton", "matplotlib"})
+    assert names(["torch>=2.11", "a.b-c[x,y]<4; os_name == 'nt'", "flash-attn-cute[demo]"]) == {"torch", "a.b-c"}
+
+
+def ci_checks(script: str) -> list[str]:
+    """The commands of .ci/run that check the sources: all it runs of the environment but pip and the tests."""
+    commands = re.findall(r"^\.venv/bin/(.*)$", script, re.MULTILINE)
+    return [command for command in commands if not command.startswith(("pip ", "python -m pytest"))]
+
+
+def hook_checks(configuration: str) -> list[str]:
+    """The commands of all hooks of a pre-commit configuration."""
+    return re.findall(r"^ +entry: (.*)$", configuration, re.MULTILINE)
+
+
+def test_hooks_check_what_ci_checks() -> None:
+    script, configuration = ((ROOT / name).read_text() for name in (".ci/run", ".pre-commit-config.yaml"))
+    checks = ci_checks(script)
+    assert len(checks) >= 3
+    assert hook_checks(configuration) == checks
+    assert ci_checks(script.replace("ruff check", "ruff check --fix")) != checks
+    # All of them are commands of the environment, given no names of files that CI would not give.
+    assert re.findall(r"repo: (.*)", configuration) == ["local"]
+    for line in ("- id: ", "language: system", "pass_filenames: false"):
+        assert configuration.count(line) == len(checks), line
+
+
+def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling by hand works as written."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (tmp_path / "build").mkdir()
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert (tmp_path / "build" / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    assert len(pages) > 9
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
