@@ -18,8 +18,9 @@ import torch
 from flash_attn_cute import settings
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache, disk, key
+from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, backward_config, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, Sm90Config, backward_config, forward_config
 from tests.conftest import NAME
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -256,18 +257,26 @@ def test_edited_sources_are_not_kept(compiler: Compiler, tmp_path: Path, monkeyp
 # Names
 
 
-def test_every_field_is_in_the_name() -> None:
-    fields = dataclasses.asdict(CONFIG)
-    names = {key.name(key.identity(CONFIG))}
+def test_every_field_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = dataclasses.asdict(CONFIG) | {"features": CONFIG.features}
+    others: list[Any] = []
     for field, value in fields.items():
-        other = "float16" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
-        names.add(key.name(key.identity(ForwardConfig(**fields | {field: other}))))
-    assert len(names) == 1 + len(fields)
+        if field != "features":
+            other = "float16" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+            others.append(ForwardConfig(**fields | {field: other}))
+    for flag, value in dataclasses.asdict(CONFIG.features).items():
+        features = dataclasses.replace(CONFIG.features, **{flag: not value})
+        others.append(dataclasses.replace(CONFIG, features=features))
+    names = {key.name(key.identity(config)) for config in (CONFIG, *others)}
+    assert len(names) == 1 + len(others)
+    sm90 = registry.ARCHITECTURES["sm90"]
+    monkeypatch.setitem(registry.ARCHITECTURES, "sm90", sm90._replace(target="sm_99a"))
+    assert key.name(key.identity(CONFIG)) not in names
 
 
 def test_other_kinds_have_other_names() -> None:
     fields = dataclasses.asdict(CONFIG)
-    other = dataclasses.make_dataclass("BackwardConfig", list(fields), frozen=True)(**fields)
+    other = dataclasses.make_dataclass("BackwardConfig", list(fields), bases=(Sm90Config,), frozen=True)(**fields)
     assert key.name(key.identity(other)) != key.name(key.identity(CONFIG))
 
 
@@ -382,7 +391,7 @@ def test_a_pass_in_one_line() -> None:
         command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, Features(dlse=x))))
         for x in (False, True)
     ]
-    assert lines[1] == f"{lines[0]} dlse"
+    assert lines[1] == lines[0].replace(" deterministic", " dlse deterministic") != lines[0]
     assert lines[0].startswith("dtype=bfloat16 tile_d=64")
 
 

@@ -174,7 +174,7 @@ def raises_of(module: ModuleType) -> dict[tuple[str, int], int]:
 
 def test_every_check_has_a_test() -> None:
     """Each raise statement of the checks is reached by some case above."""
-    lines = raises_of(validate) | raises_of(sequences)
+    lines = raises_of(validate) | raises_of(lengths)
     unreached = {(path, start) for (path, _), start in lines.items()}
     functions: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]], Cases]] = [
         (flash_attn_func, dense, BOTH + DENSE),

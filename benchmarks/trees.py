@@ -1,0 +1,187 @@
+"""Two checkouts of the package against each other, in turns on one GPU: what has a change cost?
+
+    python -m benchmarks.trees OLD_CHECKOUT [NEW_CHECKOUT]     (default: this one)
+
+A process for each checkout makes the same inputs and times single calls when it is told to, while the other one waits;
+which goes first changes from round to round. Between two calls a large write empties the L2 cache and keeps the device
+busy until the call has been launched. Prints the median times and their ratio (new over old, less is better) of every
+row of the forward and backward suites, ``deterministic=True`` included, and the geometric mean; writes them as JSON.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
+
+ROOT = Path(__file__).parents[1]
+_FLUSH_BYTES = 1 << 30
+_JOBS = 6  # processes a checkout that compile at the same time
+# Of a process: milliseconds of a row's calls, as many as told.
+Ask: TypeAlias = Callable[[str, int], list[float]]
+# Query heads, key heads, d, d_v, length (none: the documents), causal.
+Row: TypeAlias = tuple[int, int, int, int, int | None, bool]
+
+
+def rows() -> dict[str, tuple[str, Row]]:
+    """Name -> (pass, row): the suites' rows, and shapes beside them that have kernels of their own."""
+    dense: list[Row] = [(heads, heads_k, d, d, length, causal) for heads, heads_k, d, length, causal in DENSE]
+    more: list[Row] = [(16, 16, 96, 96, 8192, True), (16, 16, 192, 128, 8192, True), (64, 64, 64, 64, 512, False)]
+    documents: list[Row] = [(*heads, heads[2], None, True) for heads in PACKED]
+    return {
+        f"{kind} {_name(row)}": (kind, row)
+        for kind in ("forward", "backward", "deterministic")
+        for row in (*dense, *more, *documents)
+        if kind != "deterministic" or row[2] > 128  # all others are
+    }
+
+
+def _name(row: Row) -> str:
+    heads, heads_k, d, d_v, length, causal = row
+    shape = f"{heads if heads == heads_k else f'{heads}/{heads_k}'}x{d if d == d_v else f'({d}, {d_v})'}"
+    return f"{shape} documents" if length is None else f"{shape} {length} {'causal' if causal else 'full'}"
+
+
+def serve() -> None:
+    """A process of one checkout: reads names and how often, and answers with milliseconds."""
+    from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+
+    device = torch.device("cuda")
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    current: tuple[str, Callable[[], Any]] | None = None
+
+    def prepare(kind: str, row: Row) -> Callable[[], Any]:
+        heads, heads_k, d, d_v, length, causal = row
+        draw = torch.Generator(device).manual_seed(0)
+        total = sum(DOCUMENTS) if length is None else TOKENS
+        shape = (total,) if length is None else (total // length, length)
+
+        def normal(*sizes: int) -> torch.Tensor:
+            return torch.randn(*shape, *sizes, generator=draw, device=device, dtype=torch.bfloat16)
+
+        leaves = [normal(heads, d), normal(heads_k, d), normal(heads_k, d_v)]
+        dout = normal(heads, d_v)
+        options: dict[str, Any] = {"causal": causal, "deterministic": kind == "deterministic", "backend": "sm90"}
+
+        def forward() -> torch.Tensor:
+            if length is not None:
+                return flash_attn_func(*leaves, **options)
+            cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device=device)
+            return flash_attn_varlen_func(*leaves, cu, cu, max(DOCUMENTS), max(DOCUMENTS), **options)
+
+        if kind == "forward":
+            return forward
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = forward()
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    every = rows()
+    for line in sys.stdin:
+        name, times = json.loads(line)
+        if current is None or current[0] != name:
+            current = None
+            run = prepare(*every[name])
+            for _ in range(3):
+                run()
+            current = name, run
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+        for start, end in events:
+            flush.zero_()
+            start.record()
+            current[1]()
+            end.record()
+        torch.cuda.synchronize()
+        print(json.dumps([start.elapsed_time(end) for start, end in events]), flush=True)
+
+
+@contextmanager
+def _server(checkout: Path) -> Iterator[Ask]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "FLASH_ATTN_CUTE_CACHE_DIR": str(checkout / ".trees-cache"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+    def ask(name: str, times: int) -> list[float]:
+        assert process.stdin
+        assert process.stdout
+        print(json.dumps([name, times]), file=process.stdin, flush=True)
+        answer: list[float] = json.loads(process.stdout.readline())
+        return answer
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+
+
+def _compile(checkout: Path, names: list[str]) -> None:
+    """Has the kernels of some rows on disk."""
+    with _server(checkout) as ask:
+        for name in names:
+            ask(name, 1)
+
+
+def compare(old: Path, new: Path, names: list[str], rounds: int, times: int) -> dict[str, dict[str, float]]:
+    """The median milliseconds of every row in both checkouts, and new over old."""
+    with ThreadPoolExecutor(2 * _JOBS) as pool:
+        shares = [names[i::_JOBS] for i in range(_JOBS)]
+        list(pool.map(_compile, [old] * _JOBS + [new] * _JOBS, shares * 2))
+    found = {}
+    with _server(old) as ask_old, _server(new) as ask_new:
+        for name in names:
+            milliseconds: tuple[list[float], list[float]] = [], []
+            for i in range(rounds):
+                both = [(ask_old, milliseconds[0]), (ask_new, milliseconds[1])]
+                for ask, seen in both if i % 2 else both[::-1]:
+                    seen += ask(name, times)
+            medians = [statistics.median(seen) for seen in milliseconds]
+            found[name] = {"old": medians[0], "new": medians[1], "ratio": medians[1] / medians[0]}
+            print(f"{name:40} {medians[0]:8.4f} {medians[1]:8.4f} ms   {found[name]['ratio']:.4f}", flush=True)
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, nargs="?")
+    parser.add_argument("new", type=Path, nargs="?", default=ROOT)
+    parser.add_argument("--cases", default="", help="only rows whose name contains this regular expression")
+    parser.add_argument("--rounds", type=int, default=12, help="times that a checkout has its turn (default: 12)")
+    parser.add_argument("--times", type=int, default=4, help="calls a turn (default: 4)")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.serve:
+        return serve()
+    if chosen.old is None:
+        parser.error("expected the checkout to compare with")
+    names = [name for name in rows() if re.search(chosen.cases, name)]
+    found = compare(chosen.old.resolve(), chosen.new.resolve(), names, chosen.rounds, chosen.times)
+    ratios = [row["ratio"] for row in found.values()]
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    print(f"geometric mean {mean:.4f}, worst {max(ratios):.4f} ({max(found, key=lambda name: found[name]['ratio'])})")
+    if chosen.output:
+        chosen.output.write_text(json.dumps({"geometric mean": mean, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
