@@ -76,11 +76,13 @@ def serve() -> None:
         dout = normal(heads, d_v)
         options: dict[str, Any] = {"causal": causal, "deterministic": kind == "deterministic", "backend": "sm90"}
 
+        cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device=device)
+
         def forward() -> torch.Tensor:
             if length is not None:
                 return flash_attn_func(*leaves, **options)
-            cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device=device)
-            return flash_attn_varlen_func(*leaves, cu, cu, max(DOCUMENTS), max(DOCUMENTS), **options)
+            q, k, v = leaves
+            return flash_attn_varlen_func(q, k, v, cu, cu, max(DOCUMENTS), max(DOCUMENTS), **options)
 
         if kind == "forward":
             return forward

@@ -35,14 +35,15 @@ def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> Atten
         return inputs
     if (cu_q if used_q is None else used_q).is_set_to(cu_k if used_k is None else used_k):
         return inputs
-    lengths_q = cu_q.diff() if used_q is None else used_q
+    # No more than a sequence owns, or the offsets between its two parts would lie behind its end.
+    lengths_q = cu_q.diff() if used_q is None else torch.minimum(used_q, cu_q.diff())
     lengths_k = cu_k.diff() if used_k is None else used_k
     right = min(window_right, inputs.q.shape[0])  # no sequence is longer, and the difference stays within 32 bits
     blind = (lengths_q - lengths_k - right).clamp_(min=0)
     cu_q, cu_k = (_in_turn(cu, cu)[:-1] for cu in (cu_q, cu_k))
     cu_q[1::2] += blind
     if used_q is not None:
-        used_q = _in_turn(blind, used_q - blind)
+        used_q = _in_turn(blind, lengths_q - blind)
     if used_k is not None:
         used_k = _in_turn(torch.zeros_like(used_k), used_k)
     return inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k)

@@ -48,6 +48,13 @@ def unpack(pair: Int32, which: int, dtype: type, *, loc=None, ip=None) -> Float3
 
 
 @dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """A product and a sum, rounded once, whatever the compiler makes of the code around it."""
+    a, b, c = (x.ir_value(loc=loc, ip=ip) for x in (Float32(a), Float32(b), Float32(c)))
+    return Float32(llvm.intr_fma(a, b, c, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
     """The number itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
     return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", True, {"loc": loc, "ip": ip}))

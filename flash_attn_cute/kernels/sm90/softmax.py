@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.assembly import fma, pack
 from flash_attn_cute.kernels.common.score import LN2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -99,12 +99,15 @@ class OnlineSoftmax:
 
     @cute.jit
     def _weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, shifts: cute.Tensor) -> None:
-        """Weights exp2(score - shift) into rP and this thread's sums of them; the scores stay."""
+        """Weights exp2(score - shift) into rP and this thread's sums of them; the scores stay.
+
+        By explicit fused additions: however often a row is weighed, with the same shift it gets the same weights.
+        """
         packed = cute.recast_tensor(rP, Int32)
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
             low, high = (
-                cute.math.exp2(acc_S[2 * i + j] * self.scale_log2 - shifts[r], fastmath=True) for j in range(2)
+                cute.math.exp2(fma(acc_S[2 * i + j], self.scale_log2, -shifts[r]), fastmath=True) for j in range(2)
             )
             packed[i] = pack(low, high, rP.element_type)
             sums[r] = low + high if const_expr(i < self.num_rows) else sums[r] + (low + high)
