@@ -17,11 +17,12 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, BackwardWideConfig, backward_config, forward_config
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_HEAD_DIM = max(HEAD_DIMS)
+_MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 # What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
 # the backward pass that follow each other are further apart in what they read, and add to more than they read.
 _CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
@@ -43,9 +44,10 @@ class Sm90Backend(PortableBackend):
     name = "sm90"
     features = frozenset(Feature) - {Feature.MASK, Feature.BIAS}
 
-    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
         reasons = []
+        device = inputs.q.device
         if device.type != "cuda":
             reasons.append(f"tensors on {device.type}")
         else:
@@ -57,8 +59,13 @@ class Sm90Backend(PortableBackend):
         for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
             if d % 8 or d > _MAX_HEAD_DIM:
                 reasons.append(f"{name} = {d} (multiples of 8 up to {_MAX_HEAD_DIM})")
+        for name, x in (("q", inputs.q), ("k", inputs.k)):
+            rows = math.prod(x.shape[:-2])
+            if surely(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
+                where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
+                reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
         if not _HAS_COMPILER:
-            reasons.append("the package nvidia-cutlass-dsl")
+            reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -105,7 +112,7 @@ class Sm90Backend(PortableBackend):
             for x in gradients:
                 x.zero_()
             return Gradients(dq, dk, dv, None, None if sink is None else torch.zeros_like(sink))
-        if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
+        if not spec.packed and _runs_packed(spec, inputs):
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = lse.transpose(0, 1).flatten(1)
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
@@ -116,6 +123,11 @@ class Sm90Backend(PortableBackend):
             lse_log2, delta = stats()
             dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, None, dsink)
+
+
+def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
+    """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
+    return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
 class _ForwardLaunch(NamedTuple):
