@@ -20,6 +20,7 @@ from torch._C import (
     _dispatch_keys,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_include_set,
+    _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
 )
 from torch.autograd import forward_ad
@@ -41,6 +42,7 @@ _NUMBERS = (
 _FIELDS = AttentionInputs._fields
 _NUM_TENSORS = _FIELDS.index("max_seqlen_q")
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
+_AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
@@ -68,6 +70,25 @@ def attention(
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
         return _record(*leaves, (inputs, options, spec, backend))
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
+
+
+def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of a call, not yet checked, as autocast wants them: q, k, v and bias in its dtype, if it is on.
+
+    The casts are operators of their own, and autograd gives every leaf a gradient of its own dtype. As in all of
+    autocast float64 stays as it is. So does a learnable_sink in float32, which goes with any dtype.
+    """
+    q = tensors[0]
+    if not _is_any_autocast_enabled() or not isinstance(q, Tensor) or q.dtype not in _AUTOCAST_FROM:
+        return tensors
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype, cast = torch.get_autocast_dtype(kind), list(tensors)
+    for i, x in enumerate(tensors):
+        if isinstance(x, Tensor) and x.dtype in _AUTOCAST_FROM and (i != _SINK or x.dtype != torch.float32):
+            cast[i] = x.to(dtype)
+    return tuple(cast)
 
 
 def _has_tangent(x: Tensor | None) -> bool:
