@@ -9,6 +9,7 @@ An operator takes the host longer than many a kernel takes the device. Where nob
 plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._C import (
     _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
 )
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -42,6 +44,8 @@ _NUMBERS = (
 _FIELDS = AttentionInputs._fields
 _NUM_TENSORS = _FIELDS.index("max_seqlen_q")
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
+_NUM_RESULTS = 6  # before the call come, in the backward operator, its results, their gradients and what is wanted
+_NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
@@ -63,9 +67,10 @@ def attention(
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero.
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
-        raise NotImplementedError("flash_attn_cute: forward-mode derivatives of attention are not implemented")
+        raise NotImplementedError(_NO_TANGENTS)
     if watched:
-        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*inputs, *options, backend)
+        run = _TransformedForward.apply if _is_transformed() else torch.ops.flash_attn_cute.forward
+        result: tuple[Tensor, Tensor] = run(*inputs, *options, backend)
         return result
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
         return _record(*leaves, (inputs, options, spec, backend))
@@ -93,6 +98,17 @@ def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_transformed() -> bool:
+    """Whether the transform of torch.func that is to act next is one that takes an autograd.Function.
+
+    Dynamo cannot trace ours: what it compiles has the operator, which vmap loops over and grad refuses.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    transform = peek_interpreter_stack()
+    return transform is not None and transform.key() != TransformType.Functionalize
 
 
 def _below_autograd() -> bool:
@@ -230,9 +246,8 @@ def _call_backward(
     need_dsink: bool,
 ) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = saved
-    dq, dk, dv, dbias, dsink = torch.ops.flash_attn_cute.backward(
-        out, lse, dout, dlse, need_dbias, need_dsink, *tensors, *numbers
-    )
+    run = _TransformedBackward.apply if _is_transformed() else torch.ops.flash_attn_cute.backward
+    dq, dk, dv, dbias, dsink = run(out, lse, dout, dlse, need_dbias, need_dsink, *tensors, *numbers)
     return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
@@ -257,6 +272,87 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("flash_attn_cute::backward", _refuse)
+
+
+class _TransformedForward(torch.autograd.Function):
+    """The forward operator for ``torch.func.grad`` and ``vmap``, which know derivatives of functions, not of operators.
+
+    They come back here until none of them is left, and only then is the operator called.
+    """
+
+    @staticmethod
+    def forward(*call: Any) -> tuple[Tensor, Tensor]:
+        """Out and lse of a flattened call."""
+        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
+        return result
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Tangents below another transform, which ``attention`` cannot see."""
+        raise NotImplementedError(_NO_TANGENTS)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *call: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """See ``_map``."""
+        return _map(_TransformedForward.apply, info.batch_size, in_dims, call, call)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator, likewise."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients of q, k, v, bias and learnable_sink."""
+        result: tuple[Tensor, ...] = torch.ops.flash_attn_cute.backward(*arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keeps nothing, for nothing comes after it."""
+
+    backward = staticmethod(_refuse)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """See ``_refuse``."""
+        _refuse(ctx)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """See ``_map``."""
+        call = arguments[_NUM_RESULTS:]
+        return _map(_TransformedBackward.apply, info.batch_size, in_dims, arguments, call)
+
+
+def _map(
+    run: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    in_dims: tuple[int | None, ...],
+    arguments: tuple[Any, ...],
+    call: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
+    inputs = AttentionInputs(*call[: len(_FIELDS)])
+    if all(x is None for x in (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias)):
+        merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
+        results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
+    else:
+        slices = [
+            run(*[x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)])
+            for i in range(size)
+        ]
+        results = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return results, (0,) * len(results)
+
+
+def _merge(x: Any, dim: int | None, size: int) -> Any:
+    """A tensor with the dimension that is mapped over, or ``size`` copies of one without, made part of the batch."""
+    if not isinstance(x, Tensor):
+        return x
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
 class FlashAttention(torch.autograd.Function):
