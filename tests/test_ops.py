@@ -30,21 +30,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def op_arguments(call: Call) -> tuple[Any, ...]:
+def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | None) -> tuple[Any, ...]:
     left, right = call.window_size
     longest = max(call.q.shape[-3], call.k.shape[-3])
     tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     extra = (call.learnable_sink, call.mask, call.bias)
     right = 0 if call.causal else right
-    return *tensors, *extra, longest, longest, call.softmax_scale, left, right, call.softcap, True, True, "portable"
+    numbers = (longest, longest, call.softmax_scale, left, right, call.softcap, True, True)
+    return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_opcheck(options: dict[str, Any], packed: bool, device: str) -> None:
+@pytest.mark.parametrize("number", [None, torch.tensor(0.5, dtype=torch.float64)], ids=["numbers", "tensors"])
+def test_opcheck(number: Tensor | None, options: dict[str, Any], packed: bool, device: str) -> None:
     """Schema, fakes, autograd registration and tracing with dynamic shapes, of both operators."""
     call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, **options)
-    arguments = op_arguments(call)
+    arguments = op_arguments(call, number, number)
     with torch.no_grad():
         for x in (call.q, call.k, call.v):
             x.nan_to_num_(0, 0, 0)
@@ -273,19 +275,39 @@ def test_compile_with_a_bound_from_data(scores: bool, backend: str) -> None:
     assert counter.frame_count <= 2
 
 
-def test_compile_with_changing_scales(device: str) -> None:
-    """Layers of one model may differ in their scale and softcap: none compiles again once seen."""
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("capped", [0.0, 2.0], ids=["no softcap", "softcap"])
+def test_compile_with_changing_scales(capped: float, backend: str, device: str) -> None:
+    """Whatever scale and softcap come: one compile for fixed ones, one each for changing ones."""
 
     def function(x: Tensor, scale: float, softcap: float) -> Tensor:
         out: Tensor = flash_attn_func(x, x, x, softmax_scale=scale, softcap=softcap)
         return out
 
+    step, counter = compiled(function, backend)
+    x = torch.randn(1, 9, 2, 16, device=device, requires_grad=True)
+    scales = [(scale, capped) for scale in (0.1, 0.2, 0.3, 1.5, -0.7)]
+    softcaps = [(0.4, softcap) for softcap in (2.5, 5.0, 0.5)] if capped else []
+    for calls, compiles in ((scales, 2), (softcaps, 3)):
+        for scale, softcap in calls:
+            outs = [attend(x, scale, softcap) for attend in (step, function)]
+            grads = [torch.autograd.grad(out.square().sum(), x) for out in outs]
+            torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+            torch.testing.assert_close(grads[0], grads[1])
+        assert counter.frame_count <= compiles
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["default scale", "scale"])
+def test_compile_with_changing_head_dims(scaled: bool, device: str) -> None:
+    """The scale that follows from the head dimension makes no constant of it."""
+
+    def function(x: Tensor) -> Tensor:
+        scale = 2 * x.shape[-1] ** -0.5 if scaled else None
+        out: Tensor = flash_attn_func(x, x, x, softmax_scale=scale)
+        return out
+
     step, counter = compiled(function)
-    x = torch.randn(1, 9, 2, 16, device=device)
-    layers = ((0.1, 2.0), (0.2, 2.0), (0.3, 5.0))
-    for scale, softcap in layers:
-        torch.testing.assert_close(step(x, scale, softcap), function(x, scale, softcap), rtol=0, atol=0)
-    compiles = counter.frame_count
-    for scale, softcap in layers:
-        step(x, scale, softcap)
-    assert counter.frame_count == compiles
+    for head_dim in (8, 16, 24, 40):
+        x = torch.randn(1, 9, 2, head_dim, device=device)
+        torch.testing.assert_close(step(x), function(x), rtol=0, atol=0)
+    assert counter.frame_count <= 2
