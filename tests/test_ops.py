@@ -190,13 +190,12 @@ def test_autocast(packed: bool, options: dict[str, Any], way: Any, device: str) 
     call.v = call.v.detach().bfloat16().requires_grad_()
     names = [name for name in GRADS if getattr(call, name) is not None]
     leaves = [getattr(call, name) for name in names]
+    others = {name: value for name, value in vars(call).items() if value is not None and name not in names}
+    others |= {"max_seqlen_q": 20, "max_seqlen_k": 20} if packed else {}
+    function: Any = flash_attn_varlen_func if packed else flash_attn_func
 
     def attend(*tensors: Tensor) -> Any:
-        given = {name: value for name, value in vars(call).items() if value is not None}
-        given |= dict(zip(names, tensors, strict=True))
-        if packed:
-            return flash_attn_varlen_func(**given, max_seqlen_q=20, max_seqlen_k=20, return_lse=True)
-        return flash_attn_func(**given, return_lse=True)
+        return function(**others, **dict(zip(names, tensors, strict=True)), return_lse=True)
 
     def attend_low(*tensors: Tensor) -> Any:
         low = [x if name == "learnable_sink" else x.bfloat16() for name, x in zip(names, tensors, strict=True)]
