@@ -38,6 +38,8 @@ def flash_attn_func(
     A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero: if
     it is the window that leaves it none, whatever it and the gradient of its out hold, NaN included.
 
+    Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
+
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous
             last dimension, here and in k and v.
@@ -114,6 +116,8 @@ def flash_attn_varlen_func(
     ``seqused[b]`` are real. Every other row, between sequences, before the first and behind the last, is padding:
     ignored whatever it holds, NaN included, and zero in out and gradients (lse: -inf).
 
+    Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
+
     Args:
         q: (total_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous last
             dimension, here and in k and v.
@@ -171,6 +175,7 @@ def flash_attn_varlen_func(
 def _attend(
     tensors: plan.Tensors, bounds: plan.Bounds, options: Options, backend: str | None, return_lse: bool
 ) -> Result:
+    tensors = ops.autocast(tensors)
     watched = ops.is_watched(tensors)
     chosen = (plan.make if watched else plan.recall)(tensors, bounds, options, backend)
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens))

@@ -188,7 +188,7 @@ def selected_backend() -> dispatch.Selection:
     no_extras: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_k", "learnable_sink", "mask", "bias"))
     inputs = validate.check_packed(q, k, k, cu, cu, 1, 1, **no_extras)
     causal = Options(None, None, window_right=0, softcap=0.0, deterministic=True, zero_padding=True)
-    return dispatch.select(AttentionSpec.of(inputs, causal), q.device)
+    return dispatch.select(AttentionSpec.of(inputs, causal), inputs)
 
 
 def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: str) -> tuple[Transformer, float]:

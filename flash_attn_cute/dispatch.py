@@ -2,13 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
-
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _IN_ORDER_OF_PREFERENCE: list[Backend] = [*map(CuteBackend, ARCHITECTURES.values()), PortableBackend()]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
@@ -21,39 +19,40 @@ class Selection(NamedTuple):
     passed_over: dict[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        reasons = [f"{name} does not serve {', '.join(lacking)}" for name, lacking in self.passed_over.items()]
-        return f"{self.name} ({'; '.join(reasons) or 'the first choice'})"
+        return f"{self.name} ({_refusals(self.passed_over) or 'the first choice'})"
 
 
-def missing(backend: Backend, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
-    """What the backend lacks to serve spec on device; empty if it can."""
+def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
+    """Why the backend cannot serve a call: features that it lacks, and its limits; empty if it can."""
     lacking = tuple(feature.value for feature in spec.required if feature not in backend.features)
-    return lacking + backend.limits(spec, device)
+    return lacking + backend.limits(spec, inputs)
 
 
-def select(spec: AttentionSpec, device: torch.device, requested: str | None = None) -> Selection:
-    """The requested backend if it can serve spec on device, or the first that can if None is requested.
+def select(spec: AttentionSpec, inputs: AttentionInputs, requested: str | None = None) -> Selection:
+    """The requested backend if it can serve the call, or the first that can if None is requested.
 
     Raises:
-        ValueError: an unknown backend, or a requested one that lacks something (the message lists all of it).
+        ValueError: an unknown backend, or a requested one that cannot serve the call (the message has all reasons).
     """
     if requested is not None:
         if requested not in BACKENDS:
             raise ValueError(f"backend: expected None or one of {list(BACKENDS)}, got {requested!r}")
-        lacking = missing(BACKENDS[requested], spec, device)
+        lacking = missing(BACKENDS[requested], spec, inputs)
         if lacking:
             raise ValueError(
-                f"backend: expected one that can serve this call, got {requested!r}, which does not serve: "
-                + "; ".join(lacking)
+                f"backend: expected one that can serve this call, got {requested!r}, which cannot: {'; '.join(lacking)}"
             )
         return Selection(requested, {})
     passed_over: dict[str, tuple[str, ...]] = {}
     for name, backend in BACKENDS.items():
-        lacking = missing(backend, spec, device)
+        lacking = missing(backend, spec, inputs)
         if not lacking:
             return Selection(name, passed_over)
         passed_over[name] = lacking
     raise ValueError(
-        "backend: expected at least one that can serve this call, but "
-        + ", ".join(f"{name} does not serve: {'; '.join(lacking)}" for name, lacking in passed_over.items())
+        f"backend: expected at least one that can serve this call, but none can ({_refusals(passed_over)})"
     )
+
+
+def _refusals(passed_over: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{name} cannot: {'; '.join(lacking)}" for name, lacking in passed_over.items())

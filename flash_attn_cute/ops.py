@@ -1,14 +1,16 @@
 """The way from a valid call to a backend: two custom operators, or the same code without them.
 
 ``flash_attn_cute::forward`` and ``flash_attn_cute::backward`` are opaque to torch.compile, which sees only the
-fakes, and compiles anew for a scale or softcap that it has not seen. Operator schemas know nothing but tensors and
-numbers, so a call crosses them flattened: the fields of ``AttentionInputs`` in their order, those of ``Options`` in
-theirs, and the backend's name.
+fakes. Operator schemas know nothing but tensors and numbers, so a call crosses them flattened: the fields of
+``AttentionInputs`` in their order, those of ``Options`` in theirs, the backend's name, and the scale and the softcap
+once more, as 0-d tensors on the CPU. Those are None, unless a compiled program is to serve any scale or softcap:
+floats that are no constants of it reach operators only as tensors. They then stand for the numbers.
 
 An operator takes the host longer than many a kernel takes the device. Where nobody is there to see it, as in all
 plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from torch._C import (
     _dispatch_keys,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_include_set,
+    _is_any_autocast_enabled,
     _is_torch_function_mode_enabled,
 )
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -36,11 +40,16 @@ _TENSORS = (
 )
 _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
-    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, str backend"
+    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, str backend, "
+    "Tensor? any_scale, Tensor? any_softcap"
 )
 _FIELDS = AttentionInputs._fields
 _NUM_TENSORS = _FIELDS.index("max_seqlen_q")
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
+_NUM_ANY = 2  # any_scale and any_softcap, which end a flattened call
+_NUM_RESULTS = 6  # before the call come, in the backward operator, its results, their gradients and what is wanted
+_NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
+_AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
@@ -61,17 +70,48 @@ def attention(
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero.
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
-        raise NotImplementedError("flash_attn_cute: forward-mode derivatives of attention are not implemented")
+        raise NotImplementedError(_NO_TANGENTS)
     if watched:
-        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*inputs, *options, backend)
+        run = _TransformedForward.apply if _is_transformed() else torch.ops.flash_attn_cute.forward
+        result: tuple[Tensor, Tensor] = run(*_flatten(inputs, options, backend))
         return result
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
         return _record(*leaves, (inputs, options, spec, backend))
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
 
 
+def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of a call, not yet checked, as autocast wants them: q, k, v and bias in its dtype, if it is on.
+
+    The casts are operators of their own, and autograd gives every leaf a gradient of its own dtype. As in all of
+    autocast float64 stays as it is. So does a learnable_sink in float32, which goes with any dtype.
+    """
+    q = tensors[0]
+    if not _is_any_autocast_enabled() or not isinstance(q, Tensor) or q.dtype not in _AUTOCAST_FROM:
+        return tensors
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype, cast = torch.get_autocast_dtype(kind), list(tensors)
+    for i, x in enumerate(tensors):
+        if isinstance(x, Tensor) and x.dtype in _AUTOCAST_FROM and (i != _SINK or x.dtype != torch.float32):
+            cast[i] = x.to(dtype)
+    return tuple(cast)
+
+
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_transformed() -> bool:
+    """Whether the transform of torch.func that is to act next is one that takes an autograd.Function.
+
+    Dynamo cannot trace ours: what it compiles has the operator, which vmap loops over and grad refuses.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    transform = peek_interpreter_stack()
+    return transform is not None and transform.key() != TransformType.Functionalize
 
 
 def _below_autograd() -> bool:
@@ -125,10 +165,40 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
     return keys & ~_PLAIN_KEYS != 0
 
 
+def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
+    any_scale = any_softcap = None
+    if torch.compiler.is_dynamo_compiling():
+        any_scale, any_softcap = _if_any(options.softmax_scale), _if_any(options.softcap)
+        if any_scale is not None:
+            options = options._replace(softmax_scale=None)
+        if any_softcap is not None:
+            options = options._replace(softcap=0.0)
+    return *inputs, *options, backend, any_scale, any_softcap
+
+
+def _if_any(number: float | None) -> Tensor | None:
+    """A number as a tensor, if it is no constant of the program that is being compiled."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if number is None or has_static_value(number):
+        return None
+    # A sum, for PyTorch compiles no other way to make a tensor of a number without making that a constant.
+    return torch.zeros((), dtype=torch.float64, device="cpu") + number
+
+
+def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
+    return AttentionInputs(*call[: len(_FIELDS)])
+
+
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
-    inputs = AttentionInputs(*call[: len(_FIELDS)])
-    *options, backend = call[len(_FIELDS) :]
-    return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, Options(*options)), inputs
+    inputs = _inputs_of(call)
+    *numbers, backend, any_scale, any_softcap = call[len(_FIELDS) :]
+    options = Options(*numbers)
+    if any_scale is not None:
+        options = options._replace(softmax_scale=any_scale.item())
+    if any_softcap is not None:
+        options = options._replace(softcap=any_softcap.item())
+    return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, options), inputs
 
 
 def _run_forward(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -164,8 +234,8 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("flash_attn_cute::forward")
 def _fake_forward(*call: Any) -> tuple[Tensor, Tensor]:
-    _, spec, inputs = _unpack(call)
-    out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v)
+    inputs = _inputs_of(call)
+    out = inputs.q.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1])
     return out, inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
 
 
@@ -194,39 +264,40 @@ def _fake_backward(
     need_dsink: bool,
     *call: Any,
 ) -> tuple[Tensor, ...]:
-    _, _, inputs = _unpack(call)
+    inputs = _inputs_of(call)
     dbias = inputs.bias if need_dbias and inputs.bias is not None else lse.new_empty(0)
     dsink = inputs.learnable_sink if need_dsink and inputs.learnable_sink is not None else lse.new_empty(0)
     return tuple(x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v, dbias, dsink))
 
 
 def _call_backward(
-    saved: tuple[Any, ...],
-    numbers: tuple[Any, ...],
+    call: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     need_dbias: bool,
     need_dsink: bool,
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = saved
-    dq, dk, dv, dbias, dsink = torch.ops.flash_attn_cute.backward(
-        out, lse, dout, dlse, need_dbias, need_dsink, *tensors, *numbers
-    )
+    run = _TransformedBackward.apply if _is_transformed() else torch.ops.flash_attn_cute.backward
+    dq, dk, dv, dbias, dsink = run(out, lse, dout, dlse, need_dbias, need_dsink, *call)
     return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *inputs[-_NUM_ANY:], *output)
     ctx.set_materialize_grads(False)
-    ctx.numbers = inputs[_NUM_TENSORS:]
+    ctx.numbers = inputs[_NUM_TENSORS:-_NUM_ANY]
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[-2]) if dout is None else dout
+    tensors, anys, (out, lse) = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:-2], saved[-2:]
+    call = *tensors, *ctx.numbers, *anys
+    dout = torch.zeros_like(out) if dout is None else dout
     need_dbias, need_dsink = ctx.needs_input_grad[_BIAS], ctx.needs_input_grad[_SINK]
-    grads: list[Tensor | None] = [None] * (_NUM_TENSORS + len(ctx.numbers))
-    *grads[:3], grads[_BIAS], grads[_SINK] = _call_backward(saved, ctx.numbers, dout, dlse, need_dbias, need_dsink)
+    grads: list[Tensor | None] = [None] * len(call)
+    *grads[:3], grads[_BIAS], grads[_SINK] = _call_backward(call, out, lse, dout, dlse, need_dbias, need_dsink)
     return tuple(grads)
 
 
@@ -236,6 +307,87 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("flash_attn_cute::backward", _refuse)
+
+
+class _TransformedForward(torch.autograd.Function):
+    """The forward operator for ``torch.func.grad`` and ``vmap``, which know derivatives of functions, not of operators.
+
+    They come back here until none of them is left, and only then is the operator called.
+    """
+
+    @staticmethod
+    def forward(*call: Any) -> tuple[Tensor, Tensor]:
+        """Out and lse of a flattened call."""
+        result: tuple[Tensor, Tensor] = torch.ops.flash_attn_cute.forward(*call)
+        return result
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Tangents below another transform, which ``attention`` cannot see."""
+        raise NotImplementedError(_NO_TANGENTS)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *call: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """See ``_map``."""
+        return _map(_TransformedForward.apply, info.batch_size, in_dims, call, call)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator, likewise."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients of q, k, v, bias and learnable_sink."""
+        result: tuple[Tensor, ...] = torch.ops.flash_attn_cute.backward(*arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keeps nothing, for nothing comes after it."""
+
+    backward = staticmethod(_refuse)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """See ``_refuse``."""
+        _refuse(ctx)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """See ``_map``."""
+        call = arguments[_NUM_RESULTS:]
+        return _map(_TransformedBackward.apply, info.batch_size, in_dims, arguments, call)
+
+
+def _map(
+    run: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    in_dims: tuple[int | None, ...],
+    arguments: tuple[Any, ...],
+    call: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
+    inputs = _inputs_of(call)
+    if all(x is None for x in (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias)):
+        merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
+        results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
+    else:
+        slices = [
+            run(*[x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)])
+            for i in range(size)
+        ]
+        results = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return results, (0,) * len(results)
+
+
+def _merge(x: Any, dim: int | None, size: int) -> Any:
+    """A tensor with the dimension that is mapped over, or ``size`` copies of one without, made part of the batch."""
+    if not isinstance(x, Tensor):
+        return x
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -257,14 +409,15 @@ class FlashAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         bounds, options, spec, backend = ctx.call
         *tensors, out, lse = saved
+        inputs = AttentionInputs(*tensors, *bounds)
         dout = torch.zeros_like(out) if dout is None else dout
         need_dsink, need_dbias = ctx.needs_input_grad[3:5]
         grads: tuple[Tensor | None, ...]
         # Gradients that may be differentiated again come from the operator, which knows how to refuse.
         if torch.is_grad_enabled() or is_watched((*saved, dout, dlse)):
-            grads = _call_backward(saved, (*bounds, *options, backend), dout, dlse, need_dbias, need_dsink)
+            call = _flatten(inputs, options, backend)
+            grads = _call_backward(call, out, lse, dout, dlse, need_dbias, need_dsink)
         else:
-            inputs = AttentionInputs(*tensors, *bounds)
             grads = _run_backward(
                 dispatch.BACKENDS[backend], spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink
             )

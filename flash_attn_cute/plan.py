@@ -36,7 +36,7 @@ def make(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None
     """
     inputs = _check(tensors, bounds)
     spec = AttentionSpec.of(inputs, options)
-    selection = dispatch.select(spec, inputs.q.device, backend)
+    selection = dispatch.select(spec, inputs, backend)
     return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 
 

@@ -14,6 +14,18 @@ import torch
 from torch import Tensor
 
 
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes or bounds holds, so far as is known.
+
+    Under tracing a number may come from data, as from ``.item()``. What depends on one is not sure, and is not asked.
+    """
+    if not torch.compiler.is_compiling() and isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # which takes long to import
+
+    return guard_or_false(condition)
+
+
 class Feature(enum.Enum):
     """Something a call can need and a backend can lack. The value is how users read it."""
 

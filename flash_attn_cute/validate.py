@@ -5,16 +5,23 @@ that they cost no synchronisation and work under tracing. (What the offsets hold
 read: ``lengths.read_sequences``.) Each message reads "argument: expected ..., got ...".
 """
 
+import math
+import numbers
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionInputs, Options
+from flash_attn_cute.spec import AttentionInputs, Options, surely
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
+# The usual ones, found fast. Whatever else calls itself a whole or a real number is one, too: NumPy's scalars do.
+_INTS = frozenset({int, torch.SymInt})
+_FLOATS = frozenset({float, torch.SymFloat, *_INTS})
+_WINDOW = "a pair (left, right), each an int or None"
 
 Window = tuple[int | None, int | None]
 
@@ -43,19 +50,12 @@ def check_options(
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
     if softmax_scale is not None:
-        _check_number("softmax_scale", softmax_scale, "None or a finite number")
-    _check_number("softcap", softcap, "a finite number, 0 for none")
+        softmax_scale = _as_float("softmax_scale", softmax_scale, "None or a finite number")
+    softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     left, right = _check_window(window_size)
-    return Options(
-        None if softmax_scale is None else float(softmax_scale),
-        left,
-        0 if causal else right,
-        float(softcap),
-        deterministic,
-        zero_padding,
-    )
+    return Options(softmax_scale, left, 0 if causal else right, softcap, deterministic, zero_padding)
 
 
 def check_dense(
@@ -99,7 +99,7 @@ def check_packed(
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> AttentionInputs:
-    """Checks the tensors of a packed call, whose bounds ``check_max_seqlen`` has checked.
+    """Checks the tensors of a packed call and its bounds, as ``check_max_seqlen`` gives them.
 
     No length exceeds the number of rows, which stands in for a bound that is not known.
     """
@@ -115,6 +115,8 @@ def check_packed(
     _check_int32("seqused_q", seqused_q, q, "batch", offsets - 1)
     _check_int32("seqused_k", seqused_k, q, "batch", offsets - 1)
     _check_sink(learnable_sink, q)
+    _check_range("max_seqlen_q", max_seqlen_q)
+    _check_range("max_seqlen_k", max_seqlen_k)
     # Without a bound the keys' dimension of mask and bias stands as it is.
     dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": max_seqlen_k}
     _check_mask(mask, q, dims)
@@ -136,7 +138,10 @@ def check_packed(
 
 
 def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
-    """Checks one bound of a packed call; None for a tensor, which may be on the device and is never read."""
+    """The type of one bound of a packed call checked; None for a tensor, which may be on the device and is never read.
+
+    Whether an int is in range can wait for ``check_packed``, to which not every call comes.
+    """
     if isinstance(value, Tensor):
         if value.ndim or value.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -144,35 +149,53 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
                 f"got {value.dtype} of shape {tuple(value.shape)}"
             )
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    bound = _as_int(value)
+    if bound is None:
         raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
-    if not 0 <= value <= _MAX_INT32:
-        raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {value}")
-    return value
+    return bound
 
 
-def _check_number(name: str, value: object, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _check_range(name: str, bound: int | None) -> None:
+    if bound is not None and (surely(bound < 0) or surely(bound > _MAX_INT32)):
+        raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {bound}")
+
+
+def _as_int(value: Any) -> int | None:
+    """An int of any kind (NumPy's, for one) as a plain or symbolic one; None for anything else, bools included."""
+    if type(value) in _INTS:
+        return value
+    return None if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
+
+
+def _as_float(name: str, value: Any, expected: str) -> float:
+    if type(value) not in _FLOATS and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if not abs(value) <= sys.float_info.max:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= sys.float_info.max:
         raise ValueError(f"{name}: expected {expected}, got {value}")
+    return number
 
 
 def _check_window(window_size: Window) -> Window:
-    expected = "a pair (left, right), each an int or None"
     if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
+        raise TypeError(f"window_size: expected {_WINDOW}, got {window_size!r}")
     if len(window_size) != 2:
-        raise ValueError(f"window_size: expected {expected}, got {window_size!r}")
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window_size: expected {expected}, got {window_size!r}")
+        raise ValueError(f"window_size: expected {_WINDOW}, got {window_size!r}")
     left, right = window_size
-    return _bounded(left), _bounded(right)
+    return _check_side(left, window_size), _check_side(right, window_size)
 
 
-def _bounded(side: int | None) -> int | None:
-    return None if side is None or not 0 <= side < _MAX_INT32 else side
+def _check_side(side: int | None, window_size: Window) -> int | None:
+    """One side of the window; None if it is unbounded."""
+    if side is None:
+        return None
+    width = _as_int(side)
+    if width is None:
+        raise TypeError(f"window_size: expected {_WINDOW}, got {window_size!r}")
+    return width if 0 <= width < _MAX_INT32 else None
 
 
 def _check_tensor(name: str, x: object, q: Tensor) -> None:
@@ -257,7 +280,8 @@ def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None]) -> No
     sizes = list(dims.values())
     aligned = sizes[max(0, len(sizes) - x.ndim) :]
     fits = x.ndim <= len(sizes) and all(
-        expected is None or got == expected or got == 1 for got, expected in zip(x.shape, aligned, strict=False)
+        expected is None or not (surely(got != expected) and surely(got != 1))
+        for got, expected in zip(x.shape, aligned, strict=False)
     )
     if not fits:
         shown = ", ".join("any" if size is None else str(size) for size in sizes)

@@ -1,14 +1,16 @@
 """Results and gradients against the oracle: every feature, their pairs, and lengths around block edges."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_cute.backends.portable import blockwise
 from tests import oracle
-from tests.checks import assert_matches_oracle, random_call, run
+from tests.checks import assert_matches_oracle, bitwise_equal, needs_hopper, random_call, run
 from tests.oracle import Call
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -254,6 +256,55 @@ def test_strides(device: str) -> None:
             grads = [torch.autograd.grad(out, xs, dout) for out, xs in zip(outs, (views, copies), strict=True)]
             torch.testing.assert_close(outs[0], outs[1])
             torch.testing.assert_close(grads[0], grads[1])
+
+
+def every_other(x: Tensor) -> Tensor:
+    """The same numbers, with others between them."""
+    return torch.stack((x, x + 7), dim=1)[:, 0]
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The first number in every place."""
+    return x[:1].expand(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [
+        ("cpu", "portable"),
+        pytest.param("cuda", "portable", marks=needs_hopper),
+        pytest.param("cuda", "sm90", marks=needs_hopper),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        ("cu_seqlens_q", every_other),
+        ("cu_seqlens_k", every_other),
+        *itertools.product(("seqused_q", "seqused_k", "learnable_sink"), (every_other, expanded)),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides_of_small_tensors(packed: bool, name: str, view: Any, where: str, backend: str) -> None:
+    """Offsets, lengths and sinks may have any strides, and give the same bits as copies."""
+    if name.startswith("cu_seqlens") and not packed:
+        return
+    shape: dict[str, Any] = {"packed": packed, "head_dim": 64, "dtype": torch.bfloat16, "device": where}
+    call = random_call(
+        [12, 30, 50], [25, 40, 50], seqused=True, sink=True, causal=True, bias_dtype=torch.float32, **shape
+    )
+    strided = view(getattr(call, name).detach())
+    results = []
+    for x in (strided, strided.contiguous()):
+        x = x.detach().requires_grad_(x.is_floating_point())
+        changed = replace(call, **{name: x})
+        out, lse = run(changed, return_lse=True, deterministic=True, backend=backend)
+        leaves: Any = (changed.q, changed.k, changed.v, changed.learnable_sink)
+        douts = [torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y) for y in (out, lse)]
+        results.append((out, lse, *torch.autograd.grad((out, lse), leaves, douts)))
+    assert not strided.is_contiguous()
+    for a, b in zip(*results, strict=True):
+        assert bitwise_equal(a, b)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])

@@ -42,8 +42,8 @@ def both_passes(call: Call, dout: Tensor) -> dict[str, Tensor]:
 def test_one_query_of_a_padded_batch(head_dim: int, through_lse: bool) -> None:
     """A dimension of one row may have any stride, where sequences of a batch follow each other."""
     call = call_of([1, 1, 0], [70, 3, 130], packed=False, seqused=True, head_dim=head_dim, sink=True)
-    one = {"q": call.q[:, :1].detach().requires_grad_()}
-    assert_matches_oracle(replace(call, **one), through_lse=through_lse, backend="sm90")
+    one = call.q[:, :1].detach().requires_grad_()
+    assert_matches_oracle(replace(call, q=one), through_lse=through_lse, backend="sm90")
 
 
 def strided(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def strided(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strided_offsets_and_sinks(packed: bool) -> None:
     call = call_of([70, 5], [130, 64], packed=packed, seqused=True, causal=True, sink=True)
-    given = {
+    given: dict[str, Any] = {
         name: strided(x)
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         if (x := getattr(call, name)) is not None
@@ -118,7 +118,7 @@ def test_no_keys_at_all(sink: bool) -> None:
 
     def passes() -> None:
         out, lse = flash_attn_varlen_func(**given, max_seqlen_q=70, max_seqlen_k=0, return_lse=True, backend="sm90")
-        leaves = [call.q, call.k, call.v, *([call.learnable_sink] if sink else [])]
+        leaves = [x for x in (call.q, call.k, call.v, call.learnable_sink) if x is not None]
         torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
 
     passes()

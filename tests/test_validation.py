@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, lengths, settings, validate
+from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.spec import AttentionSpec, Feature, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Options
 
 
 def dense() -> dict[str, Any]:
@@ -114,6 +116,8 @@ PACKED: Cases = [
     ({"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q: expected an int or a 0-d tensor, got 6.0"),
     ({"max_seqlen_k": True}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got True"),
     ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
+    ({"softmax_scale": np.float32("nan")}, ValueError, "softmax_scale: expected None or a finite number, got nan"),
+    ({"max_seqlen_k": np.int64(-1)}, ValueError, "max_seqlen_k: expected 0 to 2147483647, got -1"),
     ({"max_seqlen_q": 2**63}, ValueError, "max_seqlen_q: expected 0 to 2147483647, got 9223372036854775808"),
     (
         {"max_seqlen_k": torch.tensor(7), "mask": torch.ones(0, dtype=torch.bool)},
@@ -235,7 +239,7 @@ class Narrow(PortableBackend):
     name = "narrow"
     features = frozenset({Feature.PACKED, Feature.WINDOW})
 
-    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         return () if spec.dtype == torch.bfloat16 else (f"{spec.dtype} inputs",)
 
 
@@ -248,7 +252,7 @@ def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_requested_backend_runs_or_says_all_it_lacks() -> None:
     call = packed() | {"learnable_sink": torch.zeros(4), "softcap": 1.0, "causal": True}
     with pytest.raises(
-        ValueError, match=r"got 'narrow', which does not serve: softcap; learnable_sink; torch\.float32 inputs"
+        ValueError, match=r"got 'narrow', which cannot: softcap; learnable_sink; torch\.float32 inputs$"
     ):
         flash_attn_varlen_func(**call, backend="narrow")
     assert flash_attn_varlen_func(**call, backend="portable").shape == (10, 4, 16)
@@ -260,14 +264,100 @@ def test_a_requested_backend_runs_or_says_all_it_lacks() -> None:
 def test_without_a_request_the_first_that_can_is_chosen() -> None:
     inputs = validate.check_dense(**dense(), seqused_q=None, seqused_k=None, learnable_sink=None, mask=None, bias=None)
     spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, True, True))
-    selection = dispatch.select(spec, torch.device("cpu"))
+    selection = dispatch.select(spec, inputs)
     assert selection.name == "portable"
-    assert str(selection) == "portable (narrow does not serve deterministic=True, torch.float32 inputs)"
+    assert str(selection) == "portable (narrow cannot: deterministic=True; torch.float32 inputs)"
 
 
 def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "BACKENDS", {"narrow": Narrow()})
     with pytest.raises(
-        ValueError, match=r"at least one that can serve this call, but narrow does not serve: torch\.float32"
+        ValueError,
+        match=r"at least one that can serve this call, but none can \(narrow cannot: torch\.float32 inputs\)",
     ):
         flash_attn_func(**dense())
+
+
+def test_without_its_compiler_a_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cute, "_HAS_COMPILER", False)
+    with pytest.raises(
+        ValueError,
+        match=r"got 'sm90', which cannot: tensors on cpu; .*; the package nvidia-cutlass-dsl is not installed$",
+    ):
+        flash_attn_func(**dense(), backend="sm90")
+
+
+def low(*shape: int) -> torch.Tensor:
+    """A bfloat16 tensor that takes no memory, however large."""
+    return torch.zeros(shape[-1], dtype=torch.bfloat16).expand(shape)
+
+
+ROWS = 2**30
+
+
+@pytest.mark.parametrize(
+    ("rows_q", "rows_k", "reason"),
+    [
+        (ROWS - 1, ROWS - 1, None),
+        (ROWS, 8, f"{ROWS} rows of total_q (expected fewer than 2^30)"),
+        (8, ROWS + 1, f"{ROWS + 1} rows of total_k (expected fewer than 2^30)"),
+    ],
+)
+def test_packed_rows_of_the_kernels(rows_q: int, rows_k: int, reason: str | None) -> None:
+    call = packed() | {"q": low(rows_q, 1, 8), "k": low(rows_k, 1, 8), "v": low(rows_k, 1, 8)}
+    with pytest.raises(ValueError, match="got 'sm90', which cannot: tensors on cpu") as caught:
+        flash_attn_varlen_func(**call, backend="sm90")
+    assert ("2^30" in str(caught.value)) == (reason is not None)
+    assert reason is None or reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "options", "limited"),
+    [
+        (2**20, {}, False),
+        (2**20, {"causal": True}, False),
+        (2**20, {"seqused_k": True}, True),
+        (2**20 - 1, {"causal": True}, True),  # some queries see no key
+    ],
+    ids=str,
+)
+def test_rows_of_dense_batches_that_kernels_see_packed(seqlen_k: int, options: dict[str, Any], limited: bool) -> None:
+    batch, seqlen_q = 2**10, 2**20
+    call: dict[str, Any] = {"q": low(batch, seqlen_q, 1, 8), "k": low(batch, seqlen_k, 1, 8)}
+    if "seqused_k" in options:
+        options = {"seqused_k": torch.zeros(batch, dtype=torch.int32)}
+    with pytest.raises(ValueError, match="got 'sm90', which cannot: tensors on cpu") as caught:
+        flash_attn_func(**call, v=call["k"], **options, backend="sm90")
+    reason = f"{batch * seqlen_q} rows of q, which are packed for this call (expected fewer than 2^30)"
+    assert (reason in str(caught.value)) == limited
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_ints_of_numpy(kind: Any) -> None:
+    """Are taken for what they are; no operator and no cache ever sees them."""
+    call = packed()
+    expected = flash_attn_varlen_func(**call, window_size=(3, 2))
+    bounds = {"max_seqlen_q": kind(6), "max_seqlen_k": kind(7)}
+    assert torch.equal(flash_attn_varlen_func(**call | bounds, window_size=(kind(3), kind(2))), expected)
+    assert type(validate.check_max_seqlen("max_seqlen_q", kind(6))) is int
+    left, right = validate._check_window((kind(3), kind(2)))
+    assert (type(left), type(right)) == (int, int)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_floats_of_numpy(kind: Any) -> None:
+    call = dense()
+    expected = flash_attn_func(**call, softmax_scale=2.0, softcap=3.0)
+    assert torch.equal(flash_attn_func(**call, softmax_scale=kind(2), softcap=kind(3)), expected)
+    assert type(validate._as_float("softcap", kind(3), "")) is float
+
+
+@pytest.mark.parametrize("wrong", [np.bool_(True), np.array(2), np.array([2]), "2", 2j], ids=repr)
+def test_what_is_no_number_to_numpy_is_none_here(wrong: Any) -> None:
+    for name in ("softmax_scale", "softcap"):
+        with pytest.raises(TypeError, match=f"{name}: expected"):
+            flash_attn_func(**dense(), **{name: wrong})
+    with pytest.raises(TypeError, match="window_size: expected"):
+        flash_attn_func(**dense(), window_size=(wrong, None))
+    with pytest.raises(TypeError, match="max_seqlen_k: expected an int"):
+        flash_attn_varlen_func(**packed() | {"max_seqlen_k": wrong})

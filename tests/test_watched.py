@@ -1,6 +1,6 @@
 """Plain eager calls go past the custom operators, watched ones through them: same results, same rules.
 
-The operators are the only users of ``ops._unpack``, which therefore shows where a call went.
+The operators are the only users of ``ops._inputs_of`` here, which therefore shows where a call went.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from tests.checks import GRADS, bitwise_equal, random_call, run
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each flattened call that has reached an operator, so far."""
     seen: list[int] = []
-    original = ops._unpack
+    original = ops._inputs_of
 
     def spy(call: tuple[Any, ...]) -> Any:
         seen.append(len(call))
         return original(call)
 
-    monkeypatch.setattr(ops, "_unpack", spy)
+    monkeypatch.setattr(ops, "_inputs_of", spy)
     return seen
 
 
@@ -342,4 +342,4 @@ def test_profiles_name_the_call() -> None:
 def test_call_fields() -> None:
     """The order in which a call is flattened is the order of the fields, on which both ways rely."""
     names = [argument.name for argument in torch.ops.flash_attn_cute.forward.default._schema.arguments]
-    assert tuple(names) == (*AttentionInputs._fields, *Options._fields, "backend")
+    assert tuple(names) == (*AttentionInputs._fields, *Options._fields, "backend", "any_scale", "any_softcap")

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
@@ -31,8 +30,11 @@ class Backend(Protocol):
         """Everything optional it can serve."""
         ...
 
-    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
-        """Reasons beyond features (device, dtype, head dimension) why it cannot serve spec; empty if none."""
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
+        """Reasons beyond features why it cannot serve a call; empty if none.
+
+        They may depend on the tensors' devices, dtypes, shapes and strides, which is what a plan is kept by.
+        """
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,10 @@ from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
 from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
+_MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _LOG2_E = math.log2(math.e)
 
 
@@ -36,9 +37,10 @@ class CuteBackend:
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._prepared(plan.plan_forward))
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._prepared(plan.plan_backward))
 
-    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
         reasons = []
+        device = inputs.q.device
         if device.type != "cuda":
             reasons.append(f"tensors on {device.type}")
         else:
@@ -51,8 +53,13 @@ class CuteBackend:
         for name, d in (("d", spec.head_dim), ("d_v", spec.head_dim_v)):
             if d % 8 or d > widest:
                 reasons.append(f"{name} = {d} (multiples of 8 up to {widest})")
+        for name, x in (("q", inputs.q), ("k", inputs.k)):
+            rows = math.prod(x.shape[:-2])
+            if surely(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
+                where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
+                reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
         if not _HAS_COMPILER:
-            reasons.append("the package nvidia-cutlass-dsl")
+            reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -118,7 +125,7 @@ class CuteBackend:
             dsink = None if sink is None else _dsink_without_keys(sink, lse, dlse)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsink)
         given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
-        if not spec.packed and (spec.has_seqused or dense_has_blind(inputs, spec.window_right)):
+        if not spec.packed and _runs_packed(spec, inputs):
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = lse.transpose(0, 1).flatten(1)
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
@@ -208,6 +215,11 @@ class CuteBackend:
             return cache.kernel(planned.config), planned
 
         return prepare
+
+
+def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
+    """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
+    return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
 def _shapes(q: Tensor, k: Tensor, inputs: AttentionInputs, max_seqlen_q: int, dlse: bool = False) -> plan.Shapes:

@@ -21,7 +21,7 @@ class PortableBackend:
     name = "portable"
     features = frozenset(Feature)
 
-    def limits(self, spec: AttentionSpec, device: torch.device) -> tuple[str, ...]:
+    def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """No reason to decline: it serves every valid call."""
         return ()
 
