@@ -1,6 +1,8 @@
 """Compiled kernels on disk: found again, never trusted blindly, made once. Only the last test needs a GPU."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -43,6 +45,30 @@ except TypeError as error:
 """
 
 
+# As with the GPU that kernels are compiled for, where the compiler would also have them ready for itself.
+COLD = """
+import json
+from collections import Counter
+from cutlass.base_dsl.compiler import Compiler
+from cutlass.cutlass_dsl import tvm_ffi_provider
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.config import forward_config
+counts = Counter()
+def count(place, name):
+    function = getattr(place, name)
+    def counted(*args, **keywords):
+        counts[name] += 1
+        return function(*args, **keywords)
+    setattr(place, name, counted)
+count(Compiler, "compile")
+count(Compiler, "jit")
+count(tvm_ffi_provider._aot_support, "export_module_to_bytes")
+cache.kernel(forward_config("bfloat16", 64, 64, Features()))
+print(json.dumps(counts))
+"""
+
+
 class Outcome(NamedTuple):
     """What a process did to get the kernel of ``CONFIG``."""
 
@@ -51,8 +77,8 @@ class Outcome(NamedTuple):
     signature: str  # what the kernel says to wrong arguments
 
 
-def start(code: str, folder: Path) -> "subprocess.Popen[str]":
-    environment = os.environ | {"FLASH_ATTN_CUTE_CACHE_DIR": str(folder)}
+def start(code: str, folder: Path, **variables: str) -> "subprocess.Popen[str]":
+    environment = os.environ | {"FLASH_ATTN_CUTE_CACHE_DIR": str(folder)} | variables
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -124,6 +150,13 @@ def test_warm_processes_do_not_compile(warm: Warm) -> None:
     assert second.seconds < 0.5
 
 
+def test_cold_calls_generate_code_once(tmp_path: Path) -> None:
+    process = start(COLD, tmp_path / "kernels", CUTE_DSL_ARCH="sm_90a")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert json.loads(output) == {"compile": 1, "export_module_to_bytes": 1}
+
+
 def test_threads_compile_once(compiler: Compiler) -> None:
     kernels: list[Any] = []
     threads = [threading.Thread(target=lambda: kernels.append(cache.kernel(CONFIG))) for _ in range(8)]
@@ -134,6 +167,32 @@ def test_threads_compile_once(compiler: Compiler) -> None:
     assert compiler.calls == 1
     assert len(kernels) == 8
     assert len(set(map(id, kernels))) == 1
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_later(
+    is_enabled: bool, fails: bool, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a kernel is made, and then as before, whatever came of it."""
+    seen = []
+
+    def compile_kernel(config: ForwardConfig) -> bytes:
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no kernel")
+        return compiler(config)
+
+    monkeypatch.setattr(cache, "_compile", compile_kernel)
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="no kernel") if fails else contextlib.nullcontext():
+            cache.kernel(CONFIG)
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert seen == [False]
 
 
 # Kernels out of the folder

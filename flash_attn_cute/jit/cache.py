@@ -1,9 +1,10 @@
 """Compiled kernels by what they were compiled for: in memory for this process, on disk for those to come."""
 
 import contextlib
+import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flash_attn_cute import profiling, settings
@@ -26,7 +27,7 @@ def kernel(config: Any) -> Callable[..., None]:
     """
     found = _kernels.get(config)
     if found is None:
-        with _lock:
+        with _lock, _no_garbage_collection():
             found = _kernels.get(config)
             if found is None:
                 # Not before it is needed: this is what imports cutlass.
@@ -39,6 +40,22 @@ def kernel(config: Any) -> Callable[..., None]:
 def compile_count() -> int:
     """How many kernels this process has compiled; those that it read from disk do not count."""
     return _compiles
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """For as long as a kernel is made.
+
+    Importing cutlass and compiling leave many objects and few cycles, and each full collection on the way would look
+    at all of them, and at those of PyTorch.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _code(config: Any) -> bytes:

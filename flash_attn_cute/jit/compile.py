@@ -16,8 +16,9 @@ _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 def compile_kernel(config: Any, *options: Any) -> Any:
-    """Compiles the kernels of a configuration; call the result with its pass's arguments, of torch tensors.
+    """Compiles the kernels of a configuration, for ``code.export``.
 
+    What ``code.load`` makes of it is called with its pass's arguments, of torch tensors.
     Shapes and strides stay open. What TMA needs (16-byte alignment of the data and of every stride but the last)
     is part of the signature, so that a tensor without it raises instead of being read wrongly.
     """
@@ -26,7 +27,8 @@ def compile_kernel(config: Any, *options: Any) -> Any:
     chosen = (cute.EnableTVMFFI, cute.GPUArch(registry.architecture_of(config).target), *options)
     with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
         warnings.simplefilter("ignore", DSLOptimizationWarning)
-        return cute.compile[chosen](kernels.make_kernel(config), fake_arguments(config), stream)
+        # The result is exported. An engine would generate the host's code twice more, only for a call from here.
+        return cute.compile[chosen](kernels.make_kernel(config), fake_arguments(config), stream, no_jit_engine=True)
 
 
 def fake_arguments(config: Any) -> Any:

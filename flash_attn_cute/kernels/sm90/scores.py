@@ -53,18 +53,20 @@ def hide(
         num_rows: if given, rows from this position on see nothing.
     """
     scores, coordinates = rows_and_columns(acc_S), rows_and_columns(cS)
-    nothing = hidden(scale_log2)
+    nothing, first_of_thread = hidden(scale_log2), coordinates[0, 0][1]
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         row = first_row + coordinates[r, 0][0] // heads_a_row
         start, stop = visible_columns(row, first_column, num_columns, window, edges)
         if const_expr(num_rows is not None):
             stop = stop if row < num_rows else Int32(0)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            column = coordinates[0, c][1]
+            # Not coordinates[0, c], nor a condition: both are a dozen operations each, which take time to compile.
+            column, score = first_of_thread + (c // 2 * 8 + c % 2), scores[r, c]
             if const_expr(edges.right or num_rows is not None):
-                scores[r, c] = scores[r, c] if column < stop else nothing
+                score = cutlass.select_(column < stop, score, nothing)
             if const_expr(edges.left):
-                scores[r, c] = scores[r, c] if column >= start else nothing
+                score = cutlass.select_(column >= start, score, nothing)
+            scores[r, c] = score
 
 
 @dataclass(frozen=True)

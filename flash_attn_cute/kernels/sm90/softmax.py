@@ -57,8 +57,9 @@ class OnlineSoftmax:
                 corrections = self._raise_and_weigh(acc_S, rP, sums, [sums[r] for r in range(self.num_rows)])
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
+                    correction = corrections[r]
                     for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
-                        out[r, c] = out[r, c] * corrections[r]
+                        out[r, c] = out[r, c] * correction
         for r in cutlass.range_constexpr(self.num_rows):
             self.row_sum[r] += sums[r]
 
@@ -104,13 +105,18 @@ class OnlineSoftmax:
         By explicit fused additions: however often a row is weighed, with the same shift it gets the same weights.
         """
         packed = cute.recast_tensor(rP, Int32)
+        # In variables: every access to a tensor of registers is two operations, which take time to compile.
+        shift = [-shifts[r] for r in range(self.num_rows)]
+        total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
             low, high = (
-                cute.math.exp2(fma(acc_S[2 * i + j], self.scale_log2, -shifts[r]), fastmath=True) for j in range(2)
+                cute.math.exp2(fma(acc_S[2 * i + j], self.scale_log2, shift[r]), fastmath=True) for j in range(2)
             )
             packed[i] = pack(low, high, rP.element_type)
-            sums[r] = low + high if const_expr(i < self.num_rows) else sums[r] + (low + high)
+            total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
+        for r in cutlass.range_constexpr(self.num_rows):
+            sums[r] = total[r]
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:

@@ -60,7 +60,7 @@ class Preprocess:
                     for j in cutlass.range_constexpr(8):
                         x, y = o[j].to(Float32), do[j].to(Float32)
                         # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
-                        delta += x * (y if x != 0.0 else Float32(0.0))
+                        delta += x * cutlass.select_(x != 0.0, y, Float32(0.0))
                 lse = mLSE[rows.start + row, work.head, batch] * LOG2_E
                 lse = lse if lse != -Float32.inf else Float32.inf
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):

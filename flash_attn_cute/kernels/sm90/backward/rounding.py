@@ -45,7 +45,7 @@ def round_block(
                 for n, rounded in enumerate(both):
                     within = first_row + row + 8 * n
                     for j in cutlass.range_constexpr(4):
-                        rounded[j] = rounded[j] if within < rows.length else Int32(0)
+                        rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
                     if within < stop:
                         target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
                         cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
