@@ -78,6 +78,22 @@ def test_out_does_not_take_the_place_of_queries(head_dims: tuple[int, int]) -> N
         assert bitwise_equal(run(call, backend="sm90"), first)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("nheads", [(4, 4), (6, 2)], ids=["alone", "grouped"])
+@pytest.mark.parametrize("head_dims", [(192, 128), (160, 72), (192, 64), (128, 192), (256, 128), (64, 128)], ids=str)
+def test_values_of_another_head_dimension(
+    head_dims: tuple[int, int], nheads: tuple[int, int], deterministic: bool
+) -> None:
+    (d, d_v), (heads, heads_k) = head_dims, nheads
+    for options in ({"causal": True, "softcap": 5.0}, {"window_size": (100, 30), "seqused": True}):
+        call = call_of(
+            [200, 0, 77], [333, 40, 1], nheads=heads, nheads_k=heads_k, head_dim=d, head_dim_v=d_v, **options
+        )
+        assert_matches_oracle(call, through_lse=True, deterministic=deterministic, backend="sm90")
+    call = call_of([150] * 2, [260] * 2, packed=False, nheads=heads, nheads_k=heads_k, head_dim=d, head_dim_v=d_v)
+    assert_matches_oracle(call, deterministic=deterministic, backend="sm90")
+
+
 def test_rows_do_not_depend_on_padding_that_shares_their_tile() -> None:
     """Few queries: the heads of a group, and rows behind a sequence, share a tile."""
     for seed in range(10):

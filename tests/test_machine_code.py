@@ -104,6 +104,9 @@ BACKWARD_CONFIGS = {
     "d128-grouped": backward(128, right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
     "d256-float16": backward(256, dtype="float16"),
+    "d192-dv128": backward(192, 128, right=True),
+    "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
+    "d192-dv64-packed": backward(192, 64, packed=True),
     "d256-everything-unordered": backward(256, **BACKWARD_EVERYTHING | {"deterministic": False}),
 }
 OF_CTAS, OF_CLUSTERS = (
@@ -139,13 +142,17 @@ def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path
     """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
     kernels = machine_code(chosen, tmp_path)
     (sass,) = kernels["BackwardCluster"]
-    columns, parts = chosen.tile_d // 16, chosen.tile_d // chosen.columns_dO
-    assert len(re.findall(r"\bHGMMA\b", sass)) == 2 * columns + 2 * 4 * parts + 8  # S and dP, dV and dK, dQ
+    parts_dK = chosen.tile_d // chosen.columns_dK
+    scores, weights = chosen.tile_d // 16, chosen.tile_dv // 16
+    products = scores + weights + 4 * chosen.parts_dO + 4 * parts_dK + 8  # S and dP, dV and dK, dQ
+    assert len(re.findall(r"\bHGMMA\b", sass)) == products
     # A fence and a wait each for S, dK and the parts of dV and dP; two fences and a wait for dQ.
-    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (1 + parts) + 3
-    assert len(re.findall(r"\bUTMALDG\S*\.MULTICAST", sass)) == chosen.tile_d // 64 * 2
+    assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (1 + chosen.parts_dO) + 3
+    multicasts = (chosen.tile_d + chosen.tile_dv) // 64
+    assert len(re.findall(r"\bUTMALDG\S*\.MULTICAST", sass)) == multicasts
+    assert bool(re.search(r"\bLDSM\b", sass)) == chosen.keys_in_registers
     assert ("UTMASTG" in sass) != chosen.features.grouped
-    sums = chosen.columns_dQ + (2 * chosen.tile_d if chosen.features.grouped else 0)
+    sums = chosen.columns_dQ + (chosen.tile_d + chosen.tile_dv if chosen.features.grouped else 0)
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
     check_before_and_after(
         kernels, zeroes=not chosen.features.deterministic, num_after=3 if chosen.features.grouped else 1

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
@@ -74,9 +74,9 @@ _BARRIER_DV, _BARRIER_DK = 1, 2
 class _Layouts(NamedTuple):
     sK: cute.ComposedLayout  # (64, d)
     sK_peer: cute.ComposedLayout  # (64, columns of dQ)
-    sV: cute.ComposedLayout  # (64, d)
+    sV: cute.ComposedLayout  # (64, d_v)
     sQ: cute.ComposedLayout  # (64, d, stage)
-    sdO: cute.ComposedLayout  # (64, d / parts of dO, stage)
+    sdO: cute.ComposedLayout  # (64, d_v / parts of dO, stage)
     sdS: cute.ComposedLayout  # (64, 64, own and the other CTA's, stage)
 
 
@@ -84,7 +84,8 @@ class _Mmas(NamedTuple):
     """Products, called by their results."""
 
     S: cute.TiledMma  # and dP
-    dV: cute.TiledMma  # and dK; of as many columns as a part of dO has
+    dV: cute.TiledMma  # of as many columns as a part of dO has
+    dK: cute.TiledMma
     dQ: cute.TiledMma
 
 
@@ -113,7 +114,7 @@ class BackwardClusterSm90:
             # No swizzled atom of K may hold columns of both halves of dQ.
             sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d)),
             sK_peer=swizzled(self.dtype, c.columns_dQ, (64, c.columns_dQ)),
-            sV=swizzled(self.dtype, c.tile_d, (64, c.tile_d)),
+            sV=swizzled(self.dtype, c.tile_dv, (64, c.tile_dv)),
             sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, _STAGES)),
             sdO=swizzled(self.dtype, c.columns_dO, (64, c.columns_dO, _STAGES)),
             sdS=swizzled(self.dtype, 64, (64, 64, 2, _STAGES)),
@@ -155,8 +156,9 @@ class BackwardClusterSm90:
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
         mmas = _Mmas(
-            S=tiled_mma(dtype, k_major, k_major, 64, shared),
+            S=tiled_mma(dtype, k_major, k_major, 64, registers if const_expr(c.keys_in_registers) else shared),
             dV=tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers),
+            dK=tiled_mma(dtype, k_major, mn_major, c.columns_dK, registers),
             dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
         )
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
@@ -167,8 +169,8 @@ class BackwardClusterSm90:
             dO=make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), packed),
             K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
             K_peer=make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), packed),
-            V=make_row_tiles(load, mV, sV, (64, c.tile_d), packed),
-            dK=make_row_tiles(store, mdK, sV, (64, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (64, c.tile_dv), packed),
+            dK=make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
             dV=make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
         )
         scales = score_scales(a.softmax_scale, a.softcap, c.features.softcap)
@@ -243,11 +245,11 @@ class BackwardClusterSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
                 keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-                loads = _Loads(keys, shared.k_full, tma.Q, shared.sQ, shared.q, _RANK_OF_Q)
+                loads = _Loads(keys, shared.k_full, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q)
                 self.producer(a, ws, index, loads, shared)
             if warp_idx == 1:
                 values = ((tma.V, shared.sV, rank, 0),)
-                loads = _Loads(values, shared.v_full, tma.dO, shared.sdO, shared.do, _RANK_OF_DO)
+                loads = _Loads(values, shared.v_full, tma.dO, c.parts_dO, shared.sdO, shared.do, _RANK_OF_DO)
                 self.producer(a, ws, index, loads, shared)
             if const_expr(c.features.deterministic):
                 if warp_idx == 2:
@@ -281,7 +283,7 @@ class BackwardClusterSm90:
                 last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
                 g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
                 t.load(g, sX, loads.keys_full)
-        parts = c.tile_d // rows.tile_columns
+        parts = loads.parts
         with_stats = ring is shared.q
         num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
@@ -349,11 +351,11 @@ class BackwardClusterSm90:
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
-        tSrK = mma_S.make_fragment_A(whole_S.partition_A(shared.sK))  # (MMA, 1, MMA_K)
+        tSrK = self._operand(mma_S, shared.sK, thread)
         tSrQ = mma_S.make_fragment_B(whole_S.partition_B(shared.sQ))  # (MMA, 1, MMA_K, PIPE)
         tVrdO = mma_dV.make_fragment_B(whole_dV.partition_B(transposed(shared.sdO)))  # (MMA, MMA_N, MMA_K, PIPE)
         acc_S = cute.make_rmem_tensor(slice_S.partition_shape_C((64, 64)), Float32)
-        parts = c.tile_d // c.columns_dO
+        parts = c.parts_dO
         shape_dV = mma_dV.get_slice(thread).partition_shape_C((64, c.columns_dO))
         acc_dV = [cute.make_rmem_tensor(shape_dV, Float32) for _ in range(parts)]
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
@@ -372,6 +374,7 @@ class BackwardClusterSm90:
         num_steps = tile.blocks.num
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
+            self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0
@@ -413,6 +416,20 @@ class BackwardClusterSm90:
             places = [shared.sdO[None, None, part] for part in range(parts)]
             self._store(a, tile, acc_dV, mma_dV, store, places, mdV, shared, thread, _BARRIER_DV)
 
+    def _operand(self, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """Keys or values as the A operand of S or dP, (MMA, 1, MMA_K): in shared memory, or registers for them."""
+        if const_expr(self.config.keys_in_registers):
+            return cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_A(sX.shape), self.dtype)
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(sX))
+
+    @cute.jit
+    def _read_keys(self, mma: cute.TiledMma, sX: cute.Tensor, operand: cute.Tensor, thread: Int32) -> None:
+        """Fills the operand, if it is registers."""
+        if const_expr(self.config.keys_in_registers):
+            tiled_copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
+            from_shared = tiled_copy.get_slice(thread)
+            cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(operand))
+
     def _first_key(self, tile: KeyTile) -> Int32:
         """This CTA's; its rank is read again, which is seldom, rather than kept in a register."""
         return tile.first_key + 64 * cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -439,11 +456,10 @@ class BackwardClusterSm90:
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
         tile = key_tile(c, a, index)
-        mma_dP, mma_dK = mmas.S, mmas.dV
+        mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
-        parts = c.tile_d // c.columns_dO
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
-        tPrV = [mma_dP.make_fragment_A(whole_dP.partition_A(x)) for x in sV_parts]  # (MMA, 1, MMA_K)
+        tPrV = [self._operand(mma_dP, sV, thread) for sV in sV_parts]
         tPrdO = mma_dP.make_fragment_B(whole_dP.partition_B(shared.sdO))  # (MMA, 1, MMA_K, PIPE)
         tKrQ = mma_dK.make_fragment_B(whole_dK.partition_B(transposed(shared.sQ)))
         acc_dP = cute.make_rmem_tensor(mma_dP.get_slice(thread).partition_shape_C((64, 64)), Float32)
@@ -453,11 +469,13 @@ class BackwardClusterSm90:
         num_steps = tile.blocks.num
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.v_full, 0)  # from warp 1
+            for sV, operand in zip(sV_parts, tPrV, strict=True):
+                self._read_keys(mma_dP, sV, operand, thread)
             for step in cutlass.range(num_steps, unroll=1):
-                for part in cutlass.range_constexpr(parts):
+                for part, operand in enumerate(tPrV):
                     fill = step * parts + part
                     shared.do.wait_full(fill)  # from warp 1
-                    gemm(mma_dP, acc_dP, tPrV[part], tPrdO[None, None, None, shared.do.stage(fill)], part == 0)
+                    gemm(mma_dP, acc_dP, operand, tPrdO[None, None, None, shared.do.stage(fill)], part == 0)
                 for part in cutlass.range_constexpr(parts):
                     warpgroup.wait_group(parts - 1 - part)
                     shared.do.release_in_both(step * parts + part)  # to warps 1
@@ -483,8 +501,8 @@ class BackwardClusterSm90:
         else:
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
                 acc_dK[i] = acc_dK[i] * a.softmax_scale
-            # Only this warpgroup has read V, where dK leaves through.
-            self._store(a, tile, [acc_dK], mma_dK, store, [shared.sV], mdK, shared, thread, _BARRIER_DK)
+            # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
+            self._store(a, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, shared, thread, _BARRIER_DK)
 
     def _eight(self, weights: cute.Tensor, i: int) -> cute.Tensor:
         """This thread's weights of the i-th group of sixteen queries, two a register, from warpgroup 1."""
@@ -556,7 +574,8 @@ class BackwardClusterSm90:
             counter = turns.counter(ws.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
             is_first = tile.await_turn(c, counter, barrier)
             block = ws.mdKVaccum[which, tile.head_k, tile.block, None]
-            own = cute.local_tile(block, (64 * c.tile_d,), (shared.rank,))
+            columns = (c.tile_d, c.tile_dv)[which]
+            own = cute.local_tile(block, (64 * columns,), (shared.rank,))
             for part, acc in enumerate(accs):
                 add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
             counts = True if const_expr(c.features.deterministic) else is_first
@@ -605,9 +624,9 @@ class _Shared:
 
     sK: cute.Tensor  # (64, d)
     sK_peer: cute.Tensor  # (64, columns of dQ): the other CTA's keys, this one's columns of dQ
-    sV: cute.Tensor  # (64, d)
+    sV: cute.Tensor  # (64, d_v)
     sQ: cute.Tensor  # (64, d, stage)
-    sdO: cute.Tensor  # (64, d / parts of dO, stage)
+    sdO: cute.Tensor  # (64, d_v / parts of dO, stage)
     sdS: cute.Tensor  # (64, 64, own and the other CTA's keys, stage)
     sP: cute.Tensor  # (4, thread, 4): pairs of weights, or of rW, as a thread has them in registers
     dS: cute.Pointer  # sdS without its swizzle
@@ -628,7 +647,8 @@ class _Loads:
 
     keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
     keys_full: cute.Pointer  # where their bytes arrive
-    rows: RowTiles  # of Q, with which come lse and delta, or of dO; as many side by side as make up d columns
+    rows: RowTiles  # of Q, with which come lse and delta, or of dO
+    parts: cutlass.Constexpr  # side by side, that make up all columns
     sX: cute.Tensor  # where they go
     ring: Ring  # guards sX
     rank: cutlass.Constexpr  # of the CTA that loads for both

@@ -30,7 +30,9 @@ class BackwardPassSm90:
             self.main = BackwardClusterSm90(c)
             self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, packed, zero_padding)
             if c.features.grouped:
-                self.postprocess_keys = Postprocess(c.tile_n, c.tile_d, c.tile_d, packed, zero_padding)
+                self.postprocess_keys = [
+                    Postprocess(c.tile_n, columns, columns, packed, zero_padding) for columns in (c.tile_d, c.tile_dv)
+                ]
         else:
             self.main = BackwardCtaSm90(c)
 
@@ -54,10 +56,10 @@ class BackwardPassSm90:
             )
         if const_expr(self.postprocess_keys is not None):
             for i, (mdX, scale) in enumerate(((a.mdK, a.softmax_scale), (a.mdV, Float32(1.0)))):
-                self.postprocess_keys(
+                self.postprocess_keys[i](
                     PostprocessArguments(
                         mdX=mdX,
-                        mdXaccum=w.mdKVaccum[i, None, None, None],
+                        mdXaccum=self._sums(w, i),
                         mCuSeqlens=a.mCuSeqlensK,
                         mSeqUsed=a.mSeqUsedK,
                         scale=scale,
@@ -65,6 +67,12 @@ class BackwardPassSm90:
                     ),
                     stream,
                 )
+
+    def _sums(self, w: Workspace, which: int) -> cute.Tensor:
+        """Those of dK (0) or dV (1), (heads_k, tiles, numbers): the first of a place that is for the wider of them."""
+        sums, size = w.mdKVaccum[which, None, None, None], self.config.tile_n * self.postprocess_keys[which].tile_d
+        (heads, tiles, _), strides = sums.shape, sums.stride
+        return cute.make_tensor(sums.iterator, cute.make_layout((heads, tiles, size), stride=strides))
 
     def _workspace(self, a: BackwardArguments) -> Workspace:
         """The workspace in its parts; None for those that the configuration does without."""
