@@ -101,7 +101,7 @@ def test_the_rule_can_fail() -> None:
     assert violations("backends", {"flash_attn_cute.validate"}, "backends/x.py")
     assert violations("dispatch", {"flash_attn_cute.flash_attn_func"}, "dispatch.py")
     assert violations("dispatch", {"cutlass.cute"}, "dispatch.py")
-    assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/schedule.py")
+    assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/order.py")
     assert violations("backends", {"flash_attn_cute.kernels.sm90.config"}, "backends/cute/plan.py")
     assert violations("jit", {"flash_attn_cute.kernels.sm90.config.HEAD_DIMS"}, "jit/__main__.py")
     assert violations("backends", {"cutlass"}, "backends/cute/backend.py")
