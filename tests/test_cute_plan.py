@@ -37,8 +37,8 @@ def spec_of(**changes: Any) -> AttentionSpec:
     return spec._replace(**changes)
 
 
-DENSE = Shapes((2, 300, 8, 128), (2, 400, 2, 128), False, False, num_sequences=0, max_seqlen_q=300)
-PACKED = Shapes((600, 8, 128), (800, 2, 128), True, False, num_sequences=3, max_seqlen_q=300)
+DENSE = Shapes((2, 300, 8, 128), (2, 400, 2, 128), (), num_sequences=0, max_seqlen_q=300)
+PACKED = Shapes((600, 8, 128), (800, 2, 128), ("seqused_q",), num_sequences=3, max_seqlen_q=300)
 
 
 @pytest.mark.parametrize("word", words())
@@ -73,9 +73,9 @@ def test_cases() -> None:
 
 def test_features_of_a_call() -> None:
     assert features_of(spec_of(nheads_k=8), DENSE) == Features()
-    asked = spec_of(window_left=3, window_right=0, softcap=1.0, has_sink=True, deterministic=True, zero_padding=False)
+    asked = spec_of(window_left=3, window_right=0, softcap=1.0, deterministic=True, zero_padding=False)
     words = "packed seqused_q left right softcap sink dlse grouped deterministic no_zero_padding"
-    assert features_of(asked, PACKED._replace(dlse=True)) == Features.parse(words.split())
+    assert features_of(asked, PACKED._replace(given=("seqused_q", "sink", "dlse"))) == Features.parse(words.split())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -91,7 +91,7 @@ def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
 
 
 def test_what_is_absent_is_not_asked_for() -> None:
-    config = plan_forward(SM90, spec_of(has_sink=True), DENSE, 132).config
+    config = plan_forward(SM90, spec_of(), DENSE._replace(given=("sink",)), 132).config
     given = {name for name, argument in described(pass_of(config).arguments).items() if argument.is_given(config)}
     assert "mSink" in given
     assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK"}
@@ -138,6 +138,6 @@ def test_backward_sections(
     cu = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
     inputs = AttentionInputs(q, k, k, cu, cu, None, None, None, None, None, 3000, 3000)
     spec = AttentionSpec.of(inputs, Options(None, 0, 0, 0.0, deterministic, True))
-    shapes = Shapes(q.shape, k.shape, False, False, num_sequences=3 if packed else 0, max_seqlen_q=3000)
+    shapes = Shapes(q.shape, k.shape, (), num_sequences=3 if packed else 0, max_seqlen_q=3000)
     numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
     assert tuple(numbers[name] for name in ("heads_in_cache", "sections", "heads_a_tile")) == expected

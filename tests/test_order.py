@@ -83,7 +83,7 @@ def test_turns_count_tiles_launched_before(
             assert turns[head][m].tolist() == expected
 
 
-def test_schedules() -> None:
+def test_launch_orders() -> None:
     visible = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
     assert longest_first(visible).tolist() == [0, 1, 3, 2]
     assert shortest_first(visible).tolist() == [2, 3, 1, 0]

@@ -140,8 +140,74 @@ def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert len(pages) > 9
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def names_in(path: Path) -> set[str]:
+    """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``."""
+    found: set[str] = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                collect(node.body, f"{node.name}.")
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                new = {node.name}
+            else:
+                targets = getattr(node, "targets", [getattr(node, "target", None)])
+                new = {target.id for target in targets if isinstance(target, ast.Name)}
+            found.update(new, (prefix + name for name in new))
+
+    collect(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def expand(path: str) -> list[str]:
+    """Every path that a shell makes of one with braces."""
+    whole = re.fullmatch(r"(.*)\{(.*)\}(.*)", path)
+    return [path] if whole is None else [whole[1] + each + whole[3] for each in whole[2].split(",")]
+
+
+def what_is_missing(page: str) -> list[str]:
+    """Files, modules, and functions of files that a page names and that are not there; paths may be in the package."""
+    wrong = []
+    package = ROOT / "flash_attn_cute"
+    rooms = "|".join(path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py")
+    named = re.findall(r"([\w.{},-]*/[\w./{},-]*\.py|`\w+\.py)\b(?::([A-Za-z_][\w.]*))?", page)
+    for written, name in named:
+        for path in expand(written.removeprefix("`")):
+            file = next((base / path for base in (ROOT, package) if (base / path).is_file()), None)
+            if file is None or (name and name.rstrip(".") not in names_in(file)):
+                wrong.append(f"{path}:{name}" if name else path)
+    folders = re.findall(rf"`((?:flash_attn_cute|{rooms})(?:/\w+)*)/`", page)
+    wrong += [folder for folder in folders if not any((base / folder).is_dir() for base in (ROOT, package))]
+    for module in re.findall(
+        rf"(?<![\w/-])(?:flash_attn_cute|tests|benchmarks|tools)(?:\.\w+)+|`(?:{rooms})(?:\.\w+)+`", page
+    ):
+        parts = module.strip("`").split(".")
+        if parts[-1] in ("py", "md"):
+            continue
+        paths = [base.joinpath(*parts) for base in (ROOT, package)]
+        is_module = any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
+        holders = [path.parent.with_suffix(".py") for path in paths] + [path.parent / "__init__.py" for path in paths]
+        if not is_module and not any(parts[-1] in names_in(holder) for holder in holders if holder.is_file()):
+            wrong.append(".".join(parts))
+    return wrong
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
+def test_what_pages_name_is_there(page: str) -> None:
+    assert what_is_missing((ROOT / page).read_text()) == []
+
+
+def test_what_is_not_there_is_missed() -> None:
+    page = """`api.py`, `apy.py`, jit/{cache,cash}.py, `jit/key.py:identity`, `jit/key.py:identify`, `kernels/sm90/`,
+    `kernels/sm80/`, `kernels/sm90/forward.py:_Tile.read`, `kernels/sm90/forward.py:_Tile.rread`, `jit.cache`,
+    `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m tools.ncu, tools.nsight, `spec.AttentionSpec`,
+    `backends/cute/backend.py:_OPTIONAL`. See flash_attn_cute.plan."""
+    missing = "apy.py jit/cash.py jit/key.py:identify kernels/sm90/forward.py:_Tile.rread kernels/sm80 jit.cash"
+    assert what_is_missing(page) == [*missing.split(), "jit.cache.colonel", "tools.nsight"]

@@ -1,13 +1,12 @@
 """From a configuration to a callable: fake arguments in, compiled code out. Needs no GPU."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.arguments import Kind, described
@@ -36,37 +35,19 @@ def fake_arguments(config: Any) -> Any:
     arguments = registry.pass_of(config).arguments
     return arguments(
         **{
-            name: _FAKES[argument.kind](config) if argument.is_given(config) else None
+            name: _fake(argument.kind, config) if argument.is_given(config) else None
             for name, argument in described(arguments).items()
         }
     )
 
 
-def _rows(config: Any) -> Any:
-    rank = _rank(config)
-    shape = [cute.sym_int() for _ in range(rank)]
-    return make_fake_tensor(_DTYPES[config.dtype], shape, _strides(rank, 16 // 2), assumed_align=16)
-
-
-def _row_numbers(config: Any) -> Any:
-    rank = _rank(config) - 1
-    return make_fake_tensor(cutlass.Float32, [cute.sym_int() for _ in range(rank)], _strides(rank, 1))
-
-
-def _rank(config: Any) -> int:
-    return 3 if config.features.packed else 4
-
-
-def _strides(rank: int, divisibility: int) -> list[Any]:
-    return [cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)] + [1]
-
-
-_FAKES: dict[Kind, Callable[[Any], Any]] = {
-    Kind.ROWS: _rows,
-    Kind.ROW_NUMBERS: _row_numbers,
-    Kind.FLOATS: lambda _: make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),)),
-    Kind.INTS: lambda _: make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),)),
-    Kind.BYTES: lambda _: make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=128),
-    Kind.FLOAT: lambda _: cutlass.Float32(1.0),
-    Kind.INT: lambda _: cutlass.Int32(1),
-}
+def _fake(kind: Kind, config: Any) -> Any:
+    """An argument of a kind, without data: all its sizes and strides are open."""
+    dtype = getattr(cutlass, kind.dtype) if kind.dtype else _DTYPES[config.dtype]
+    if kind.rank == 0:
+        return dtype(1)
+    size = cute.sym_int64 if kind.wide else cute.sym_int
+    rank = kind.rank - 1 if kind.rank > 1 and config.features.packed else kind.rank
+    divisibility = max(1, 8 * kind.align // dtype.width)
+    strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)]
+    return make_fake_tensor(dtype, [size() for _ in range(rank)], [*strides, 1], assumed_align=kind.align or None)

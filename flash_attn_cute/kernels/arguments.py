@@ -1,8 +1,8 @@
 """What the kernels of a pass are launched with, by name: every tensor and number once.
 
 A field's annotation says what it is. From that alone ``jit.compile`` makes fake arguments to compile with, so a new
-argument is a line here, one where the backend gives it, and one where a kernel uses it. The backend gives torch tensors
-and numbers, kernels see the DSL's. Needs no cutlass.
+argument, of a new ``Kind`` too, is a line here, one where the backend gives it, and one where a kernel uses it. The
+backend gives torch tensors and numbers, kernels see the DSL's. Needs no cutlass.
 
 Layouts, dense and packed (n sequences):
 
@@ -16,22 +16,26 @@ Layouts, dense and packed (n sequences):
 Out is like q with d_v, and gradients are like what they are of.
 """
 
-import enum
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 
-class Kind(enum.Enum):
-    """What an argument is, as compiled code has to know it."""
+@dataclass(frozen=True)
+class Kind:
+    """What an argument is, as compiled code has to know it. The last dimension of a tensor is contiguous."""
 
-    ROWS = "a 16-bit tensor of rows that TMA can read: the data and all strides but the last in multiples of 16 bytes"
-    ROW_NUMBERS = "a float32 number a row, in any layout whose last dimension is contiguous"
-    FLOATS = "a compact float32 vector"
-    INTS = "a compact int32 vector"
-    BYTES = "a compact vector of bytes that begins at a multiple of 128"
-    FLOAT = "a float32 number"
-    INT = "an int32 number"
+    dtype: str  # as cutlass calls it; none: the configuration's
+    rank: int = 0  # 0: a number; 1: a vector; more: a tensor of a dense batch, which packed has a dimension less
+    align: int = 0  # bytes of which the address and all strides but the last are multiples; none: an element's
+    wide: bool = False  # its sizes may need more than 32 bits
+
+
+ROWS = Kind("", rank=4, align=16)  # as TMA can read them
+ROW_NUMBERS = Kind("Float32", rank=3)
+FLOATS, INTS = Kind("Float32", rank=1), Kind("Int32", rank=1)
+BYTES = Kind("Uint8", rank=1, align=128, wide=True)
+FLOAT, INT = Kind("Float32"), Kind("Int32")
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,10 @@ class Argument:
         return not self.when or bool(attrgetter(self.when)(config))
 
 
-_ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (Kind.ROWS, Kind.ROW_NUMBERS, Kind.INT, Kind.FLOAT))
-_OFFSETS = Argument(Kind.INTS, when="features.packed")
-_USED_Q = Argument(Kind.INTS, when="features.seqused_q")
-_USED_K = Argument(Kind.INTS, when="features.seqused_k")
+_ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (ROWS, ROW_NUMBERS, INT, FLOAT))
+_OFFSETS = Argument(INTS, when="features.packed")
+_USED_Q = Argument(INTS, when="features.seqused_q")
+_USED_K = Argument(INTS, when="features.seqused_k")
 
 
 class ForwardArguments(NamedTuple):
@@ -64,13 +68,13 @@ class ForwardArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    mSink: Annotated[Any, Argument(Kind.FLOATS, when="features.sink")]  # (heads,)
+    mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
     softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
     softcap: Annotated[Any, _FLOAT]
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
-    mNextTile: Annotated[Any, Argument(Kind.INTS, when="persistent")]  # counters of a stream; takes the first
+    mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
 
 
@@ -83,11 +87,11 @@ class BackwardArguments(NamedTuple):
     mO: Annotated[Any, _ROWS]
     mdO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
-    mdLSE: Annotated[Any, Argument(Kind.ROW_NUMBERS, when="features.dlse")]
+    mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]
     mdQ: Annotated[Any, _ROWS]
     mdK: Annotated[Any, _ROWS]
     mdV: Annotated[Any, _ROWS]
-    mWorkspace: Annotated[Any, Argument(Kind.BYTES)]  # of the configuration's ``workspace_size``; holds anything
+    mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
@@ -101,7 +105,7 @@ class BackwardArguments(NamedTuple):
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
     sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
     heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
-    mNextTile: Annotated[Any, Argument(Kind.INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
+    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
     num_sms: Annotated[Any, _INT]
 
 

@@ -17,7 +17,8 @@ class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
     # From dtype's name, d, d_v and ``Features`` (forward also group=) to a configuration: a frozen dataclass with the
-    # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``direction``.
+    # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``direction``. Backends read
+    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, turns_last and workspace_size() (backward).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

@@ -1,7 +1,7 @@
 """In which order tiles of keys are launched, and add to dQ where the backward pass is deterministic.
 
 A tile of keys, ``n``, walks over the blocks of queries ``m`` that see it and adds its part to the dQ of each. For every
-block a semaphore counts the additions made. The tile whose turn is t waits until it reads t, adds, and passes the turn
+block a counter counts the additions made. The tile whose turn is t waits until it reads t, adds, and passes the turn
 on, so that sums are rounded alike in every run; FlashAttention's deterministic backward pass does the same.
 
 Write order is launch order: the turn of n at m is the number of tiles launched before n that m sees as well. "Launched"

@@ -23,6 +23,8 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _LOG2_E = math.log2(math.e)
+# Inputs that a call may have or not, and what they ask of the kernels.
+_OPTIONAL = (("seqused_q", "seqused_q"), ("seqused_k", "seqused_k"), ("learnable_sink", "sink"))
 
 
 class CuteBackend:
@@ -144,7 +146,7 @@ class CuteBackend:
         sink = inputs.learnable_sink
         # Of the longest sequence only matters whether it is short.
         longest = plan.FEW_QUERIES if inputs.max_seqlen_q <= plan.FEW_QUERIES else q.shape[-3]
-        shapes = _shapes(q, k, inputs, longest)
+        shapes = _shapes(q, k, inputs, _given(inputs), longest)
         kernel, planned = self._prepare_forward(spec, shapes, _num_sms(q.device))
         kernel(
             ForwardArguments(
@@ -178,7 +180,8 @@ class CuteBackend:
         """Fills dq, dk and dv, and returns what makes a tensor of lse in base 2 and delta, (2, nheads, queries)."""
         inputs = with_blind_apart(inputs, spec.window_right)
         q, k = inputs.q, inputs.k
-        shapes = _shapes(q, k, inputs, inputs.max_seqlen_q, dlse is not None)
+        given = _given(inputs) if dlse is None else (*_given(inputs), "dlse")
+        shapes = _shapes(q, k, inputs, given, inputs.max_seqlen_q)
         kernels, planned = self._prepare_backward(spec, shapes, _num_sms(q.device))
         workspace = torch.empty(planned.workspace_size, dtype=torch.uint8, device=q.device)
         kernels(
@@ -222,12 +225,14 @@ def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
-def _shapes(q: Tensor, k: Tensor, inputs: AttentionInputs, max_seqlen_q: int, dlse: bool = False) -> plan.Shapes:
+def _given(inputs: AttentionInputs) -> tuple[str, ...]:
+    return tuple([flag for name, flag in _OPTIONAL if getattr(inputs, name) is not None])
+
+
+def _shapes(q: Tensor, k: Tensor, inputs: AttentionInputs, given: tuple[str, ...], max_seqlen_q: int) -> plan.Shapes:
     cu_seqlens_q = inputs.cu_seqlens_q
     num_sequences = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    return plan.Shapes(
-        q.shape, k.shape, inputs.seqused_q is not None, inputs.seqused_k is not None, num_sequences, max_seqlen_q, dlse
-    )
+    return plan.Shapes(q.shape, k.shape, given, num_sequences, max_seqlen_q)
 
 
 def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -27,15 +27,13 @@ _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infin
 
 
 class Shapes(NamedTuple):
-    """What a plan goes by besides a spec: q's and k's shapes, as the kernels get them, and what else is given."""
+    """What a plan goes by besides a spec: q's and k's shapes, as the kernels get them, and which tensors are given."""
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
-    seqused_q: bool
-    seqused_k: bool
+    given: tuple[str, ...]  # the flags of ``Features`` that stand for tensors that a call may have or not
     num_sequences: int  # of packed calls
     max_seqlen_q: int
-    dlse: bool = False
 
     @property
     def packed(self) -> bool:
@@ -63,16 +61,13 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     """What a call asks of the kernels of either pass."""
     return Features(
         packed=shapes.packed,
-        seqused_q=shapes.seqused_q,
-        seqused_k=shapes.seqused_k,
         left=spec.window_left is not None,
         right=spec.window_right is not None,
         softcap=spec.softcap > 0,
-        sink=spec.has_sink,
-        dlse=shapes.dlse,
         grouped=spec.nheads > spec.nheads_k,
         deterministic=spec.deterministic,
         zero_padding=spec.zero_padding,
+        **dict.fromkeys(shapes.given, True),
     )
 
 

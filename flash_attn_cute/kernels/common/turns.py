@@ -35,14 +35,14 @@ def added(counter: cute.Pointer) -> Int32:
 
 
 @cute.jit
-def wait(counter: cute.Pointer, earlier: Int32) -> None:
-    """Returns, to a converged warp, when that many tiles have added.
+def wait(counter: cute.Pointer, turn: Int32) -> None:
+    """Returns, to a converged warp, when it is that turn: when that many tiles have added.
 
     Or more: offsets that nobody has checked may let sequences share a block, which is to be wrong, not to hang. Where
     they decrease, though, tiles may be waited for that nobody takes; FLASH_ATTN_CUTE_CHECK=1 refuses them.
     """
     if cute.arch.lane_idx() == 0:
-        while added(counter) < earlier:
+        while added(counter) < turn:
             pass
     cute.arch.sync_warp()
 
@@ -64,10 +64,10 @@ def count(counter: cute.Pointer) -> None:
 
 
 @cute.jit
-def wait_as_warpgroup(counter: cute.Pointer, earlier: Int32, barrier: cutlass.Constexpr) -> None:
+def wait_as_warpgroup(counter: cute.Pointer, turn: Int32, barrier: cutlass.Constexpr) -> None:
     """``wait`` for a converged warpgroup, whose threads are to add, at one of its named barriers."""
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-        wait(counter, earlier)
+        wait(counter, turn)
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
 
 
@@ -82,14 +82,14 @@ def count_as_warpgroup(counter: cute.Pointer, barrier: cutlass.Constexpr) -> Non
 
 @dataclass(frozen=True)
 class Turns:
-    """Waiting and counting by two warps of their own, so that those that add do neither. A turn's number is from 0 on.
+    """Waiting and counting by two warps of their own, so that those that add do neither. Steps count from 0 on.
 
-    A ring of four: the waiting warp fills it, when a turn has come, and the counting warp empties it, when that has
-    been passed on. In between each adding warp arrives at a barrier, when it has added.
+    A ring of four: the waiting warp fills it, when a step's turn has come, and the counting warp empties it, when that
+    has been passed on. In between each adding warp arrives at a barrier, when it has added.
     """
 
     barriers: cute.Pointer  # those of the ring, then four of additions
-    earlier: cute.Pointer  # of every stage's turn: how many have added before
+    turns: cute.Pointer  # a stage's: how many have added before
 
     num_barriers = 3 * _STAGES
     num_stages = _STAGES
@@ -98,8 +98,8 @@ class Turns:
     def _ring(self) -> Ring:
         return Ring(self.barriers, _STAGES)
 
-    def _added(self, turn: Int32) -> cute.Pointer:
-        return self.barriers + (2 * _STAGES + self._ring.stage(turn))
+    def _added(self, step: Int32) -> cute.Pointer:
+        return self.barriers + (2 * _STAGES + self._ring.stage(step))
 
     @cute.jit
     def init(self, adding_warps: cutlass.Constexpr) -> None:
@@ -109,39 +109,39 @@ class Turns:
             cute.arch.mbarrier_init(self.barriers + (2 * _STAGES + i), adding_warps)
 
     @cute.jit
-    def call(self, turn: Int32, counter: cute.Pointer, earlier: Int32) -> None:
-        """By the waiting warp: the turn has come when that many tiles have added."""
-        self._ring.wait_empty(turn)  # from the counting warp
-        wait(counter, earlier)
+    def call(self, step: Int32, counter: cute.Pointer, turn: Int32) -> None:
+        """By the waiting warp: waits for a step's turn, and tells the adding warps."""
+        self._ring.wait_empty(step)  # from the counting warp
+        wait(counter, turn)
         with cute.arch.elect_one():
-            (self.earlier + self._ring.stage(turn)).store(earlier)
-        self._ring.arrive(turn)
+            (self.turns + self._ring.stage(step)).store(turn)
+        self._ring.arrive(step)  # to the adding warps
 
-    def wait(self, turn: Int32) -> Boolean:
-        """By the adding warps: until the turn has come. Returns whether it is the first one."""
-        self._ring.wait_full(turn)  # from the waiting warp
-        return (self.earlier + self._ring.stage(turn)).load() == 0
+    def wait(self, step: Int32) -> Boolean:
+        """By the adding warps: until a step's turn has come. Returns whether it is the first one."""
+        self._ring.wait_full(step)  # from the waiting warp
+        return (self.turns + self._ring.stage(step)).load() == 0
 
     @cute.jit
-    def have_added(self, turn: Int32) -> None:
+    def have_added(self, step: Int32) -> None:
         """By each adding warp: it has."""
-        arrive_as_warp(self._added(turn))
+        arrive_as_warp(self._added(step))  # to the counting warp
 
     @cute.jit
-    def pass_on(self, turn: Int32, counters: cute.Pointer, another: Boolean | bool) -> Int32:
-        """By the counting warp: a turn, and with it the next one if that is ``another`` block's, behind, and has added.
+    def pass_on(self, step: Int32, counters: cute.Pointer, another: Boolean | bool) -> Int32:
+        """By the counting warp: a step's turn, and with it the next step's if that has ``another`` block and has added.
 
-        Returns the number of turns. The fence takes longer than a step at times, and as long for two as for one.
+        Returns the number of steps. The fence takes longer than a step at times, and as long for two as for one.
         """
-        cute.arch.mbarrier_wait(self._added(turn), self._ring.phase(turn))  # from the adding warps
-        turns = Int32(1)
-        if another and cute.arch.mbarrier_test_wait(self._added(turn + 1), self._ring.phase(turn + 1)):
-            turns = Int32(2)
-        turns = cute.arch.shuffle_sync(turns, 0)
+        cute.arch.mbarrier_wait(self._added(step), self._ring.phase(step))  # from the adding warps
+        steps = Int32(1)
+        if another and cute.arch.mbarrier_test_wait(self._added(step + 1), self._ring.phase(step + 1)):
+            steps = Int32(2)
+        steps = cute.arch.shuffle_sync(steps, 0)
         if cute.arch.lane_idx() == 0:
             cute.arch.fence_acq_rel_gpu()
-            for i in cutlass.range(turns, unroll=1):
+            for i in cutlass.range(steps, unroll=1):
                 cute.arch.red(counters + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
-        for i in cutlass.range(turns, unroll=1):
-            self._ring.release(turn + i)
-        return turns
+        for i in cutlass.range(steps, unroll=1):
+            self._ring.release(step + i)  # to the waiting warp
+        return steps

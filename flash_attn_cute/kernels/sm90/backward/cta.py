@@ -266,10 +266,11 @@ class BackwardCtaSm90:
             else:
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, True, True)
             self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last)
-            shared.tiles.release(walk)
+            shared.tiles.release(walk)  # to warp 0
             walk += 1
         if step > 0:
-            cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)  # all warps' last dS
+            # From all mma warps: the last step's dS is there.
+            cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         self._start_dQ(work, step - 1, walk - 1)
         warpgroup.wait_group(0)
         if step > 0:
@@ -375,7 +376,7 @@ class BackwardCtaSm90:
             lambda i: self._stats(work, 1, stage, i),
             work.rdS,
         )
-        # From all multiplying warps: the last step's dS is there, and the one that was here before is read no more.
+        # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         write(work.rdS, work.mmas.S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
         warpgroup.wait_group(0)  # dV is there
@@ -387,7 +388,7 @@ class BackwardCtaSm90:
         if is_first and walk > 0:
             shared.k.release(walk_before)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
-        # This warp's part of dS is there, and the other buffer is read by it no more.
+        # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if step > 0:
             self._put_out_dQ(work, piece_number(step, walk))
@@ -444,7 +445,7 @@ class BackwardCtaSm90:
     def _hand_out(self, work: "_Work", piece: Int32) -> None:
         """Tells warp 1 or 2 of what has been put out."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        work.shared.out(work.warpgroup).arrive(piece)
+        work.shared.out(work.warpgroup).arrive(piece)  # to warp 1 or 2
 
     @cute.jit
     def _put_out_dKV(self, work: "_Work", piece: Int32, is_whole: Boolean | bool) -> None:

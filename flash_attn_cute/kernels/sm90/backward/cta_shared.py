@@ -108,16 +108,16 @@ class Shared:
     @cute.jit
     def tell_of(self, tile: KeyTile, walk: Int32) -> None:
         """By warp 0: a tile, when all have read what was here."""
-        self.tiles.wait_empty(walk)
+        self.tiles.wait_empty(walk)  # from warps 1, 2 and the mma warps
         with cute.arch.elect_one():
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
 
-    def tell_of_step(self, step: Int32, block: Int32, earlier: Int32) -> None:
+    def tell_of_step(self, step: Int32, block: Int32, turn: Int32) -> None:
         """By one thread of warp 0, before Q is there: a step's block of dQ, counted over all heads, and its turn."""
-        for i, value in enumerate((block, earlier)):
+        for i, value in enumerate((block, turn)):
             self.step_fields[i, self.steps.stage(step)] = value
-        cute.arch.mbarrier_arrive(self.steps.full(step))
+        cute.arch.mbarrier_arrive(self.steps.full(step))  # to warps 1 and 2
 
     def told_of(self, step: Int32) -> tuple[Int32, Int32]:
         """What has been told: to who has found that it has, or has the step's dQ."""
@@ -126,11 +126,11 @@ class Shared:
     @cute.jit
     def tell_of_end(self, walk: Int32) -> None:
         """By warp 0: a tile of no blocks."""
-        self.tiles.wait_empty(walk)
+        self.tiles.wait_empty(walk)  # from warps 1, 2 and the mma warps
         with cute.arch.elect_one():
             for i in (_START, _STOP):
                 self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
 
     @cute.jit
     def has_tile(self, walk: Int32) -> Boolean:

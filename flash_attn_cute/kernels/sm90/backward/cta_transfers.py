@@ -88,9 +88,9 @@ class Transfers:
 
     @cute.jit
     def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
-        """K or V."""
+        """A tile's keys or values: K or V, 64 rows an mma warpgroup."""
         c = self.config
-        ring.wait_empty(walk)  # from the mma warps: they are done with what was here
+        ring.wait_empty(walk)  # from the mma warps: this stage is released
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * c.tile_n * c.tile_d)
         for w in cutlass.range_constexpr(self.warpgroups):
@@ -156,7 +156,7 @@ class Transfers:
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 out.release(piece)  # to warpgroup w
-            shared.tiles.release(walk)
+            shared.tiles.release(walk)  # to warp 0
             walk += 1
         if step > 0:
             self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)

@@ -19,7 +19,7 @@ _THREADS = 256
 
 
 class Preprocess:
-    """One CTA a block of ``tile_m`` queries of one head; a row by as many threads as it has vectors of 16 bytes.
+    """One CTA a block of ``tile_m`` queries of one head; a row by a power of 2 of threads, a vector of 16 bytes each.
 
     Zeroed are the counters of turns, and where there are none, as additions have no order, the sums of dQ.
     """

@@ -82,13 +82,9 @@ class KeyTile:
 
     @cute.jit
     def turn(self, config: cutlass.Constexpr, m_block: Int32) -> Int32:
-        """The tile's turn to add to a block of queries: how many tiles, if deterministic, do before it.
-
-        Tiles are taken, and add, in the order of a walk over the keys that the block sees, opposite to their own.
-        """
-        window, direction = self.window.transposed, self.blocks.direction
-        keys = Blocks.of(
-            m_block * config.tile_m, config.tile_m, self.k.length, window, config.tile_n, direction=-direction
+        """The tile's turn to add to a block of queries: how many tiles, if deterministic, do before it."""
+        keys = key_tiles_of(
+            config, m_block * config.tile_m, self.k.length, self.window.transposed, -self.blocks.direction
         )
         return keys.num_before(self.first_key // config.tile_n)
 
@@ -173,6 +169,16 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         earlier=nth,
         later=parts - 1 - nth,
     )
+
+
+def key_tiles_of(
+    config: BackwardConfig, first_query: Int32, k_length: Int32, window: Window, direction: Int32 | int = -1
+) -> Blocks:
+    """The tiles of keys that a block of queries sees, and that so add to it.
+
+    They are taken, and add, in the order of this walk, whose direction is opposite to their own.
+    """
+    return Blocks.of(first_query, config.tile_m, k_length, window, config.tile_n, direction=direction)
 
 
 def window_of(config: BackwardConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:

@@ -4,11 +4,11 @@ Sums are of dQ, and of dK and dV where query heads share a key head: for these r
 
 Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
 numbered as their tiles are (``common.tiles``), so that no block holds queries of two sequences: batch *
-ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. A block of dQ is in parts, one for every
-warpgroup that multiplies: first along its rows, 64 a part, then along its columns. Within a part numbers lie as the
-warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes them into
-shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a thread
-finds those of the queries that are its columns four at a time.
+ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. A block of dQ is in parts, one for every mma
+warpgroup that computes some of it: first along its rows, 64 a part, then along its columns. Within a part numbers lie
+as the warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes
+them into shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a
+thread finds those of the queries that are its columns four at a time.
 """
 
 from typing import NamedTuple
@@ -39,9 +39,9 @@ def permuted(row: Int32) -> Int32:
     return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
-def four_stats(stats: cute.Tensor, thread: Int32, i: int) -> cute.Tensor:
-    """Those of a thread's four queries in the i-th group of sixteen."""
-    return cute.local_tile(stats, (4,), (4 * i + thread,))
+def four_stats(stats: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
+    """Those of a thread's four queries in the i-th group of sixteen; ``quad`` is its place among four neighbours."""
+    return cute.local_tile(stats, (4,), (4 * i + quad,))
 
 
 @cute.jit
