@@ -6,6 +6,7 @@ A process for each checkout makes the same inputs and times single calls when it
 which goes first changes from round to round. Between two calls a large write empties the L2 cache and keeps the device
 busy until the call has been launched. Prints the median times and their ratio (new over old, less is better) of every
 row of the forward and backward suites, ``deterministic=True`` included, and the geometric mean; writes them as JSON.
+Only the package is a checkout's own: rows and inputs are those of this file. Compiled kernels stay in ``build/trees``.
 """
 
 import argparse
@@ -16,9 +17,9 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,23 +29,37 @@ import torch
 from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
 
 ROOT = Path(__file__).parents[1]
+# What a process runs: the package of a checkout, but this module.
+_SERVE = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+import flash_attn_cute
+sys.path[0] = sys.argv[2]
+from benchmarks import trees
+trees.serve()
+"""
 _FLUSH_BYTES = 1 << 30
 _JOBS = 6  # processes a checkout that compile at the same time
 # Of a process: milliseconds of a row's calls, as many as told.
 Ask: TypeAlias = Callable[[str, int], list[float]]
 # Query heads, key heads, d, d_v, length (none: the documents), causal.
 Row: TypeAlias = tuple[int, int, int, int, int | None, bool]
+# Beside the suites' rows: these have kernels of their own.
+MORE: tuple[Row, ...] = (
+    (16, 16, 96, 96, 8192, True),
+    (16, 16, 192, 128, 8192, True),
+    (64, 64, 64, 64, 512, False),
+)
 
 
 def rows() -> dict[str, tuple[str, Row]]:
-    """Name -> (pass, row): the suites' rows, and shapes beside them that have kernels of their own."""
+    """Name -> (pass, row): the suites' rows, and those beside them."""
     dense: list[Row] = [(heads, heads_k, d, d, length, causal) for heads, heads_k, d, length, causal in DENSE]
-    more: list[Row] = [(16, 16, 96, 96, 8192, True), (16, 16, 192, 128, 8192, True), (64, 64, 64, 64, 512, False)]
     documents: list[Row] = [(*heads, heads[2], None, True) for heads in PACKED]
     return {
         f"{kind} {_name(row)}": (kind, row)
         for kind in ("forward", "backward", "deterministic")
-        for row in (*dense, *more, *documents)
+        for row in (*dense, *MORE, *documents)
         if kind != "deterministic" or row[2] > 128  # all others are
     }
 
@@ -112,25 +127,27 @@ def serve() -> None:
 
 @contextmanager
 def _server(checkout: Path) -> Iterator[Ask]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "FLASH_ATTN_CUTE_CACHE_DIR": str(checkout / ".trees-cache"),
-    }
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    environment = os.environ | {"FLASH_ATTN_CUTE_CACHE_DIR": str(checkout / "build" / "trees")}
+    command = [sys.executable, "-c", _SERVE, str(checkout), str(ROOT)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def ask(name: str, times: int) -> list[float]:
         assert process.stdin
         assert process.stdout
-        print(json.dumps([name, times]), file=process.stdin, flush=True)
-        answer: list[float] = json.loads(process.stdout.readline())
-        return answer
+        answer = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps([name, times]), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{checkout}: its process has ended with {process.wait()}, asked for {name!r}")
+        milliseconds: list[float] = json.loads(answer)
+        return milliseconds
 
     try:
         yield ask
     finally:
         process.kill()
+        process.communicate()
 
 
 def _compile(checkout: Path, names: list[str]) -> None:
@@ -159,30 +176,33 @@ def compare(old: Path, new: Path, names: list[str], rounds: int, times: int) -> 
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, nargs="?")
-    parser.add_argument("new", type=Path, nargs="?", default=ROOT)
-    parser.add_argument("--cases", default="", help="only rows whose name contains this regular expression")
+    parser.add_argument("old", type=_checkout)
+    parser.add_argument("new", type=_checkout, nargs="?", default=ROOT)
+    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only rows whose names match")
     parser.add_argument("--rounds", type=int, default=12, help="times that a checkout has its turn (default: 12)")
     parser.add_argument("--times", type=int, default=4, help="calls a turn (default: 4)")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.serve:
-        return serve()
-    if chosen.old is None:
-        parser.error("expected the checkout to compare with")
-    names = [name for name in rows() if re.search(chosen.cases, name)]
-    found = compare(chosen.old.resolve(), chosen.new.resolve(), names, chosen.rounds, chosen.times)
+    chosen = parser.parse_args(arguments)
+    names = [name for name in rows() if chosen.cases.search(name)]
+    if not names:
+        parser.error(f"argument --cases: no row matches {chosen.cases.pattern!r}")
+    found = compare(chosen.old, chosen.new, names, chosen.rounds, chosen.times)
     ratios = [row["ratio"] for row in found.values()]
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
     print(f"geometric mean {mean:.4f}, worst {max(ratios):.4f} ({max(found, key=lambda name: found[name]['ratio'])})")
     if chosen.output:
         chosen.output.write_text(json.dumps({"geometric mean": mean, "rows": found}, indent=1) + "\n")
+
+
+def _checkout(path: str) -> Path:
+    if not Path(path, "flash_attn_cute", "__init__.py").is_file():  # or another one's package would be measured
+        raise argparse.ArgumentTypeError(f"expected a folder that has the package, got {path!r}")
+    return Path(path).resolve()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What calls launch, planned from shapes alone: no GPU, no compiler."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -141,3 +142,28 @@ def test_backward_sections(
     shapes = Shapes(q.shape, k.shape, (), num_sequences=3 if packed else 0, max_seqlen_q=3000)
     numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
     assert tuple(numbers[name] for name in ("heads_in_cache", "sections", "heads_a_tile")) == expected
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("shapes", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("nheads", [2, 4, 8])
+def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
+    """It begins with lse and delta and has room for all parts, for sums of keys if a tile leaves some to others."""
+    spec = spec_of(nheads=nheads, head_dim=head_dim, head_dim_v=head_dim, packed=shapes.packed, deterministic=True)
+    shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
+    planned = plan_backward(SM90, spec, shapes, 132)
+    blocks_q, blocks_k = (int(planned.numbers[f"num_{x}_blocks"]) for x in "mn")
+    parts = planned.config.parts(nheads, blocks_q, 2, blocks_k)
+    assert next(iter(parts)) == "mStats"
+    assert math.prod(parts["mStats"]) == math.prod(planned.stats_shape)
+    used = {name: 4 * math.prod(shape) for name, shape in parts.items()}
+    assert ("mdKVaccum" in used) == (nheads > 2)
+    if planned.numbers["heads_a_tile"] * 2 == nheads:
+        used.pop("mdKVaccum", None)
+    assert sum(used.values()) <= planned.workspace_size < sum(used.values()) + 128 * len(used)
+    # Every sequence has blocks of its own.
+    for blocks, rows, lengths in (
+        (blocks_q, planned.config.tile_m, (1, 1, 598) if shapes.packed else (300, 300)),
+        (blocks_k, planned.config.tile_n, (1, 1, 798) if shapes.packed else (400, 400)),
+    ):
+        assert blocks >= sum(-(-length // rows) for length in lengths)
