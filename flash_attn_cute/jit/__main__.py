@@ -71,9 +71,9 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         # A dense batch with padding is packed.
         packed = layout == "packed" or features.seqused_q or features.seqused_k
         features = dataclasses.replace(features, packed=packed)
-        for direction in chosen.passes:
-            configure = _ARCHITECTURES[chosen.architecture].passes[direction].configure
-            options = [{"group": group} for group in chosen.groups] if direction == "forward" else [{}]
+        for name in chosen.passes:
+            configure = _ARCHITECTURES[chosen.architecture].passes[name].configure
+            options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

@@ -97,7 +97,7 @@ def _compile(config: Any) -> bytes:
     from flash_attn_cute.jit.code import export
     from flash_attn_cute.jit.compile import compile_kernel
 
-    with profiling.span(f"compile {config.direction} d{config.tile_d}"):
+    with profiling.span(f"compile {config.pass_name} d{config.tile_d}"):
         code = export(compile_kernel(config))
     _compiles += 1
     return code

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-Direction = Literal["forward", "backward"]
+PassName = Literal["forward", "backward"]
 
 
-def _flag(meaning: str, *, default: bool = False, only: Direction | None = None) -> Any:
+def _flag(meaning: str, *, default: bool = False, only: PassName | None = None) -> Any:
     return field(default=default, metadata={"meaning": meaning, "only": only})
 
 
@@ -32,9 +32,9 @@ class Features:
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
 
-    def of_pass(self, direction: Direction) -> "Features":
+    def of_pass(self, name: PassName) -> "Features":
         """The same without what that pass does not read, so that calls which differ in nothing else share a kernel."""
-        others = {f.name: f.default for f in fields(self) if f.metadata["only"] not in (None, direction)}
+        others = {f.name: f.default for f in fields(self) if f.metadata["only"] not in (None, name)}
         return replace(self, **others)
 
     @staticmethod

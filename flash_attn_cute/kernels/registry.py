@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
-from flash_attn_cute.kernels.features import Direction
+from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
 
 
@@ -17,8 +17,8 @@ class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
     # From dtype's name, d, d_v and ``Features`` (forward also group=) to a configuration: a frozen dataclass with the
-    # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``direction``. Backends read
-    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, turns_last and workspace_size() (backward).
+    # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``pass_name``. Backends read
+    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
@@ -37,7 +37,7 @@ class Architecture(NamedTuple):
     target: str  # what they are compiled for
     dtypes: tuple[str, ...]
     max_head_dim: int
-    passes: dict[Direction, Pass]
+    passes: dict[PassName, Pass]
 
 
 ARCHITECTURES = {
@@ -65,4 +65,4 @@ def architecture_of(config: Any) -> Architecture:
 
 def pass_of(config: Any) -> Pass:
     """That which a configuration is for."""
-    return architecture_of(config).passes[config.direction]
+    return architecture_of(config).passes[config.pass_name]

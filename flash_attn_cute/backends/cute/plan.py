@@ -100,7 +100,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * config.tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
-    if config.features.deterministic and (spec.window_right is None or config.turns_last):
+    if config.features.deterministic and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
         # Dense causal passes gain by as many; packed ones and grouped heads lose by more than the cache has room for.
@@ -129,13 +129,12 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
 
 def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
     """Those of both passes."""
-    # No window need be wider than this, and the kernels add positions to it in 32 bits.
-    widest = shapes.q[-3] + shapes.k[-3]
+    # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
     return {
         "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
         "softcap": spec.softcap,
-        "window_left": min(spec.window_left or 0, widest),
-        "window_right": min(spec.window_right or 0, widest),
+        "window_left": min(spec.window_left or 0, shapes.k[-3]),
+        "window_right": min(spec.window_right or 0, shapes.q[-3]),
     }
 
 

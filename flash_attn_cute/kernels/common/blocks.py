@@ -6,7 +6,7 @@ something before this one does.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,6 +23,12 @@ class Window:
     left: Int32 | None
     right: Int32 | None
     shift: Int32
+
+    @staticmethod
+    def of(features: Any, arguments: Any, q_length: Int32, k_length: Int32) -> "Window":
+        """The window of one sequence, from a configuration's features and the arguments of either pass."""
+        left = arguments.window_left if features.left else None
+        return Window(left, arguments.window_right if features.right else None, k_length - q_length)
 
     @property
     def transposed(self) -> "Window":
@@ -89,6 +95,11 @@ class Blocks:
         return Blocks(start, full_start, visible_to_first // tile, stop, direction)
 
     @property
+    def fields(self) -> tuple[Int32, ...]:
+        """What those who do not know the tile have to be told, in the order in which ``Blocks`` takes it."""
+        return self.start, self.full_start, self.full_stop, self.stop
+
+    @property
     def num(self) -> Int32:
         """How many; not positive if there are none."""
         return self.stop - self.start
@@ -123,6 +134,14 @@ class Blocks:
             parts.append(Part(Edges(left=True, right=False), self.stop - last, self.num))
         return parts
 
+    def crosses_left(self, block: Int32) -> Boolean:
+        """Whether the left edge hides some of a block from some row."""
+        return block < self.full_start
+
+    def crosses_right(self, block: Int32) -> Boolean:
+        """Whether the right edge does."""
+        return block >= self.full_stop
+
     # A consumer of the backward pass has few registers, and counts blocks from the first one below which the left edge
     # hides some, as it then keeps one number less: such a count is a position.
 
@@ -136,10 +155,6 @@ class Blocks:
         """The block at a position."""
         return position + self.full_start
 
-    def crosses_left(self, position: Int32) -> Boolean:
-        """Whether the left edge hides some of it."""
+    def position_crosses_left(self, position: Int32) -> Boolean:
+        """``crosses_left`` of the block at a position."""
         return position < 0
-
-    def crosses_right(self, block: Int32) -> Boolean:
-        """Whether the right edge does, of a block itself."""
-        return block >= self.full_stop

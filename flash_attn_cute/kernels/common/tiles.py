@@ -35,14 +35,14 @@ class Order:
     """How tiles are numbered.
 
     Those of ``heads_in_cache`` heads (of all, if it is None) come together, so that what they share stays in the L2
-    cache: a section. All that are left after so many ``sections`` are one, if that is given; with ``turns_last`` its
+    cache: a section. All that are left after so many ``sections`` are one, if that is given; with ``reverses_last`` its
     tiles are numbered the other way round (dense batches only).
     """
 
     heads_in_cache: Int32 | None = None
     last_first: cutlass.Constexpr = True
     sections: Int32 | None = None
-    turns_last: cutlass.Constexpr = False
+    reverses_last: cutlass.Constexpr = False
 
 
 def num_tiles(mX: cute.Tensor, heads: Int32, mCuSeqlens: cute.Tensor | None, tile_m: int) -> Int32:
@@ -92,7 +92,7 @@ def _dense_tile(
     num_m = cute.ceil_div(seqlen, tile_m)
     m_block, pair = _in_sections(index, num_m, heads * batch, order)
     in_last = Boolean(False)
-    if const_expr(order.turns_last):
+    if const_expr(order.reverses_last):
         in_last = pair >= order.sections * order.heads_in_cache
     if const_expr(order.last_first):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
         if not in_last:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from flash_attn_cute.kernels.features import Case, Direction, Features
+from flash_attn_cute.kernels.features import Case, Features, PassName
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
@@ -21,7 +21,7 @@ class Sm90Config:
     """What every kernel is made for. Lengths, strides, scale and window sizes are arguments (``kernels.arguments``)."""
 
     architecture: ClassVar[str] = "sm90"
-    direction: ClassVar[Direction]
+    pass_name: ClassVar[PassName]
 
     dtype: str  # one of ``DTYPES``
     tile_d: int  # one of ``HEAD_DIMS``
@@ -32,7 +32,7 @@ class Sm90Config:
 class ForwardConfig(Sm90Config):
     """What a compiled forward kernel is made for."""
 
-    direction: ClassVar[Direction] = "forward"
+    pass_name: ClassVar[PassName] = "forward"
 
     tile_dv: int  # columns of v
     tile_m: int  # rows of a tile, 64 a warpgroup
@@ -43,7 +43,7 @@ class ForwardConfig(Sm90Config):
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Warpgroups that multiply; one more loads."""
+        """Mma warpgroups; one more is the producer's."""
         return self.tile_m // 64
 
     @property
@@ -112,9 +112,9 @@ def _tile_columns(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig(Sm90Config):
-    """What all kernels of a backward pass are made for; the one that multiplies comes in two kinds, see below."""
+    """What all kernels of a backward pass are made for; the main one comes in two kinds, see below."""
 
-    direction: ClassVar[Direction] = "backward"
+    pass_name: ClassVar[PassName] = "backward"
     ctas_a_tile: ClassVar[int]
     tile_n: ClassVar[int] = 128  # keys a tile
 
@@ -131,7 +131,7 @@ class BackwardConfig(Sm90Config):
         raise NotImplementedError
 
     @property
-    def turns_last(self) -> bool:
+    def reverses_last(self) -> bool:
         """Whether the heads of the last section of tiles go the other way round."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def num_mma_warpgroups(self) -> int:
-        """Warpgroups that multiply, 64 keys each; one more loads."""
+        """Mma warpgroups, 64 keys each; one more is the producer's."""
         return self.tile_n // 64
 
     @property
@@ -207,13 +207,13 @@ class BackwardCtaConfig(BackwardConfig):
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
     @property
-    def turns_last(self) -> bool:
-        """Where that pays: under a right bound the longest tiles would come last (``backward_tiles``)."""
-        return _TURNS_LAST.fits(self.features)
+    def reverses_last(self) -> bool:
+        """Where that pays: under a right bound the longest tiles would come last (``backward.tiles``)."""
+        return _REVERSES_LAST.fits(self.features)
 
 
 # Packed sequences and grouped heads lose by it.
-_TURNS_LAST = Case("right", without="packed grouped")
+_REVERSES_LAST = Case("right", without="packed grouped")
 
 
 class _BackwardTile(NamedTuple):
@@ -247,7 +247,7 @@ class BackwardClusterConfig(BackwardConfig):
     """Above d = 128: a tile of keys is the work of a cluster of two CTAs, 64 keys each."""
 
     ctas_a_tile: ClassVar[int] = 2
-    turns_last: ClassVar[bool] = False
+    reverses_last: ClassVar[bool] = False
 
     tile_dv: int  # columns of v
     columns_dO: int  # that are loaded and released together, and of dV in a product

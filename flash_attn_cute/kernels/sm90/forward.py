@@ -16,8 +16,8 @@ Steady state of an mma warpgroup (n counts down):
     other units                                        | P(n) = softmax(S(n)) |
 so that the softmax of one warpgroup runs beside both products of the others, whose order a named barrier keeps (as in
 FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is the next tile's first, and O is stored
-while the other warpgroups multiply. So only the first tile of a CTA waits for its loads. Where shared memory has no
-room for the next tile's Q and for O, a CTA has but one tile.
+while the other warpgroups have the tensor cores. So only the first tile of a CTA waits for its loads. Where shared
+memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
 Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in parts (``Blocks.parts``).
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
@@ -42,12 +42,12 @@ from flash_attn_cute.kernels.common.score import LOG2_E, score_scales
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import cap, hide
+from flash_attn_cute.kernels.sm90.scores import Place, cap, hide
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
-_BARRIER_ORDER = 1  # one a warpgroup
+_BARRIER_TENSOR_CORES = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
 _TILE_FIELDS = 12  # Int32 in shared memory that describe a tile: see ``_Tile``
@@ -96,8 +96,8 @@ class _Tile:
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory."""
-        b, values = self.blocks, (self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot)
-        for i, value in enumerate((*values, self.k.length, b.start, b.full_start, b.full_stop, b.stop)):
+        values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
+        for i, value in enumerate((*values, *self.blocks.fields)):
             fields[i] = value
 
     @staticmethod
@@ -257,7 +257,7 @@ class ForwardSm90:
         else:
             k = rows_of(a.mK, None, None, batch)
         num_queries = cutlass.min(q.length - work.first_row, queries)
-        window = self._window(a, k.length - q.length)
+        window = Window.of(c.features, a, q.length, k.length)
         return _Tile(
             first_query=work.first_row,
             head=work.head,
@@ -266,10 +266,6 @@ class ForwardSm90:
             k=k,
             blocks=Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1),
         )
-
-    def _window(self, a: ForwardArguments, shift: Int32) -> Window:
-        f = self.config.features
-        return Window(a.window_left if f.left else None, a.window_right if f.right else None, shift)
 
     @cute.jit
     def producer(self, a: ForwardArguments, tma: _Tma, shared: "_Shared") -> None:
@@ -375,7 +371,7 @@ class ForwardSm90:
             mLSE=mLSE,
         )
         if w == self.warpgroups - 1:  # the tensor cores are warpgroup 0's first
-            cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES, number_of_threads=256)
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -485,12 +481,12 @@ class ForwardSm90:
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
-        cute.arch.barrier(barrier_id=_BARRIER_ORDER + work.warpgroup, number_of_threads=256)
+        cute.arch.barrier(barrier_id=_BARRIER_TENSOR_CORES + work.warpgroup, number_of_threads=256)
 
     @cute.jit
     def _pass_tensor_cores(self, work: "_Work") -> None:
         following = work.warpgroup + 1 if work.warpgroup < self.warpgroups - 1 else Int32(0)
-        cute.arch.barrier_arrive(barrier_id=_BARRIER_ORDER + following, number_of_threads=256)
+        cute.arch.barrier_arrive(barrier_id=_BARRIER_TENSOR_CORES + following, number_of_threads=256)
 
     @cute.jit
     def _start_S(self, work: "_Work", stage: Int32, state: pipeline.PipelineState) -> None:
@@ -525,17 +521,16 @@ class ForwardSm90:
             cap(work.acc_S, work.scales.score_scale)
         if const_expr(edges.left or edges.right):
             tile = _Tile.read(work.shared.tiles[None, stage])
-            hide(
-                work.acc_S,
-                work.cS,
-                work.scales.scale_log2,
-                tile.first_query + self.queries * work.warpgroup,
-                n_block * c.tile_n,
-                tile.k.length,
-                self._window(work.arguments, tile.k.length - tile.q.length),
-                edges,
-                heads_a_row=c.group,
+            place = Place(
+                rows=tile.q,
+                columns=tile.k,
+                head=tile.head,
+                batch=tile.batch,
+                first_row=tile.first_query + self.queries * work.warpgroup,
+                first_column=n_block * c.tile_n,
+                window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
             )
+            hide(work.acc_S, work.cS, work.scales.scale_log2, place, edges, heads_a_row=c.group)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit

@@ -14,6 +14,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.score import capped, capped_slope, hidden, visible_columns
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -25,18 +26,28 @@ def cap(acc_S: cute.Tensor, score_scale: Float32) -> None:
         acc_S[i] = capped(acc_S[i], score_scale)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a warpgroup's scores are: which sequence and head, and which positions in it."""
+
+    rows: SeqRows  # of queries, or in the backward pass of keys
+    columns: SeqRows  # of the others
+    head: Int32  # of queries
+    batch: Int32 | int  # index into tensors: 0 if packed
+    first_row: Int32  # the position of row 0 in its sequence
+    first_column: Int32
+    window: Window  # which columns a row sees
+
+
 @cute.jit
 def hide(
     acc_S: cute.Tensor,
     cS: cute.Tensor,
     scale_log2: Float32,
-    first_row: Int32,
-    first_column: Int32,
-    num_columns: Int32,
-    window: Window,
+    place: Place,
     edges: cutlass.Constexpr,
     heads_a_row: cutlass.Constexpr = 1,
-    num_rows: Int32 | None = None,
+    hides_rows: cutlass.Constexpr = False,
 ) -> None:
     """Hides scores that an edge does, by selection: NaN in hidden places reaches nothing.
 
@@ -44,25 +55,22 @@ def hide(
         acc_S: a warpgroup's scores.
         cS: their (row, column) coordinates.
         scale_log2: what scores are yet to be multiplied by.
-        first_row: the position of row 0 in its sequence.
-        first_column: the position of column 0.
-        num_columns: of the columns' sequence.
-        window: which columns a row sees.
+        place: where they are.
         edges: ``Edges`` that can be within these columns.
-        heads_a_row: how many rows in turn are heads of one position.
-        num_rows: if given, rows from this position on see nothing.
+        heads_a_row: how many rows that follow each other are heads of one position.
+        hides_rows: whether rows behind the sequence see nothing; else they may see anything.
     """
     scores, coordinates = rows_and_columns(acc_S), rows_and_columns(cS)
     nothing, first_of_thread = hidden(scale_log2), coordinates[0, 0][1]
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        row = first_row + coordinates[r, 0][0] // heads_a_row
-        start, stop = visible_columns(row, first_column, num_columns, window, edges)
-        if const_expr(num_rows is not None):
-            stop = stop if row < num_rows else Int32(0)
+        row = place.first_row + coordinates[r, 0][0] // heads_a_row
+        start, stop = visible_columns(row, place.first_column, place.columns.length, place.window, edges)
+        if const_expr(hides_rows):
+            stop = stop if row < place.rows.length else Int32(0)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             # Not coordinates[0, c], nor a condition: both are a dozen operations each, which take time to compile.
             column, score = first_of_thread + (c // 2 * 8 + c % 2), scores[r, c]
-            if const_expr(edges.right or num_rows is not None):
+            if const_expr(edges.right or hides_rows):
                 score = cutlass.select_(column < stop, score, nothing)
             if const_expr(edges.left):
                 score = cutlass.select_(column >= start, score, nothing)
@@ -85,37 +93,25 @@ class Scores:
 def weigh(
     config: cutlass.Constexpr,
     scores: Scores,
-    m_block: Int32,
     hides: Boolean,
-    keys: cutlass.Constexpr,
+    place: cutlass.Constexpr,
     lse: cutlass.Constexpr,
 ) -> None:
     """Scores to weights.
 
     Args:
         config: the kernel's.
-        scores: of the block.
-        m_block: its number within the sequence.
+        scores: of a block of queries.
         hides: whether some of the queries do not see some of the keys.
-        keys: tells the tile and the warpgroup's first key; asked only where keys are hidden.
+        place: tells where the scores are; asked only where that matters.
         lse: tells a group's lse, in base 2.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     if const_expr(f.softcap):
         cap(acc_S, scores.score_scale)
     if hides:
-        tile, first_key = keys()
-        hide(
-            acc_S,
-            scores.cS,
-            scores.scale_log2,
-            first_key,
-            m_block * config.tile_m,
-            tile.q.length,
-            tile.window,
-            Edges(left=f.right, right=f.left),
-            num_rows=tile.k.length,
-        )
+        edges = Edges(left=f.right, right=f.left)
+        hide(acc_S, scores.cS, scores.scale_log2, place(), edges, hides_rows=True)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
         four = lse(i // 8)

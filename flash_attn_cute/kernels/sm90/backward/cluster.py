@@ -382,15 +382,14 @@ class BackwardClusterSm90:
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
                 m_block = tile.blocks.nth(step)
-                hides = m_block < tile.blocks.full_start
+                hides = tile.blocks.crosses_left(m_block)
                 if const_expr(c.features.left):
                     hides = hides or tile.blocks.crosses_right(m_block)
                 weigh(
                     c,
                     scores,
-                    m_block,
                     hides,
-                    lambda: (tile, self._first_key(tile)),
+                    lambda m_block=m_block: tile.place(c, 0, self._first_key(tile), m_block),
                     lambda i, lse=lse: self._four(lse, quad, i),
                 )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read

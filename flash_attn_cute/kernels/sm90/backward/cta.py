@@ -1,7 +1,7 @@
 """Attention backward on Hopper, up to d = 128: a tile of keys is the work of a CTA.
 
 Roles (a CTA takes one tile after the other, ``tiles``, as in the forward kernel, and walks over the queries that see
-it, from the first to the last):
+it, from the first to the last or, under a right bound, for some heads the other way round):
     warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
                         block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
@@ -66,7 +66,7 @@ from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile, num
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, weigh
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -259,12 +259,12 @@ class BackwardCtaSm90:
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
             if const_expr(c.features.grouped):
-                for head in cutlass.range(a.heads_a_tile, unroll=1):
+                for nth in cutlass.range(a.heads_a_tile, unroll=1):
                     tile = shared.tile_again(c, a, walk)
-                    step = self._walk(work, tile, walk, step, head == 0, head + 1 == a.heads_a_tile)
+                    step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.heads_a_tile)
                 self._share_dKV(work, shared.tile_again(c, a, walk))
             else:
-                step = self._walk(work, shared.tile(c, a, walk), walk, step, True, True)
+                step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
             self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
@@ -285,21 +285,22 @@ class BackwardCtaSm90:
         tile: KeyTile,
         walk: Int32,
         step: Int32,
+        nth: Int32 | int,
         is_first: Boolean | bool,
         is_last: Boolean | bool,
     ) -> Int32:
-        """All queries of a head, which is the tile's first one, or its last one; returns the next step."""
+        """All queries of the tile's nth head, which is its first one, or its last one; returns the next step."""
         first, end = tile.blocks.positions
-        if const_expr(self.config.turns_last):
+        if const_expr(self.config.reverses_last):
             direction = tile.blocks.direction
             n = first
             while n != end:
-                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + direction == end)
+                self._step(work, tile, walk, n, step, nth, is_first and n == first, is_last and n + direction == end)
                 step += 1
                 n += direction
         else:  # the compiler knows more of such a loop, and keeps its bound in a uniform register
             for n in cutlass.range(first, end, unroll=1):
-                self._step(work, tile, walk, n, step, is_first and n == first, is_last and n + 1 == end)
+                self._step(work, tile, walk, n, step, nth, is_first and n == first, is_last and n + 1 == end)
                 step += 1
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if is_last and step > 1:
@@ -314,6 +315,7 @@ class BackwardCtaSm90:
         walk: Int32,
         n: Int32,
         step: Int32,
+        nth: Int32 | int,
         is_first: Boolean,
         is_last: Boolean,
     ) -> None:
@@ -328,6 +330,7 @@ class BackwardCtaSm90:
             walk: counts tiles.
             n: the block's position in the walk.
             step: counts blocks, over all tiles of this CTA.
+            nth: which of the tile's heads.
             is_first: whether it is the tile's first one.
             is_last: or its last one.
         """
@@ -352,16 +355,15 @@ class BackwardCtaSm90:
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
         warpgroup.wait_group(1)  # the scores are there
-        hides = blocks.crosses_left(n)
+        hides = blocks.position_crosses_left(n)
         if const_expr(self.config.features.left):
             again = work.shared.tile_again(self.config, work.arguments, walk)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(
             self.config,
             work.scores,
-            m_block,
             hides,
-            lambda: self._keys(work, walk),
+            lambda: self._place(work, walk, nth, m_block),
             lambda i: self._stats(work, 0, stage, i),
         )
         self._read_stats(work, 1, stage)
@@ -484,10 +486,10 @@ class BackwardCtaSm90:
         block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
         return cute.local_tile(block, (64 * self.config.tile_d,), (work.warpgroup,))
 
-    def _keys(self, work: "_Work", walk: Int32) -> tuple[KeyTile, Int32]:
-        """The tile and this warpgroup's first key."""
+    def _place(self, work: "_Work", walk: Int32, nth: Int32 | int, m_block: Int32) -> Place:
+        """Where the scores are; the tile is read again, which is seldom, rather than kept in registers."""
         tile = work.shared.tile_again(self.config, work.arguments, walk)
-        return tile, tile.first_key + 64 * work.warpgroup
+        return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""

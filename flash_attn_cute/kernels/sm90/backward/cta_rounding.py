@@ -11,10 +11,11 @@ from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
-from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of, window_of
+from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
 
 _AT_ONCE = 4
@@ -66,4 +67,4 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
 def _num_adding(c: cutlass.Constexpr, a: BackwardArguments, work: tiles.WorkTile, q_length: Int32) -> Int32:
     """How many tiles add to a block."""
     k_length = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch).length
-    return key_tiles_of(c, work.first_row, k_length, window_of(c, a, q_length, k_length)).num
+    return key_tiles_of(c, work.first_row, k_length, Window.of(c.features, a, q_length, k_length)).num

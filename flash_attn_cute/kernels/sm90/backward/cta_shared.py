@@ -9,13 +9,13 @@ from cutlass import Boolean, Float32, Int32, Int64
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile
+from flash_attn_cute.kernels.sm90.backward.tiles import BLOCKS_FIELD, NUM_FIELDS, KeyTile
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 TILE_STAGES = 2
 STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before has been read
-_START, _STOP = NUM_FIELDS - 4, NUM_FIELDS - 1  # of a tile's blocks, among its fields
+_START, _STOP = BLOCKS_FIELD, BLOCKS_FIELD + 3  # of a tile's blocks, among its fields
 
 
 class Layouts(NamedTuple):

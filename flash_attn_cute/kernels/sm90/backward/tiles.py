@@ -28,8 +28,10 @@ from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.sm90.scores import Place
 
-NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
+NUM_FIELDS = 20  # Int32 in shared memory that describe a tile, or that keep the next one's in vectors of four
+BLOCKS_FIELD = 12  # the first of its blocks' among them
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,9 @@ class KeyTile:
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory, for warps that neither load nor write padding."""
-        b, lengths = self.blocks, (self.q.length, self.k.start, self.k.length)
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
-        walk = b.direction, self.earlier, self.later
-        for i, value in enumerate((*which, *walk, *lengths, b.start, b.full_start, b.full_stop, b.stop)):
+        walk, lengths = (self.blocks.direction, self.earlier, self.later), (self.q.length, self.k.start, self.k.length)
+        for i, value in enumerate((*which, *walk, *lengths, *self.blocks.fields, self.q.start)):
             if not isinstance(value, int):  # which reading knows by itself
                 fields[i] = value
 
@@ -62,8 +63,9 @@ class KeyTile:
     def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, direction, earlier, later, *lengths_and_blocks = values
-        q_length, k_start, k_length, *blocks = lengths_and_blocks
+        first_key, head, head_k, batch, block, first_block, direction, earlier, later, *lengths = values[:BLOCKS_FIELD]
+        q_length, k_start, k_length = lengths
+        *blocks, q_start = values[BLOCKS_FIELD : BLOCKS_FIELD + 5]
         f = config.features
         return KeyTile(
             first_key=first_key,
@@ -71,11 +73,11 @@ class KeyTile:
             head_k=head_k,
             batch=0 if f.packed else batch,
             block=block if f.grouped else 0,
-            q=SeqRows(None, q_length),
+            q=SeqRows(q_start, q_length),
             k=SeqRows(k_start, k_length),
             first_block=first_block,
-            window=window_of(config, a, q_length, k_length).transposed,
-            blocks=Blocks(*blocks, direction=direction if config.turns_last else 1),
+            window=Window.of(f, a, q_length, k_length).transposed,
+            blocks=Blocks(*blocks, direction=direction if config.reverses_last else 1),
             earlier=earlier if f.grouped else 0,
             later=later if f.grouped else 0,
         )
@@ -87,6 +89,18 @@ class KeyTile:
             config, m_block * config.tile_m, self.k.length, self.window.transposed, -self.blocks.direction
         )
         return keys.num_before(self.first_key // config.tile_n)
+
+    def place(self, config: BackwardConfig, nth: Int32 | int, first_key: Int32, m_block: Int32) -> Place:
+        """Where the scores of keys from ``first_key`` on and a block of queries of the tile's nth head are."""
+        return Place(
+            rows=self.k,
+            columns=self.q,
+            head=self.head + nth,
+            batch=self.batch,
+            first_row=first_key,
+            first_column=m_block * config.tile_m,
+            window=self.window,
+        )
 
     @property
     def is_last(self) -> Boolean | bool:
@@ -128,7 +142,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         index -= nth * tiles_a_part
         if nth < parts - 1:  # it is not these that the kernel ends with
             sections = heads_k
-    order = tiles.Order(a.heads_in_cache, f.deterministic, sections, c.turns_last)
+    order = tiles.Order(a.heads_in_cache, f.deterministic, sections, c.reverses_last)
     work, k = tiles.row_tile(index, a.mK, heads_k, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order, copies)
     first_key = work.first_row
     if const_expr(f.packed):
@@ -143,9 +157,9 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
         first_block = batch * cute.ceil_div(q.length, c.tile_m)
         block = batch * cute.ceil_div(k.slot, c.tile_n) + first_key // c.tile_n
     num_keys = cutlass.min(k.length - first_key, c.tile_n)
-    window = window_of(c, a, q.length, k.length).transposed
+    window = Window.of(f, a, q.length, k.length).transposed
     direction = 1
-    if const_expr(c.turns_last):
+    if const_expr(c.reverses_last):
         direction = Int32(-1) if work.in_last else Int32(1)
     blocks = Blocks.of(first_key, num_keys, q.length, window, c.tile_m)
     return KeyTile(
@@ -179,9 +193,3 @@ def key_tiles_of(
     They are taken, and add, in the order of this walk, whose direction is opposite to their own.
     """
     return Blocks.of(first_query, config.tile_m, k_length, window, config.tile_n, direction=direction)
-
-
-def window_of(config: BackwardConfig, a: BackwardArguments, q_length: Int32, k_length: Int32) -> Window:
-    """Which keys a query of a sequence sees."""
-    f = config.features
-    return Window(a.window_left if f.left else None, a.window_right if f.right else None, k_length - q_length)
