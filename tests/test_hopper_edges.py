@@ -211,13 +211,11 @@ def test_threads_share_no_counters() -> None:
 def on_device(device: int, packed: bool) -> Callable[[], list[Tensor]]:
     """Both passes with tensors of one GPU, whichever is current."""
     g = torch.Generator(f"cuda:{device}").manual_seed(0)
-    leaves = [
-        torch.randn(3, 200, 4, 64, generator=g, device=f"cuda:{device}", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    ]
+    inputs = [torch.randn(3, 200, 4, 64, generator=g, device=f"cuda:{device}", dtype=torch.bfloat16) for _ in range(3)]
     cu = torch.arange(0, 601, 200, dtype=torch.int32, device=f"cuda:{device}")
 
     def passes() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]  # of the stream on which they are used
         if packed:
             q, k, v = (x.flatten(0, 1) for x in leaves)
             out = flash_attn_varlen_func(q, k, v, cu, cu, 200, 200, causal=True, backend="sm90")
