@@ -69,7 +69,7 @@ def class_name(function: str) -> str:
 
 @pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
 def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
-    """No spills, products on the tensor cores and never waiting for one another, loads and stores by TMA."""
+    """No spills, products on the tensor cores and never waiting for one another, weights by fused additions, TMA."""
     (sass,) = machine_code(chosen, tmp_path)["Forward"]
     products = len(re.findall(r"\bHGMMA\b", sass))
     # Outside the loops: the scores of the first block and the output of the last one, of the same tile, or of this
@@ -80,6 +80,9 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert products == (loops + 1) * (scores + outputs) + between[0]
     # A pipeline that the assembler has serialised shows many more.
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (loops + 1) + between[1]
+    # A thread has tile_n / 2 scores of a block, which are weighed in one place for the first block and in two places of
+    # a loop. If the assembler chose what to fuse, a row's bits would depend on the place.
+    assert len(re.findall(r"\bFFMA\b", sass)) >= (1 + 2 * loops) * chosen.tile_n // 2
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) == (chosen.group == 1)
 
