@@ -30,7 +30,7 @@ from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.scores import Place
 
-NUM_FIELDS = 20  # Int32 in shared memory that describe a tile, or that keep the next one's in vectors of four
+NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
 BLOCKS_FIELD = 12  # the first of its blocks' among them
 
 
@@ -54,8 +54,10 @@ class KeyTile:
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory, for warps that neither load nor write padding."""
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
-        walk, lengths = (self.blocks.direction, self.earlier, self.later), (self.q.length, self.k.start, self.k.length)
-        for i, value in enumerate((*which, *walk, *lengths, *self.blocks.fields, self.q.start)):
+        # Only dense tiles have a direction, and only packed ones a first query row: they share a field.
+        shared = self.q.start if isinstance(self.blocks.direction, int) else self.blocks.direction
+        lengths = self.q.length, self.k.start, self.k.length
+        for i, value in enumerate((*which, shared, self.earlier, self.later, *lengths, *self.blocks.fields)):
             if not isinstance(value, int):  # which reading knows by itself
                 fields[i] = value
 
@@ -63,9 +65,8 @@ class KeyTile:
     def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, direction, earlier, later, *lengths = values[:BLOCKS_FIELD]
+        first_key, head, head_k, batch, block, first_block, shared, earlier, later, *lengths = values[:BLOCKS_FIELD]
         q_length, k_start, k_length = lengths
-        *blocks, q_start = values[BLOCKS_FIELD : BLOCKS_FIELD + 5]
         f = config.features
         return KeyTile(
             first_key=first_key,
@@ -73,11 +74,11 @@ class KeyTile:
             head_k=head_k,
             batch=0 if f.packed else batch,
             block=block if f.grouped else 0,
-            q=SeqRows(q_start, q_length),
+            q=SeqRows(shared if f.packed else 0, q_length),
             k=SeqRows(k_start, k_length),
             first_block=first_block,
             window=Window.of(f, a, q_length, k_length).transposed,
-            blocks=Blocks(*blocks, direction=direction if config.reverses_last else 1),
+            blocks=Blocks(*values[BLOCKS_FIELD:], direction=shared if config.reverses_last else 1),
             earlier=earlier if f.grouped else 0,
             later=later if f.grouped else 0,
         )
