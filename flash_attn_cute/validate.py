@@ -38,15 +38,9 @@ def check_options(
     backend: str | None,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
-    flags = (
-        ("causal", causal),
-        ("deterministic", deterministic),
-        ("return_lse", return_lse),
-        ("zero_padding", zero_padding),
-    )
-    for name, flag in flags:
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {flag!r}")
+    if not (type(causal) is type(deterministic) is type(return_lse) is type(zero_padding) is bool):
+        flags = {"causal": causal, "deterministic": deterministic}  # type: ignore[unreachable]
+        _check_flags(flags | {"return_lse": return_lse, "zero_padding": zero_padding})
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
     if softmax_scale is not None:
@@ -54,8 +48,14 @@ def check_options(
     softcap = _as_float("softcap", softcap, "a finite number, 0 for none")
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
-    left, right = _check_window(window_size)
+    left, right = (None, None) if window_size == (None, None) else _check_window(window_size)
     return Options(softmax_scale, left, 0 if causal else right, softcap, deterministic, zero_padding)
+
+
+def _check_flags(flags: dict[str, object]) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {flag!r}")
 
 
 def check_dense(

@@ -6,8 +6,9 @@ cutlass is imported when the first kernel is compiled, not before.
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
-from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
-from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments, described
+from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
@@ -36,8 +37,8 @@ class CuteBackend:
         self.architecture = architecture
         self.name = architecture.name
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
-        self._prepare_forward = functools.lru_cache(maxsize=1024)(self._prepared(plan.plan_forward))
-        self._prepare_backward = functools.lru_cache(maxsize=1024)(self._prepared(plan.plan_backward))
+        self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
+        self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -91,14 +92,17 @@ class CuteBackend:
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         q, k = inputs.q, inputs.k
-        out = q.new_empty(*q.shape[:-1], spec.head_dim_v)
+        if spec.head_dim == spec.head_dim_v:  # twice as fast as new_empty
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            out = q.new_empty(*q.shape[:-1], spec.head_dim_v)
         if spec.has_seqused and not spec.packed:
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
             if out.numel():
                 self._launch_forward(spec, as_packed(inputs), out.flatten(0, 1), lse.flatten(1, 2))
             return out, lse.transpose(0, 1).contiguous()
-        lse = q.new_empty(inputs.lse_shape, dtype=torch.float32)
+        lse = torch.empty(inputs.lse_shape, dtype=torch.float32, device=q.device)
         if not out.numel():
             return out, lse
         if not k.numel() and not spec.packed:
@@ -122,14 +126,14 @@ class CuteBackend:
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
         )
         sink = inputs.learnable_sink if need_dsink else None
-        no_sequences = inputs.cu_seqlens_q is not None and len(inputs.cu_seqlens_q) == 1
+        no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if no_sequences or not (inputs.q.numel() and inputs.k.numel()):
             dsink = None if sink is None else _dsink_without_keys(sink, lse, dlse)
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsink)
         given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
         if not spec.packed and _runs_packed(spec, inputs):
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-            lse = lse.transpose(0, 1).flatten(1)
+            lse = _compact(lse.transpose(0, 1).flatten(1))
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
             gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
         stats = self._launch_backward(spec, *given, *gradients)
@@ -144,24 +148,23 @@ class CuteBackend:
         if not k.numel():  # packed sequences of no keys: TMA knows no empty tensors
             k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
         sink = inputs.learnable_sink
-        # Of the longest sequence only matters whether it is short.
-        longest = plan.FEW_QUERIES if inputs.max_seqlen_q <= plan.FEW_QUERIES else q.shape[-3]
-        shapes = _shapes(q, k, inputs, _given(inputs), longest)
-        kernel, planned = self._prepare_forward(spec, shapes, _num_sms(q.device))
-        kernel(
+        offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
+        launch = self._prepare_forward(spec, q.shape, k.shape, _present(inputs), few_queries, q.device)
+        launch.kernel(
             ForwardArguments(
                 mQ=_aligned(q),
                 mK=_aligned(k),
                 mV=_aligned(v),
                 mO=out,
                 mLSE=lse,
-                mCuSeqlensQ=_compact(inputs.cu_seqlens_q),
-                mCuSeqlensK=_compact(inputs.cu_seqlens_k),
-                mSeqUsedQ=_compact(inputs.seqused_q),
-                mSeqUsedK=_compact(inputs.seqused_k),
+                mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
+                mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
+                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
+                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
                 mSink=None if sink is None else _compact(sink.float()),
-                mNextTile=next_tile() if planned.config.persistent else None,
-                **planned.numbers,
+                mNextTile=next_tile() if launch.takes_tiles else None,
+                **launch.plan.numbers,
             )
         )
 
@@ -180,59 +183,105 @@ class CuteBackend:
         """Fills dq, dk and dv, and returns what makes a tensor of lse in base 2 and delta, (2, nheads, queries)."""
         inputs = with_blind_apart(inputs, spec.window_right)
         q, k = inputs.q, inputs.k
-        given = _given(inputs) if dlse is None else (*_given(inputs), "dlse")
-        shapes = _shapes(q, k, inputs, given, inputs.max_seqlen_q)
-        kernels, planned = self._prepare_backward(spec, shapes, _num_sms(q.device))
-        workspace = torch.empty(planned.workspace_size, dtype=torch.uint8, device=q.device)
-        kernels(
+        offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+        launch = self._prepare_backward(
+            spec,
+            q.shape,
+            k.shape,
+            _present(inputs),
+            dlse is not None,
+            0 if offsets_q is None else offsets_q.shape[0] - 1,
+            inputs.max_seqlen_q,
+            q.device,
+        )
+        workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
+        launch.kernel(
             BackwardArguments(
                 mQ=_aligned(q),
                 mK=_aligned(k),
                 mV=_aligned(inputs.v),
                 mO=_aligned(out),
                 mdO=_aligned(dout),
-                mLSE=_compact(lse),
-                mdLSE=_compact(dlse),
+                mLSE=lse,
+                mdLSE=None if dlse is None else _compact(dlse),
                 mdQ=dq,
                 mdK=dk,
                 mdV=dv,
                 mWorkspace=workspace,
-                mCuSeqlensQ=_compact(inputs.cu_seqlens_q),
-                mCuSeqlensK=_compact(inputs.cu_seqlens_k),
-                mSeqUsedQ=_compact(inputs.seqused_q),
-                mSeqUsedK=_compact(inputs.seqused_k),
+                mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
+                mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
+                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
+                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
                 mNextTile=next_tile(),
-                **planned.numbers,
+                **launch.plan.numbers,
             )
         )
-        shape = planned.stats_shape
+        shape = launch.plan.stats_shape
         return lambda: workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
-    def _prepared(self, make_plan: Callable[..., Any]) -> Callable[..., tuple[Callable[..., None], Any]]:
-        """From what a plan is made of to its compiled kernels and the plan."""
+    def _plan_forward(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        present: tuple[bool, ...],
+        few_queries: bool,
+        device: torch.device,
+    ) -> "_Launch":
+        # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
+        longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
+        shapes = plan.Shapes(q_shape, k_shape, _flags(present), 0, longest)
+        return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
-        def prepare(spec: AttentionSpec, shapes: plan.Shapes, num_sms: int) -> tuple[Callable[..., None], Any]:
-            from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
+    def _plan_backward(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        present: tuple[bool, ...],
+        has_dlse: bool,
+        num_sequences: int,
+        max_seqlen_q: int,
+        device: torch.device,
+    ) -> "_Launch":
+        given = (*_flags(present), "dlse") if has_dlse else _flags(present)
+        shapes = plan.Shapes(q_shape, k_shape, given, num_sequences, max_seqlen_q)
+        return _Launch.of(plan.plan_backward(self.architecture, spec, shapes, _num_sms(device)))
 
-            planned = make_plan(self.architecture, spec, shapes, num_sms)
-            return cache.kernel(planned.config), planned
 
-        return prepare
+class _Launch(NamedTuple):
+    """What calls that look alike launch, but for their tensors."""
+
+    kernel: Callable[..., None]
+    plan: Any  # a plan of ``plan``
+    takes_tiles: bool  # from a counter
+
+    @classmethod
+    def of(cls, planned: Any) -> "_Launch":
+        from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
+
+        next_tile = described(pass_of(planned.config).arguments)["mNextTile"]
+        return cls(cache.kernel(planned.config), planned, next_tile.is_given(planned.config))
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
-    return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
+    if spec.packed or spec.has_seqused:
+        return True
+    return spec.window_right is not None and dense_has_blind(inputs, spec.window_right)
 
 
-def _given(inputs: AttentionInputs) -> tuple[str, ...]:
-    return tuple([flag for name, flag in _OPTIONAL if getattr(inputs, name) is not None])
+_optional = operator.attrgetter(*(name for name, _ in _OPTIONAL))
 
 
-def _shapes(q: Tensor, k: Tensor, inputs: AttentionInputs, given: tuple[str, ...], max_seqlen_q: int) -> plan.Shapes:
-    cu_seqlens_q = inputs.cu_seqlens_q
-    num_sequences = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    return plan.Shapes(q.shape, k.shape, given, num_sequences, max_seqlen_q)
+def _present(inputs: AttentionInputs) -> tuple[bool, ...]:
+    """Which of ``_OPTIONAL`` a call has."""
+    return tuple([x is not None for x in _optional(inputs)])  # a list: a generator takes longer
+
+
+def _flags(present: tuple[bool, ...]) -> tuple[str, ...]:
+    """What they ask of the kernels."""
+    return tuple(flag for (_, flag), there in zip(_OPTIONAL, present, strict=True) if there)
 
 
 def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -243,24 +292,22 @@ def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tenso
     return by_head.sum(1).to(sink.dtype)
 
 
-@functools.cache
 def _num_sms(device: torch.device) -> int:
-    # PyTorch's own function looks for the driver and the device again each time.
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor if TMA can read it, else a copy: data and all strides but the last in multiples of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and _fits(x.stride(), 16 // x.element_size()):
+    """The tensor of 16-bit numbers if TMA can read it, else a copy: data and strides in multiples of 16 bytes."""
+    if x.data_ptr() % 16 == 0 and _fits(x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fits(strides: tuple[int, ...], per_vector: int) -> bool:
-    return strides[-1] == 1 and math.gcd(per_vector, *strides[:-1]) == per_vector
+def _fits(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and math.gcd(8, *strides[:-1]) == 8
 
 
-def _compact(x: Tensor | None) -> Tensor | None:
+def _compact(x: Tensor) -> Tensor:
     """The tensor if its last dimension is contiguous, else a copy."""
-    return x if x is None or x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,163 @@
+"""What the kernels' backend hands to compiled code, with a compiled kernel that only looks: no GPU, no compiler."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.cute import CuteBackend, counters
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.arguments import described
+from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+
+class Launched(NamedTuple):
+    """One call of compiled code."""
+
+    config: Any
+    arguments: Any
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Every call of compiled code; tensors on the CPU pass for those of a GPU."""
+    seen: list[Launched] = []
+
+    def kernel(config: Any) -> Callable[[Any], None]:
+        return lambda arguments: seen.append(Launched(config, arguments))
+
+    monkeypatch.setattr(cache, "kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(counters._counters, "kept", {(None, 0): torch.zeros(2, dtype=torch.int32)})
+    return seen
+
+
+def both_passes(
+    inputs: AttentionInputs, window_right: int | None = None, dlse: Tensor | None = None
+) -> tuple[Any, Any]:
+    """Forward and backward of a new backend; the results, of which nothing has been computed."""
+    spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    out, lse = backend.forward(spec, inputs)
+    sink = inputs.learnable_sink is not None
+    grads = backend.backward(spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias=False, need_dsink=sink)
+    return (out, lse), grads
+
+
+def inputs_of(*shapes: tuple[int, ...], **others: Any) -> AttentionInputs:
+    q, k, v = (torch.randn(shape).to(torch.bfloat16) for shape in shapes)
+    none: dict[str, Any] = dict.fromkeys(AttentionInputs._fields[3:-2])
+    bounds = {"max_seqlen_q": q.shape[-3], "max_seqlen_k": k.shape[-3]}
+    return AttentionInputs(q, k, v, **none | bounds | others)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack((x, x), -1)[..., 0]
+
+
+DENSE = ((2, 70, 8, 64), (2, 90, 2, 64), (2, 90, 2, 64))
+PACKED = ((140, 8, 64), (180, 2, 64), (180, 2, 64))
+OFFSETS = {"cu_seqlens_q": ints(0, 70, 140), "cu_seqlens_k": ints(0, 100, 180)}
+CALLS = {
+    "dense": inputs_of(*DENSE),
+    "packed": inputs_of(*PACKED, **OFFSETS),
+    "padded": inputs_of(*DENSE, seqused_q=ints(3, 70), seqused_k=ints(90, 0)),
+    "padded keys": inputs_of(*PACKED, **OFFSETS, seqused_k=ints(3, 4)),
+    "sink": inputs_of(*PACKED, **OFFSETS, learnable_sink=torch.randn(8, dtype=torch.bfloat16)),
+    "one query": inputs_of((3, 1, 8, 64), *[(3, 90, 2, 64)] * 2, seqused_q=ints(1, 0, 1)),
+    "few queries": inputs_of((3, 5, 8, 64), *[(3, 90, 2, 64)] * 2),
+    "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
+    "strided": inputs_of(
+        *PACKED,
+        **{name: strided(x) for name, x in OFFSETS.items()},
+        seqused_q=strided(ints(7, 8)),
+        learnable_sink=torch.randn(1).expand(8),
+    ),
+    "unaligned": inputs_of((2, 70, 8, 64), (2, 90, 8, 64), (2, 90, 8, 64))._replace(
+        q=torch.randn(2, 70, 8, 65).to(torch.bfloat16)[..., 1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("inputs", CALLS.values(), ids=CALLS)
+def test_arguments_are_those_of_the_configuration(
+    inputs: AttentionInputs, with_dlse: bool, window_right: int | None, launches: list[Launched]
+) -> None:
+    """What a configuration says that it takes is given, and nothing else, in layouts that compiled code takes."""
+    dlse = torch.randn(inputs.lse_shape) if with_dlse else None
+    (out, lse), grads = both_passes(inputs, window_right, dlse)
+    assert out.shape == (*inputs.q.shape[:-1], inputs.v.shape[-1])
+    assert lse.shape == inputs.lse_shape
+    assert [x.shape for x in grads[:3]] == [x.shape for x in inputs[:3]]
+    assert [launched.config.pass_name for launched in launches] == ["forward", "backward"]
+    for config, arguments in launches:
+        for name, argument in described(pass_of(config).arguments).items():
+            value = getattr(arguments, name)
+            assert (value is not None) == argument.is_given(config), name
+            if not isinstance(value, Tensor):
+                continue
+            kind, size = argument.kind, value.element_size()
+            assert value.ndim == kind.rank - (kind.rank > 1 and config.features.packed), name
+            assert value.stride(-1) == 1, name
+            if kind.rank > 1:  # the workspace is a GPU's allocator's business
+                assert value.data_ptr() % (kind.align or size) == 0, name
+            assert all(stride * size % (kind.align or size) == 0 for stride in value.stride()[:-1]), name
+
+
+def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:
+    inputs = CALLS["strided"]
+    both_passes(inputs)
+    for _, arguments in launches:
+        assert arguments.mCuSeqlensQ.tolist() == [0, 70, 140]
+        assert arguments.mSeqUsedQ.tolist() == [7, 8]
+    assert launches[0].arguments.mSink.tolist() == inputs.learnable_sink.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["dense", "packed"])
+def test_what_can_be_read_is_not_copied(name: str, launches: list[Launched]) -> None:
+    inputs = CALLS[name]
+    both_passes(inputs)
+    for _, arguments in launches:
+        for given, x in zip((arguments.mQ, arguments.mK, arguments.mV, arguments.mCuSeqlensQ), inputs, strict=False):
+            assert given is x
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_no_keys(packed: bool, launches: list[Launched]) -> None:
+    """No backward kernel: zeros, and for a sink the gradients of lse of the queries that are real."""
+    sink = torch.tensor([1.0, -2.0])
+    if packed:
+        inputs = inputs_of((5, 2, 64), (0, 2, 64), (0, 2, 64), cu_seqlens_q=ints(0, 3), cu_seqlens_k=ints(0, 0))
+        lse = torch.tensor([[1.0, 1, 1, -torch.inf, -torch.inf], [-2.0, -2, -2, -torch.inf, -torch.inf]])
+        expected = [3.0, 6.0]
+    else:
+        inputs = inputs_of((1, 5, 2, 64), (1, 0, 2, 64), (1, 0, 2, 64))
+        lse = sink[:, None].expand(2, 5)[None]
+        expected = [5.0, 10.0]
+    inputs = inputs._replace(learnable_sink=sink)
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
+    dlse = torch.tensor([1.0, 2.0])[:, None].expand(2, 5).clone()
+    dlse = dlse if packed else dlse[None]
+    dlse[lse.isneginf()] = torch.nan
+    dout = torch.full_like(inputs.q, torch.nan)
+    grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
+        spec, inputs, dout, lse, dout, dlse, need_dbias=False, need_dsink=True
+    )
+    assert not launches
+    assert all((x == 0).all() for x in grads[:3])
+    assert grads.dsink is not None
+    assert grads.dsink.tolist() == expected
