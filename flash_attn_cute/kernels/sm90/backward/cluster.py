@@ -642,7 +642,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Loads:
-    """What one of the loading warps loads."""
+    """What one of the producers loads."""
 
     keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
     keys_full: cute.Pointer  # where their bytes arrive
