@@ -192,7 +192,7 @@ def measure(suite: Suite[C], case: C) -> CaseReport:
     ceilings = {"gemm": work.gemm(case.device, case.dtype), "copy": work.copy(case.device)}
     for ceiling in ceilings.values():
         ceiling.run()
-    clock = _cuda_seconds if case.device.type == "cuda" else _cpu_seconds
+    clock = cuda_seconds if case.device.type == "cuda" else _cpu_seconds
     everyone: dict[str, Callable[[], object]] = {**runs, **{name: ceiling.run for name, ceiling in ceilings.items()}}
     times = interleave(everyone, clock, suite.rounds, suite.seconds)
     return CaseReport(
@@ -296,7 +296,8 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _cuda_seconds(run: Callable[[], object]) -> float:
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """What one run takes the current GPU."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Empties the L2 cache, and keeps the device busy until the host has launched the run: launching takes longer than
     # short kernels, and is not what is compared here.

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks.harness import cuda_seconds
 from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,6 @@ sys.path[0] = sys.argv[2]
 from benchmarks import trees
 trees.serve()
 """
-_FLUSH_BYTES = 1 << 30
 _JOBS = 6  # processes a checkout that compile at the same time
 # Of a process: milliseconds of a row's calls, as many as told.
 Ask: TypeAlias = Callable[[str, int], list[float]]
@@ -75,7 +75,6 @@ def serve() -> None:
     from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
     device = torch.device("cuda")
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     current: tuple[str, Callable[[], Any]] | None = None
 
     def prepare(kind: str, row: Row) -> Callable[[], Any]:
@@ -115,14 +114,7 @@ def serve() -> None:
             for _ in range(3):
                 run()
             current = name, run
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
-        for start, end in events:
-            flush.zero_()
-            start.record()
-            current[1]()
-            end.record()
-        torch.cuda.synchronize()
-        print(json.dumps([start.elapsed_time(end) for start, end in events]), flush=True)
+        print(json.dumps([1e3 * cuda_seconds(current[1]) for _ in range(times)]), flush=True)
 
 
 @contextmanager

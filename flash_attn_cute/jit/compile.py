@@ -10,8 +10,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.arguments import Kind, described
-
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+from flash_attn_cute.kernels.common.dtypes import DTYPES
 
 
 def compile_kernel(config: Any, *options: Any) -> Any:
@@ -43,7 +42,7 @@ def fake_arguments(config: Any) -> Any:
 
 def _fake(kind: Kind, config: Any) -> Any:
     """An argument of a kind, without data: all its sizes and strides are open."""
-    dtype = getattr(cutlass, kind.dtype) if kind.dtype else _DTYPES[config.dtype]
+    dtype = getattr(cutlass, kind.dtype) if kind.dtype else DTYPES[config.dtype]
     if kind.rank == 0:
         return dtype(1)
     size = cute.sym_int64 if kind.wide else cute.sym_int

@@ -266,9 +266,7 @@ class _Launch(NamedTuple):
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
-    if spec.packed or spec.has_seqused:
-        return True
-    return spec.window_right is not None and dense_has_blind(inputs, spec.window_right)
+    return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
 _optional = operator.attrgetter(*(name for name, _ in _OPTIONAL))

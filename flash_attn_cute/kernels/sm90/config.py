@@ -272,7 +272,7 @@ class BackwardClusterConfig(BackwardConfig):
 
 
 class _ClusterTile(NamedTuple):
-    """A row of the table of the backward kernel above d = 128."""
+    """A row of the table of the backward kernel above d = 128: fields of its configuration."""
 
     tile_d: int
     tile_dv: int
@@ -297,17 +297,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     features = features.of_pass("backward")
     if tile_d > 128:
         wide = next(t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
-        return BackwardClusterConfig(
-            dtype,
-            tile_d,
-            features,
-            tile_m=64,
-            tile_dv=wide.tile_dv,
-            columns_dO=wide.columns_dO,
-            columns_dK=wide.columns_dK,
-            keys_in_registers=wide.keys_in_registers,
-            registers=wide.registers,
-        )
+        return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **wide._asdict())
     tile = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     features = replace(features, deterministic=True)
     return BackwardCtaConfig(dtype, tile_d, features, tile.tile_m, tile.columns_K, tile.short_steps, tile.registers)

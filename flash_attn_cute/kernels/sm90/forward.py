@@ -36,6 +36,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import LOG2_E, score_scales
@@ -113,7 +114,7 @@ class ForwardSm90:
 
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.dtype = DTYPES[config.dtype]
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup

@@ -49,6 +49,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
+from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import score_scales
@@ -106,7 +107,7 @@ class BackwardClusterSm90:
 
     def __init__(self, config: BackwardClusterConfig):
         self.config = config
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.dtype = DTYPES[config.dtype]
 
     def _layouts(self) -> _Layouts:
         c = self.config

@@ -12,7 +12,7 @@ from cutlass import Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Window
-from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
@@ -48,7 +48,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
                 ws.mdQaccum[work.head, work.block, None],
                 gdQ,
                 work.first_row,
-                SeqRows(rows.start, rows.length),
+                rows,
                 stop,
                 a.softmax_scale,
                 c.tile_d,

@@ -24,9 +24,8 @@ class BackwardPassSm90:
         self.preprocess = Preprocess(c)
         self.main: BackwardCtaSm90 | BackwardClusterSm90
         self.postprocess, self.postprocess_keys = None, None
-        if isinstance(
-            c, BackwardClusterConfig
-        ):  # which leaves dQ, and of grouped heads dK and dV, to kernels behind it
+        if isinstance(c, BackwardClusterConfig):
+            # It leaves dQ, and of grouped heads dK and dV, to kernels behind it.
             self.main = BackwardClusterSm90(c)
             self.postprocess = Postprocess(c.tile_m, c.tile_d, c.columns_dQ, packed, zero_padding)
             if c.features.grouped:
