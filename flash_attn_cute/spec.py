@@ -102,7 +102,8 @@ class AttentionSpec(NamedTuple):
     head_dim: int
     head_dim_v: int
     packed: bool
-    has_seqused: bool
+    has_seqused_q: bool
+    has_seqused_k: bool
     has_sink: bool
     has_mask: bool
     has_bias: bool
@@ -125,7 +126,8 @@ class AttentionSpec(NamedTuple):
             head_dim=head_dim,
             head_dim_v=inputs.v.shape[-1],
             packed=inputs.packed,
-            has_seqused=inputs.seqused_q is not None or inputs.seqused_k is not None,
+            has_seqused_q=inputs.seqused_q is not None,
+            has_seqused_k=inputs.seqused_k is not None,
             has_sink=inputs.learnable_sink is not None,
             has_mask=inputs.mask is not None,
             has_bias=inputs.bias is not None,
@@ -136,6 +138,11 @@ class AttentionSpec(NamedTuple):
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
         )
+
+    @property
+    def has_seqused(self) -> bool:
+        """Whether padding may stand within a sequence's slot."""
+        return self.has_seqused_q or self.has_seqused_k
 
     @property
     def required(self) -> tuple[Feature, ...]:

@@ -24,7 +24,8 @@ def spec_of(**changes: Any) -> AttentionSpec:
         head_dim=128,
         head_dim_v=128,
         packed=False,
-        has_seqused=False,
+        has_seqused_q=False,
+        has_seqused_k=False,
         has_sink=False,
         has_mask=False,
         has_bias=False,
@@ -38,8 +39,8 @@ def spec_of(**changes: Any) -> AttentionSpec:
     return spec._replace(**changes)
 
 
-DENSE = Shapes((2, 300, 8, 128), (2, 400, 2, 128), (), num_sequences=0, max_seqlen_q=300)
-PACKED = Shapes((600, 8, 128), (800, 2, 128), ("seqused_q",), num_sequences=3, max_seqlen_q=300)
+DENSE = Shapes((2, 300, 8, 128), (2, 400, 2, 128), num_sequences=0, max_seqlen_q=300)
+PACKED = Shapes((600, 8, 128), (800, 2, 128), num_sequences=3, max_seqlen_q=300)
 
 
 @pytest.mark.parametrize("word", words())
@@ -74,26 +75,37 @@ def test_cases() -> None:
 
 def test_features_of_a_call() -> None:
     assert features_of(spec_of(nheads_k=8), DENSE) == Features()
-    asked = spec_of(window_left=3, window_right=0, softcap=1.0, deterministic=True, zero_padding=False)
+    asked = spec_of(
+        has_seqused_q=True,
+        has_sink=True,
+        window_left=3,
+        window_right=0,
+        softcap=1.0,
+        deterministic=True,
+        zero_padding=False,
+    )
     words = "packed seqused_q left right softcap sink dlse grouped deterministic no_zero_padding"
-    assert features_of(asked, PACKED._replace(given=("seqused_q", "sink", "dlse"))) == Features.parse(words.split())
+    assert features_of(asked, PACKED._replace(has_dlse=True)) == Features.parse(words.split())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("shapes", [DENSE, PACKED], ids=["dense", "packed"])
 def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
-    """A plan's numbers, and only they, are the arguments of its pass that are no tensors."""
+    """A plan's numbers are those of its pass's arguments, and no tensors."""
     spec = spec_of(head_dim=head_dim, head_dim_v=head_dim, packed=shapes.packed)
     for plan in (plan_forward, plan_backward):
         planned = plan(SM90, spec, shapes, 132)
         assert architecture_of(planned.config) is SM90
-        arguments = described(pass_of(planned.config).arguments)
-        assert set(planned.numbers) == {name for name in arguments if not name.startswith("m")}
+        numbers = described(pass_of(planned.config).arguments)["numbers"]
+        assert type(planned.numbers) is numbers
+        assert {argument.kind.rank for argument in described(numbers).values()} == {0}
 
 
 def test_what_is_absent_is_not_asked_for() -> None:
-    config = plan_forward(SM90, spec_of(), DENSE._replace(given=("sink",)), 132).config
-    given = {name for name, argument in described(pass_of(config).arguments).items() if argument.is_given(config)}
+    config = plan_forward(SM90, spec_of(has_sink=True), DENSE, 132).config
+    tensors = described(pass_of(config).arguments)
+    del tensors["numbers"]
+    given = {name for name, argument in tensors.items() if argument.is_given(config)}
     assert "mSink" in given
     assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK"}
 
@@ -139,9 +151,9 @@ def test_backward_sections(
     cu = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
     inputs = AttentionInputs(q, k, k, cu, cu, None, None, None, None, None, 3000, 3000)
     spec = AttentionSpec.of(inputs, Options(None, 0, 0, 0.0, deterministic, True))
-    shapes = Shapes(q.shape, k.shape, (), num_sequences=3 if packed else 0, max_seqlen_q=3000)
+    shapes = Shapes(q.shape, k.shape, num_sequences=3 if packed else 0, max_seqlen_q=3000)
     numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
-    assert tuple(numbers[name] for name in ("heads_in_cache", "sections", "heads_a_tile")) == expected
+    assert (numbers.heads_in_cache, numbers.sections, numbers.heads_a_tile) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -152,13 +164,13 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     spec = spec_of(nheads=nheads, head_dim=head_dim, head_dim_v=head_dim, packed=shapes.packed, deterministic=True)
     shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
     planned = plan_backward(SM90, spec, shapes, 132)
-    blocks_q, blocks_k = (int(planned.numbers[f"num_{x}_blocks"]) for x in "mn")
+    blocks_q, blocks_k = planned.numbers.num_m_blocks, planned.numbers.num_n_blocks
     parts = planned.config.parts(nheads, blocks_q, 2, blocks_k)
     assert next(iter(parts)) == "mStats"
     assert math.prod(parts["mStats"]) == math.prod(planned.stats_shape)
     used = {name: 4 * math.prod(shape) for name, shape in parts.items()}
     assert ("mdKVaccum" in used) == (nheads > 2)
-    if planned.numbers["heads_a_tile"] * 2 == nheads:
+    if planned.numbers.heads_a_tile * 2 == nheads:
         used.pop("mdKVaccum", None)
     assert sum(used.values()) <= planned.workspace_size < sum(used.values()) + 128 * len(used)
     # Every sequence has blocks of its own.

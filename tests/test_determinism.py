@@ -299,9 +299,9 @@ def test_sections_of_heads(
     prepare = backend._prepare_backward
 
     def few_together(*arguments: Any) -> Any:
-        kernels, planned = prepare(*arguments)
-        sizes = {"heads_in_cache": heads_in_cache, "sections": sections}
-        return kernels, planned._replace(numbers=planned.numbers | sizes)
+        launch = prepare(*arguments)
+        numbers = launch.plan.numbers._replace(heads_in_cache=heads_in_cache, sections=sections)
+        return launch._replace(plan=launch.plan._replace(numbers=numbers))
 
     monkeypatch.setattr(backend, "_prepare_backward", few_together)
     case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}

@@ -31,13 +31,17 @@ def compile_kernel(config: Any, *options: Any) -> Any:
 
 def fake_arguments(config: Any) -> Any:
     """The arguments of a configuration's pass, without data."""
-    arguments = registry.pass_of(config).arguments
-    return arguments(
-        **{
-            name: _fake(argument.kind, config) if argument.is_given(config) else None
-            for name, argument in described(arguments).items()
-        }
-    )
+    return _fakes(registry.pass_of(config).arguments, config)
+
+
+def _fakes(arguments: type, config: Any) -> Any:
+    fakes: dict[str, Any] = {}
+    for name, described_as in described(arguments).items():
+        if isinstance(described_as, type):
+            fakes[name] = _fakes(described_as, config)
+        else:
+            fakes[name] = _fake(described_as.kind, config) if described_as.is_given(config) else None
+    return arguments(**fakes)
 
 
 def _fake(kind: Kind, config: Any) -> Any:

@@ -56,6 +56,17 @@ _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
 
 
+class ForwardNumbers(NamedTuple):
+    """Those of a forward pass that a plan fixes, before there are tensors."""
+
+    softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
+    softcap: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
+    num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
+
+
 class ForwardArguments(NamedTuple):
     """Those of a forward pass."""
 
@@ -69,13 +80,23 @@ class ForwardArguments(NamedTuple):
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
-    softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
+    mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
+    numbers: ForwardNumbers
+
+
+class BackwardNumbers(NamedTuple):
+    """Those of a backward pass that a plan fixes."""
+
+    softmax_scale: Annotated[Any, _FLOAT]
     softcap: Annotated[Any, _FLOAT]
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
-    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
-    mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
-    num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
+    num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
+    num_n_blocks: Annotated[Any, _INT]
+    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
+    sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
+    heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
+    num_sms: Annotated[Any, _INT]
 
 
 class BackwardArguments(NamedTuple):
@@ -96,19 +117,11 @@ class BackwardArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
-    num_n_blocks: Annotated[Any, _INT]
-    softmax_scale: Annotated[Any, _FLOAT]
-    softcap: Annotated[Any, _FLOAT]
-    window_left: Annotated[Any, _INT]
-    window_right: Annotated[Any, _INT]
-    heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
-    sections: Annotated[Any, _INT]  # of so many heads each; all that are left come together
-    heads_a_tile: Annotated[Any, _INT]  # query heads of a group whose dK and dV a tile sums, if grouped
     mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
-    num_sms: Annotated[Any, _INT]
+    numbers: BackwardNumbers
 
 
-def described(arguments: type) -> dict[str, Argument]:
-    """The arguments of a pass, in their order: what each of them is."""
-    return {name: hint.__metadata__[0] for name, hint in get_type_hints(arguments, include_extras=True).items()}
+def described(arguments: type) -> dict[str, Any]:
+    """What each of them is, in their order: an ``Argument``, or a class of more of them."""
+    hints = get_type_hints(arguments, include_extras=True)
+    return {name: hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint for name, hint in hints.items()}

@@ -6,7 +6,6 @@ cutlass is imported when the first kernel is compiled, not before.
 import functools
 import importlib.util
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,8 +23,6 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _LOG2_E = math.log2(math.e)
-# Inputs that a call may have or not, and what they ask of the kernels.
-_OPTIONAL = (("seqused_q", "seqused_q"), ("seqused_k", "seqused_k"), ("learnable_sink", "sink"))
 
 
 class CuteBackend:
@@ -150,7 +147,7 @@ class CuteBackend:
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(spec, q.shape, k.shape, _present(inputs), few_queries, q.device)
+        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, q.device)
         launch.kernel(
             ForwardArguments(
                 mQ=_aligned(q),
@@ -164,7 +161,7 @@ class CuteBackend:
                 mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
                 mSink=None if sink is None else _compact(sink.float()),
                 mNextTile=next_tile() if launch.takes_tiles else None,
-                **launch.plan.numbers,
+                numbers=launch.plan.numbers,
             )
         )
 
@@ -188,10 +185,9 @@ class CuteBackend:
             spec,
             q.shape,
             k.shape,
-            _present(inputs),
-            dlse is not None,
             0 if offsets_q is None else offsets_q.shape[0] - 1,
             inputs.max_seqlen_q,
+            dlse is not None,
             q.device,
         )
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
@@ -213,7 +209,7 @@ class CuteBackend:
                 mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
                 mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
                 mNextTile=next_tile(),
-                **launch.plan.numbers,
+                numbers=launch.plan.numbers,
             )
         )
         shape = launch.plan.stats_shape
@@ -224,13 +220,12 @@ class CuteBackend:
         spec: AttentionSpec,
         q_shape: torch.Size,
         k_shape: torch.Size,
-        present: tuple[bool, ...],
         few_queries: bool,
         device: torch.device,
     ) -> "_Launch":
         # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
         longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
-        shapes = plan.Shapes(q_shape, k_shape, _flags(present), 0, longest)
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences=0, max_seqlen_q=longest)
         return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
@@ -238,14 +233,12 @@ class CuteBackend:
         spec: AttentionSpec,
         q_shape: torch.Size,
         k_shape: torch.Size,
-        present: tuple[bool, ...],
-        has_dlse: bool,
         num_sequences: int,
         max_seqlen_q: int,
+        has_dlse: bool,
         device: torch.device,
     ) -> "_Launch":
-        given = (*_flags(present), "dlse") if has_dlse else _flags(present)
-        shapes = plan.Shapes(q_shape, k_shape, given, num_sequences, max_seqlen_q)
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse)
         return _Launch.of(plan.plan_backward(self.architecture, spec, shapes, _num_sms(device)))
 
 
@@ -267,19 +260,6 @@ class _Launch(NamedTuple):
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
-
-
-_optional = operator.attrgetter(*(name for name, _ in _OPTIONAL))
-
-
-def _present(inputs: AttentionInputs) -> tuple[bool, ...]:
-    """Which of ``_OPTIONAL`` a call has."""
-    return tuple([x is not None for x in _optional(inputs)])  # a list: a generator takes longer
-
-
-def _flags(present: tuple[bool, ...]) -> tuple[str, ...]:
-    """What they ask of the kernels."""
-    return tuple(flag for (_, flag), there in zip(_OPTIONAL, present, strict=True) if there)
 
 
 def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -308,4 +288,4 @@ def _fits(strides: tuple[int, ...]) -> bool:
 
 def _compact(x: Tensor) -> Tensor:
     """The tensor if its last dimension is contiguous, else a copy."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)

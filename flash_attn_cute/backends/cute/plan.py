@@ -4,10 +4,12 @@ Pure functions, which need neither a GPU nor a compiler.
 """
 
 import math
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn_cute.kernels.arguments import BackwardNumbers, ForwardNumbers
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec
@@ -27,13 +29,13 @@ _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infin
 
 
 class Shapes(NamedTuple):
-    """What a plan goes by besides a spec: q's and k's shapes, as the kernels get them, and which tensors are given."""
+    """What a plan goes by besides a spec: q's and k's shapes, as kernels get them, and whether lse has a gradient."""
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
-    given: tuple[str, ...]  # the flags of ``Features`` that stand for tensors that a call may have or not
     num_sequences: int  # of packed calls
     max_seqlen_q: int
+    has_dlse: bool = False
 
     @property
     def packed(self) -> bool:
@@ -45,29 +47,31 @@ class ForwardPlan(NamedTuple):
     """Of a forward call."""
 
     config: Any
-    numbers: dict[str, float]  # the arguments that are no tensors
+    numbers: ForwardNumbers
 
 
 class BackwardPlan(NamedTuple):
     """Of a backward call."""
 
     config: Any
-    numbers: dict[str, float]
+    numbers: BackwardNumbers
     workspace_size: int  # bytes
     stats_shape: tuple[int, int, int]  # of lse and delta, float32, which begin the workspace
 
 
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
-    """What a call asks of the kernels of either pass."""
+    """What a call asks of the kernels of either pass. A tensor ``x`` that it has is the flag of that name."""
+    names = (flag.name for flag in fields(Features))
     return Features(
         packed=shapes.packed,
         left=spec.window_left is not None,
         right=spec.window_right is not None,
         softcap=spec.softcap > 0,
+        dlse=shapes.has_dlse,
         grouped=spec.nheads > spec.nheads_k,
         deterministic=spec.deterministic,
         zero_padding=spec.zero_padding,
-        **dict.fromkeys(shapes.given, True),
+        **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
     )
 
 
@@ -83,7 +87,8 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
     heads_in_cache = _in_equal_sections(heads * math.prod(shapes.q[:-3]), at_once)
-    return ForwardPlan(config, {**_numbers(spec, shapes), "heads_in_cache": heads_in_cache, "num_sms": num_sms})
+    numbers = ForwardNumbers(**_numbers(spec, shapes), heads_in_cache=heads_in_cache, num_sms=num_sms)
+    return ForwardPlan(config, numbers)
 
 
 def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
@@ -112,15 +117,15 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not config.features.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
-    numbers = {
+    numbers = BackwardNumbers(
         **_numbers(spec, shapes),
-        "num_m_blocks": num_m_blocks,
-        "num_n_blocks": num_n_blocks,
-        "heads_in_cache": heads_in_cache,
-        "sections": max(0, heads - heads_in_last) // heads_in_cache,
-        "heads_a_tile": heads_a_tile,
-        "num_sms": num_sms,
-    }
+        num_m_blocks=num_m_blocks,
+        num_n_blocks=num_n_blocks,
+        heads_in_cache=heads_in_cache,
+        sections=max(0, heads - heads_in_last) // heads_in_cache,
+        heads_a_tile=heads_a_tile,
+        num_sms=num_sms,
+    )
     # No sums of dK and dV are left to others if each tile sums over all heads of a group.
     shares = group > heads_a_tile
     size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, shares)

@@ -27,8 +27,8 @@ class Window:
     @staticmethod
     def of(features: Any, arguments: Any, q_length: Int32, k_length: Int32) -> "Window":
         """The window of one sequence, from a configuration's features and the arguments of either pass."""
-        left = arguments.window_left if features.left else None
-        return Window(left, arguments.window_right if features.right else None, k_length - q_length)
+        left = arguments.numbers.window_left if features.left else None
+        return Window(left, arguments.numbers.window_right if features.right else None, k_length - q_length)
 
     @property
     def transposed(self) -> "Window":

@@ -184,10 +184,10 @@ class ForwardSm90:
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
             O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
-        scales = _Scales(*score_scales(a.softmax_scale, a.softcap, c.features.softcap))
+        scales = _Scales(*score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap))
         ctas = self._num_tiles(a)
         if const_expr(c.persistent):
-            ctas = cutlass.min(ctas, a.num_sms)
+            ctas = cutlass.min(ctas, a.numbers.num_sms)
         self.kernel(mmas, tma, mO, mLSE, a, scales).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -247,7 +247,7 @@ class ForwardSm90:
         c, queries = self.config, self.queries * self.warpgroups
         packed = c.features.packed
         # Packed, all heads of a tile come together.
-        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.heads_in_cache)
+        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.numbers.heads_in_cache)
         heads = a.mQ.shape[-2] // c.group
         work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
         batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))

@@ -174,7 +174,7 @@ class BackwardClusterSm90:
             dK=make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
             dV=make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
         )
-        scales = score_scales(a.softmax_scale, a.softcap, c.features.softcap)
+        scales = score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap)
         self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
             grid=[2 * num_key_tiles(c, a), 1, 1],
             block=[_THREADS, 1, 1],
@@ -500,7 +500,7 @@ class BackwardClusterSm90:
             self._add(ws, tile, [acc_dK], 0, shared, thread, _BARRIER_DK)
         else:
             for i in cutlass.range_constexpr(cute.size(acc_dK)):
-                acc_dK[i] = acc_dK[i] * a.softmax_scale
+                acc_dK[i] = acc_dK[i] * a.numbers.softmax_scale
             # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
             self._store(a, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, shared, thread, _BARRIER_DK)
 

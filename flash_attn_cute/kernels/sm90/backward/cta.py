@@ -120,8 +120,8 @@ class BackwardCtaSm90:
             dK=make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
             dV=make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
         )
-        scales = score_scales(a.softmax_scale, a.softcap, c.features.softcap)
-        ctas = cutlass.min(num_key_tiles(c, a), a.num_sms)
+        scales = score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap)
+        ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
         self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -260,9 +260,9 @@ class BackwardCtaSm90:
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
             if const_expr(c.features.grouped):
-                for nth in cutlass.range(a.heads_a_tile, unroll=1):
+                for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
                     tile = shared.tile_again(c, a, walk)
-                    step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.heads_a_tile)
+                    step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
                 self._share_dKV(work, shared.tile_again(c, a, walk))
             else:
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
@@ -456,7 +456,7 @@ class BackwardCtaSm90:
         shared = work.shared
         out = shared.out(work.warpgroup)
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
-            work.acc_dK[i] = work.acc_dK[i] * work.arguments.softmax_scale
+            work.acc_dK[i] = work.acc_dK[i] * work.arguments.numbers.softmax_scale
         for i, (acc, mma) in enumerate(((work.acc_dV, work.mmas.dV), (work.acc_dK, work.mmas.dK))):
             rounded = cute.make_rmem_tensor_like(acc, self.dtype)
             convert(acc, rounded)

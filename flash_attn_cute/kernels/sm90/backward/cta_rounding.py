@@ -50,7 +50,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
                 work.first_row,
                 rows,
                 stop,
-                a.softmax_scale,
+                a.numbers.softmax_scale,
                 c.tile_d,
                 c.columns_dQ,
                 lane,

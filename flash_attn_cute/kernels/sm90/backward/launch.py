@@ -48,13 +48,13 @@ class BackwardPassSm90:
                     mdXaccum=w.mdQaccum,
                     mCuSeqlens=a.mCuSeqlensQ,
                     mSeqUsed=a.mSeqUsedQ,
-                    scale=a.softmax_scale,
+                    scale=a.numbers.softmax_scale,
                     mTurns=w.mTurnsQ,
                 ),
                 stream,
             )
         if const_expr(self.postprocess_keys is not None):
-            for i, (mdX, scale) in enumerate(((a.mdK, a.softmax_scale), (a.mdV, Float32(1.0)))):
+            for i, (mdX, scale) in enumerate(((a.mdK, a.numbers.softmax_scale), (a.mdV, Float32(1.0)))):
                 self.postprocess_keys[i](
                     PostprocessArguments(
                         mdX=mdX,
@@ -77,7 +77,7 @@ class BackwardPassSm90:
         """The workspace in its parts; None for those that the configuration does without."""
         parts: dict[str, cute.Tensor | None] = dict.fromkeys(Workspace._fields)
         place = a.mWorkspace.iterator.toint()
-        shapes = self.config.parts(a.mQ.shape[-2], a.num_m_blocks, a.mK.shape[-2], a.num_n_blocks)
+        shapes = self.config.parts(a.mQ.shape[-2], a.numbers.num_m_blocks, a.mK.shape[-2], a.numbers.num_n_blocks)
         for name, shape in shapes.items():
             parts[name], place = _part(Int32 if name.startswith("mTurns") else Float32, place, shape)
         return Workspace(**parts)

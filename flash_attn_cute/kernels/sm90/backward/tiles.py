@@ -121,7 +121,7 @@ class KeyTile:
 
 def heads_a_tile(config: BackwardConfig, a: BackwardArguments) -> Int32 | int:
     """How many heads a tile is for."""
-    return a.heads_a_tile if config.features.grouped else 1
+    return a.numbers.heads_a_tile if config.features.grouped else 1
 
 
 def num_key_tiles(config: BackwardConfig, a: BackwardArguments) -> Int32:
@@ -136,14 +136,14 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
     parts = heads // heads_k // heads_a_tile(c, a) if f.grouped else 1  # of a group
     # Heads of a group add to the same keys, so the first ones of all groups come first, then the second ones.
-    nth, sections, copies = 0, a.sections, parts
+    nth, sections, copies = 0, a.numbers.sections, parts
     if const_expr(f.packed and f.grouped):
         tiles_a_part = num_key_tiles(c, a) // parts
         nth = index // tiles_a_part
         index -= nth * tiles_a_part
         if nth < parts - 1:  # it is not these that the kernel ends with
             sections = heads_k
-    order = tiles.Order(a.heads_in_cache, f.deterministic, sections, c.reverses_last)
+    order = tiles.Order(a.numbers.heads_in_cache, f.deterministic, sections, c.reverses_last)
     work, k = tiles.row_tile(index, a.mK, heads_k, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order, copies)
     first_key = work.first_row
     if const_expr(f.packed):
