@@ -3,6 +3,7 @@
     python -m benchmarks packed
     python -m benchmarks forward     # or backward, or both of them; need a Hopper GPU
     python -m benchmarks lengths     # forward and backward from 512 to 32k; needs one, too
+    python -m benchmarks bias        # masks and biases, forward and backward; so does bias-lengths
     python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, report
-from benchmarks.suites import attention, packed
+from benchmarks.suites import attention, bias, packed
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
@@ -30,6 +31,8 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "both": partial(attention.suite, "both"),
     "lengths": attention.lengths,
     "packed": packed.suite,
+    "bias": bias.suite,
+    "bias-lengths": bias.lengths,
 }
 
 

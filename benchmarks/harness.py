@@ -62,12 +62,15 @@ class Contender(Generic[C]):
     """One implementation. ``make(case)`` returns what runs one repetition, or raises ``Unavailable``.
 
     Everything a real user would do once and not every step (offsets, masks, compiling) belongs in ``make``.
-    Its ratios are to the contender ``against``, if not to the reference.
+    Its ratios are to the contender ``against``, if not to the reference. Its results are compared with the reference's,
+    but for those that it ``omits``; none of them if it computes something else, whose time is of interest.
     """
 
     name: str
     make: Callable[[C], Run]
     against: str | None = None
+    omits: frozenset[str] = frozenset()
+    compared: bool = True
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,9 @@ def _verified(suite: Suite[C], case: C) -> tuple[dict[str, Run], dict[str, str]]
         except Exception as error:  # nobody's failure keeps the others from being measured
             unavailable[contender.name] = "raised " + "".join(traceback.format_exception_only(error)).strip()
         else:
-            _verify(case, contender.name, results, reference.name, expected)
+            if contender.compared:
+                left = {part: x for part, x in expected.items() if part not in contender.omits}
+                _verify(case, contender.name, results, reference.name, left)
             runs[contender.name] = run
     return runs, unavailable
 

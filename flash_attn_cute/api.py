@@ -55,8 +55,8 @@ def flash_attn_func(
             negative means unbounded. With causal, right is 0.
         softcap: bound on the scores' magnitude; 0 means none.
         learnable_sink: (nheads,), float32 or q's dtype. One more logit in each softmax's denominator, and in lse.
-        mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Never expanded.
-            It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
+        mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Any strides, here and
+            in bias; never expanded. It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
         bias: float32 or q's dtype, broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
             Its gradient has its own shape.
         deterministic: the same inputs give the same bits, whatever else the device runs.

@@ -288,5 +288,3 @@ def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None]) -> No
         raise ValueError(
             f"{name}: expected a shape that broadcasts to ({', '.join(dims)}) = ({shown}), got shape {tuple(x.shape)}"
         )
-    if x.ndim and x.shape[-1] > 1 and x.stride(-1) not in (0, 1):
-        raise ValueError(f"{name}: expected a last dimension of stride 1 (or 0, expanded), got strides {x.stride()}")

@@ -69,6 +69,22 @@ class Call:
             (real_k if b is None else real_k[b])[rows_k] = True
         return real_q, real_k
 
+    def score_padding(self, x: Tensor) -> Tensor:
+        """A boolean map of a mask or bias: its entries that stand for no real query and key of any sequence."""
+        packed = self.cu_seqlens_q is not None
+        longest = max((rows.stop - rows.start for _, _, rows in self.sequences()), default=0)
+        if packed:
+            real = torch.zeros(1, self.q.shape[0], x.shape[-1] if x.ndim and x.shape[-1] > 1 else longest)
+        else:
+            real = torch.zeros(self.q.shape[0], 1, self.q.shape[1], self.k.shape[1])
+        for b, rows_q, rows_k in self.sequences():
+            real[0 if b is None else b, ..., rows_q, : rows_k.stop - rows_k.start] = 1
+        shape = (1,) * (real.ndim - x.ndim) + x.shape
+        for dim, size in enumerate(shape):
+            if size == 1 != real.shape[dim]:
+                real = real.sum(dim, keepdim=True)
+        return (real == 0).expand(shape).reshape(x.shape)
+
     def blind_rows(self) -> Tensor:
         """A boolean map over the leading dimensions of q: real queries that the window lets see no key."""
         blind = torch.zeros(self.q.shape[: 1 if self.cu_seqlens_q is not None else 2], dtype=torch.bool)

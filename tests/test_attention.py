@@ -258,6 +258,22 @@ def test_strides(device: str) -> None:
             torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides_of_mask_and_bias(packed: bool, device: str) -> None:
+    """Keys need not be next to each other: the same bits as from a copy."""
+    call = random_call([40, 40], [130, 130], packed=packed, mask=(1, 1, 1), bias=(1, 1, 1), device=device)
+    results = []
+    for order in (0, -1):
+        scores: Any = (call.mask, call.bias)
+        mask, bias = (x.detach().movedim(-1, order).contiguous().movedim(order, -1) for x in scores)
+        assert (bias.stride(-1) == 1) == (order == -1)
+        changed = replace(call, mask=mask, bias=bias.requires_grad_())
+        out = run(changed)
+        leaves: Any = (changed.q, changed.k, changed.v, changed.bias)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def every_other(x: Tensor) -> Tensor:
     """The same numbers, with others between them."""
     return torch.stack((x, x + 7), dim=1)[:, 0]

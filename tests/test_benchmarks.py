@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from benchmarks import __main__ as cli
 from benchmarks import harness, report, trees, work
 from benchmarks.harness import Bar, Case, CaseReport, Contender, Disagreement, Mean, Results, Run, Suite, Unavailable
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.suites import attention, packed
+from benchmarks.suites import attention, bias, packed
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -467,6 +468,119 @@ def test_rows_of_the_attention_suites() -> None:
         "documents 32/8x128 causal",
         "documents 32x64 causal",
     ]
+
+
+def triangle_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """What cuEquivariance documents: heads before tokens, and a batch around the rows."""
+    assert (q.ndim, bias.shape[:2], mask.shape[2:4]) == (5, (1, 1), (1, 1))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~mask, -1e9)
+    return scores.softmax(-1) @ v
+
+
+TINY_ROWS = (
+    bias.Row("plain", 2, 16, 2, 8),
+    bias.Row("mask", 2, 16, 2, 8, mask="random", bars={bias.CUDNN: (1e-9, 1e-9)}),
+    bias.Row("bias", 2, 16, 2, 8, bias=(0, 1, 1, 1), bars={bias.EFFICIENT: (None, 1e9)}),
+    bias.Row("each", 2, 16, 2, 8, bias=(1, 1, 1, 1)),
+    bias.Row("odd", 2, 15, 2, 8, bias=(0, 1, 1, 1), bars={bias.EVEN: (0.5, 0.5)}),
+    bias.Row("keys", 2, 16, 2, 8, mask="keys", bars={bias.WITHOUT: (0.5, 0.5)}),
+    bias.Row("ALiBi", 2, 16, 2, 8, bias=(1, 0, 1), alibi=True),
+    bias.Row("ALiBi causal", 2, 16, 2, 8, bias=(1, 0, 1), alibi=True, causal=True),
+    bias.Row("tiles", 2, 16, 2, 8, mask="tiles", bars={bias.ALL_TRUE: (0.5, 0.5)}),
+    bias.Row("triangle", 6, 6, 2, 8, mask="keys", bias=(0, 1, 1, 1), triangle=True),
+    bias.Row("documents", 1, 0, 2, 8, bias=(1, 1, 1), documents=(3, 9, 12), bars={bias.SAME_AREA: (0.5, 0.5)}),
+)
+
+
+def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone computes the same, but for what is there for comparison, and cuDNN no gradient of a bias."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(case: bias.BiasCase) -> Any:
+        raise Unavailable("on a CPU it compiles for long")
+
+    module = types.ModuleType("cuequivariance_torch")
+    vars(module).update(triangle_attention=triangle_attention)
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
+    monkeypatch.setattr(bias, "_flex", refuse)
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))  # looking takes long
+    monkeypatch.setattr(bias, "BACKEND", "portable")
+    monkeypatch.setattr(bias, "ROWS", TINY_ROWS)
+    monkeypatch.setattr(bias, "TILE", 4)
+    monkeypatch.setattr(bias, "KERNELS", dict.fromkeys(bias.KERNELS, SDPBackend.MATH))
+    monkeypatch.setitem(
+        cli.SUITES, "bias", lambda device, dtype: replace(bias.suite(device, dtype), rounds=3, seconds=0.1)
+    )
+    cli.main(["bias", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "bias-cpu-float32.json").read_text())
+    assert (tmp_path / "bias-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+    cases = {case["name"]: case for case in content["cases"]}
+    assert list(cases) == [f"{passes} {row.name}" for row in TINY_ROWS for passes in ("forward", "backward")]
+
+    comparisons = {"odd": bias.EVEN, "tiles": bias.ALL_TRUE, "documents": bias.SAME_AREA}
+    pairs = {"tiles": 2 * 64, "ALiBi causal": 2 * 136, "triangle": 6**3, "odd": 2 * 225, "documents": 9 + 81 + 144}
+    for row in TINY_ROWS:
+        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
+            case = cases[f"{passes} {row.name}"]
+            assert case["panel"] == passes
+            assert case["work"]["flop"] == factor * 4 * pairs.get(row.name, 2 * 256) * 2 * 8
+            expected = {bias.PACKAGE} | ({bias.PACKAGE_DETERMINISTIC} if passes == "backward" else set())
+            expected |= {comparisons[row.name]} if row.name in comparisons else set()
+            expected |= {bias.WITHOUT} if row.mask or row.bias else set()
+            expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
+            expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
+            assert case["times"].keys() == expected, case["unavailable"]
+    bars = {(bar["case"], bar["against"]): bar["passed"] for bar in content["bars"]}
+    assert ("forward bias", bias.EFFICIENT) not in bars
+    assert bars["backward bias", bias.EFFICIENT] is False
+    assert bars["forward mask", bias.CUDNN] is True
+    assert len(bars) == 2 + 1 + 4 * 2
+
+
+@pytest.mark.parametrize("row", TINY_ROWS, ids=lambda row: row.name)
+def test_flex_attention_computes_the_same(row: bias.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which on a CPU takes long; gradients come with compiling only."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(bias, "BACKEND", "portable")
+    monkeypatch.setattr(bias, "TILE", 4)
+    case = bias._case(row, "forward", CPU, torch.float32)
+    if row.documents:
+        with pytest.raises(Unavailable):
+            bias._flex(case)
+    else:
+        torch.testing.assert_close(bias._flex(case)(), bias._package(case)())
+
+
+def test_rows_of_the_bias_suite() -> None:
+    names = [row.name for row in bias.ROWS]
+    assert len(set(names)) == len(names) == 16
+    for row in bias.ROWS:
+        assert bias._area(row) > 0
+        if row.mask == "tiles":
+            visible = bias._visible_tiles(row.seqlen)
+            assert visible.any(0).all()
+            assert visible.any(1).all()
+            assert visible.float().mean() == 0.25
+    suite = bias.suite(CPU, torch.bfloat16)
+    assert {bar.case.split(" ", 1)[1] for bar in suite.bars} == set(names) - {"16x128 4096 plain"}
+    assert {bar.against for bar in suite.bars} <= {contender.name for contender in suite.contenders}
+
+
+def test_lengths_of_the_bias_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bias, "LENGTHS", (7, 8))
+    monkeypatch.setattr(bias, "TOKENS", 16)
+    cases = list(bias.lengths(CPU, torch.float32).cases())
+    panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("bias", "mask")]
+    assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (7, 8)]
+    assert all(case.q.shape[:2] == (2, case.length) for case in cases)
+
+
+def test_results_that_are_not_compared() -> None:
+    other = replace(constant("other", 2.0), compared=False)
+    some = Contender[Case]("some", lambda case: lambda: {}, omits=frozenset({"out"}))
+    assert list(harness.measure(toy(other, some), CASE).times) == ["reference", "other", "some"]
 
 
 def test_rows_of_two_checkouts() -> None:

@@ -1,28 +1,14 @@
 """What only a GPU can show of the portable backend; the other tests take a GPU as one more device."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cute import flash_attn_varlen_func
-from tests.checks import assert_matches_oracle, random_call, run
+from tests.checks import assert_matches_oracle, random_call, run, synchronisations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def synchronisations(function: Any) -> int:
-    """How often a function makes the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 40])

@@ -8,19 +8,26 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import dispatch, flash_attn_varlen_func
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-from tests.checks import assert_matches_oracle, bits, gradients, needs_hopper, poisoned_dout, random_call, run
+from tests.checks import (
+    Results,
+    assert_matches_oracle,
+    bits,
+    both_passes,
+    differing,
+    needs_hopper,
+    poisoned_dout,
+    random_call,
+    run,
+)
 from tests.oracle import Call
 
-Results = dict[str, Tensor]
 Case = dict[str, Any]  # of random_call, without the lengths
 
 MASKS: dict[str, Case] = {
@@ -85,32 +92,6 @@ def small_call(lengths_q: list[int], lengths_k: list[int], case: Case, backend: 
     scale = 9 if device == "cuda" else 1
     lengths = ([scale * length for length in side] for side in (lengths_q, lengths_k))
     return random_call(*lengths, dtype=torch.bfloat16, device=device, **case)
-
-
-def both_passes(call: Call, dout: Tensor, **options: Any) -> Callable[[], Results]:
-    """A function that runs both passes of a call again and again, and never waits for the device."""
-    given = {name: value for name, value in vars(call).items() if value is not None} | options
-    if call.cu_seqlens_q is None:
-        attend = partial(flash_attn_func, **given, return_lse=True)
-    else:
-        for side in ("q", "k"):
-            given[f"max_seqlen_{side}"] = int(given[f"cu_seqlens_{side}"].diff().max())
-        attend = partial(flash_attn_varlen_func, **given, return_lse=True)
-
-    def run_both() -> Results:
-        out, lse = attend()
-        return {"out": out.detach(), "lse": lse.detach(), **gradients(call, out, lse, dout, None)}
-
-    return run_both
-
-
-def differing(expected: Results, function: Callable[[], Results], repetitions: int) -> list[str]:
-    """The results that were not the expected ones to the bit in each of the repetitions."""
-    differs = {name: torch.zeros((), dtype=torch.bool, device=x.device) for name, x in expected.items()}
-    for _ in range(repetitions):
-        for name, x in function().items():
-            differs[name] |= (bits(x) != bits(expected[name])).any()
-    return [name for name, seen in differs.items() if seen]
 
 
 def digest(results: Results) -> str:

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.checks import (
     assert_blind_queries_reach_nothing,
     assert_matches_oracle,
     bitwise_equal,
-    gradients,
+    padded_results,
     poison_padding,
     random_call,
+    refilled,
     run,
 )
 from tests.oracle import Call
@@ -24,21 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"causal": True, "softcap": 3.0, "sink": True, "bias": (1, 1, 1), "mask": (1, 1, 1)},
     "window": {"window_size": (10, 2)},
 }
-
-
-def refilled(call: Call, values: tuple[float, ...]) -> Call:
-    """A copy of the call as fresh leaves, its padding holding other values."""
-    names = [n for n in ("q", "k", "v", "bias", "learnable_sink") if getattr(call, n) is not None]
-    copy = replace(call, **{n: getattr(call, n).detach().clone() for n in names})
-    poison_padding(copy, values)
-    return copy.to(call.q.dtype)
-
-
-def results(call: Call, padding_of_dout: float, **options: Any) -> dict[str, Tensor]:
-    out, lse = run(call, return_lse=True, **options)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
-    dout[~call.real_rows()[0].to(out.device)] = padding_of_dout
-    return {"out": out, "lse": lse, **gradients(call, out, lse, dout, None)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -52,10 +37,10 @@ def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: t
     call = random_call(
         [50, 3, 0, 140], [44, 9, 5, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options
     )
-    expected = results(refilled(call, (0.0,)), 0.0)
+    expected = padded_results(refilled(call, (0.0,)), 0.0)
     real_q, real_k = (real.to(device) for real in call.real_rows())
     for fill in (torch.nan, torch.inf, 1e4):
-        got = results(refilled(call, (fill, -fill)), fill)
+        got = padded_results(refilled(call, (fill, -fill)), fill)
         for name, value in got.items():
             assert bitwise_equal(value, expected[name]), f"{name} depends on padding of {fill}"
         for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
@@ -83,7 +68,7 @@ def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.d
     other: lse may differ in its last bit.
     """
     call = random_call([50, 3, 20], [44, 9, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options)
-    zeroed, unwritten = results(call, torch.nan), results(call, torch.nan, zero_padding=False)
+    zeroed, unwritten = padded_results(call, torch.nan), padded_results(call, torch.nan, zero_padding=False)
     real_q, real_k = (real.to(device) for real in call.real_rows())
     for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
         assert bitwise_equal(zeroed[name][real], unwritten[name][real]), name
@@ -96,7 +81,7 @@ def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.d
 def test_sequences_without_partners_are_real_rows() -> None:
     """Queries without keys are no padding: they are written whatever zero_padding says, and keys likewise."""
     call = random_call([4, 0, 3], [0, 5, 2], sink=True)
-    got = results(call, 0.0, zero_padding=False)
+    got = padded_results(call, 0.0, zero_padding=False)
     assert (got["out"][:4] == 0).all()
     assert call.learnable_sink is not None
     torch.testing.assert_close(got["lse"][:, :4], call.learnable_sink[:, None].expand(-1, 4))

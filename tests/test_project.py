@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "flash_attn_cute" / "demo.py"
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools"}
 DISTRIBUTIONS = {"cuda": "cuda-bindings", "cutlass": "nvidia-cutlass-dsl"}  # where they are named unlike their modules
-PEERS = {"flash_attn"}  # measured against where it happens to be installed
+PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {
     "apache-tvm-ffi": "the DSL imports it to make kernels callable",

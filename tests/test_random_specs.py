@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checks import assert_matches_oracle, random_call
+from tests.checks import LAYOUTS, assert_matches_oracle, random_call
 
 LENGTH = st.one_of(st.integers(0, 9), st.sampled_from([31, 32, 33, 127, 128, 129]))
 SIDE = st.one_of(st.none(), st.integers(-1, 40))
@@ -42,6 +42,9 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "sink": draw(st.booleans()),
         "mask": draw(st.one_of(st.none(), flags)),
         "bias": draw(st.one_of(st.none(), flags)),
+        "mask_layout": draw(st.sampled_from(LAYOUTS)),
+        "bias_layout": draw(st.sampled_from(LAYOUTS)),
+        "bias_dtype": draw(st.sampled_from([None, torch.float32])),
         "through_lse": draw(st.booleans()),
     }
 

@@ -3,7 +3,6 @@
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +25,11 @@ from tests.checks import (
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
+    draws,
     needs_hopper,
     random_call,
+    random_lengths,
+    randomly_strided,
     run,
 )
 from tests.oracle import Call
@@ -201,23 +203,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _lengths(draw: random.Random, batch: int) -> list[int]:
-    edge = draw.choice([8, 64, 96, 128, 192, 256, 400, 1000])
-    return [max(0, draw.choice([draw.randint(0, edge), edge - 1, edge, edge + 1])) for _ in range(batch)]
-
-
-def _strided(draw: random.Random, x: Tensor) -> Tensor:
-    """X itself or, with the same values, a slice of a wider tensor that TMA can read or cannot."""
-    if draw.random() < 0.7:
-        return x.detach()
-    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 16), torch.nan)
-    start = draw.choice([8, 3])
-    return wide[..., start : start + x.shape[-1]].copy_(x.detach())
-
-
 def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
     batch, seqused = draw.randint(1, 4), draw.random() < 0.5
-    lengths_q, lengths_k = _lengths(draw, batch), _lengths(draw, batch)
+    lengths_q, lengths_k = random_lengths(draw, batch), random_lengths(draw, batch)
     if draw.random() < 0.5:
         lengths_k = lengths_q
     if not (packed or seqused):
@@ -239,17 +227,8 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
         generator=torch.Generator().manual_seed(draw.randrange(2**31)),
         **mask,
     )
-    q, k, v = (_strided(draw, x) for x in (call.q, call.k, call.v))
+    q, k, v = (randomly_strided(draw, x) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v)
-
-
-def _draws(seed: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
-    """Sources of randomness and their numbers, for so many seconds, and three at the least: the first one compiles."""
-    stop, count = time.monotonic() + seconds, 0
-    while time.monotonic() < stop or count < 3:
-        count += 1
-        print(f"draw {count}")  # shown where it fails
-        yield count, random.Random(f"{seed} {count}")
 
 
 @needs_hopper
@@ -258,7 +237,7 @@ def _draws(seed: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
-    for count, draw in _draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
+    for count, draw in draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
         call = _random_call(draw, head_dim, packed, mask)
         results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
         truth = oracle.attention(call.to(torch.float64))
@@ -275,7 +254,7 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
-    for _, draw in _draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
+    for _, draw in draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
         call = _random_call(draw, head_dim, packed, mask)
         call.softmax_scale = draw.choice([None, 0.05, -0.2])
         for x in (call.q, call.k, call.v):

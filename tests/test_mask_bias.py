@@ -1,0 +1,1012 @@
+"""Mask and bias tensors: every broadcast shape, stride and length, on every backend that can, with dBias.
+
+A kernel is compiled for each dtype, head dimension and set of features, so of these there are few; shapes, strides and
+lengths vary a lot. Values of all of them meet in pairs (``in_pairs``); on a CPU there is a part of the cases.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.memory import peak_extra_bytes
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.base import Gradients
+from tests import oracle
+from tests.checks import (
+    LAYOUTS,
+    assert_blind_queries_reach_nothing,
+    assert_close,
+    assert_matches_oracle,
+    bitwise_equal,
+    both_passes,
+    differing,
+    draws,
+    gradients,
+    needs_hopper,
+    padded_results,
+    poisoned_dout,
+    random_call,
+    random_lengths,
+    randomly_strided,
+    refilled,
+    run,
+    synchronisations,
+)
+from tests.oracle import Call
+
+Case = dict[str, Any]
+DEVICES = {"portable": "cpu", "sm90": "cuda"}
+DTYPES = {"portable": torch.float32, "sm90": torch.bfloat16}
+on_each_backend = pytest.mark.parametrize("backend", ["portable", pytest.param("sm90", marks=needs_hopper)])
+packed_or_dense = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+
+
+def each_on(cases: dict[str, Case], one_in: int = 1) -> pytest.MarkDecorator:
+    """Parametrises with all cases on a GPU and, on a CPU, with one in so many."""
+    portable = itertools.islice(cases.items(), 0, None, one_in)
+    return pytest.mark.parametrize(
+        ("backend", "case"),
+        [
+            *(pytest.param("portable", case, id=f"portable-{name}") for name, case in portable),
+            *(pytest.param("sm90", case, id=f"sm90-{name}", marks=needs_hopper) for name, case in cases.items()),
+        ],
+    )
+
+
+def call_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> Call:
+    """A random call on the device of a backend, in the dtype that is usual there."""
+    given: Case = {"dtype": DTYPES[backend], "device": DEVICES[backend], "nheads": 4, "head_dim": 64}
+    return random_call(lengths_q, lengths_k, **given | options)
+
+
+def in_pairs(axes: dict[str, Sequence[Any]], apart: Collection[frozenset[str]] = ()) -> list[Case]:
+    """Cases in which each value of an axis meets each of every other one, but for axes that are kept apart."""
+    values = [(name, index) for name, axis in axes.items() for index in range(len(axis))]
+    missing = {
+        frozenset((a, b)): None
+        for a, b in itertools.combinations(values, 2)
+        if a[0] != b[0] and frozenset((a[0], b[0])) not in apart
+    }
+    draw, cases = random.Random(0), []
+    while missing:
+        chosen = dict(sorted(next(iter(missing))))
+        for name in draw.sample(list(axes), len(axes)):
+            if name not in chosen:
+                gains = [
+                    sum(frozenset(((name, index), other)) in missing for other in chosen.items())
+                    for index in range(len(axes[name]))
+                ]
+                best = [index for index, gain in enumerate(gains) if gain == max(gains)]
+                chosen[name] = draw.choice(best)
+        for pair in itertools.combinations(chosen.items(), 2):
+            missing.pop(frozenset(pair), None)
+        cases.append({name: axes[name][chosen[name]] for name in axes})
+    return cases
+
+
+def test_pairs_are_complete() -> None:
+    axes: dict[str, Sequence[Any]] = {"a": "xyz", "b": range(5), "c": range(4), "d": range(4)}
+    cases = in_pairs(axes, apart=[frozenset("cd")])
+    for one, other in itertools.combinations(axes, 2):
+        met = {(case[one], case[other]) for case in cases}
+        if {one, other} != {"c", "d"}:
+            assert len(met) == len(axes[one]) * len(axes[other])
+    assert len(cases) < 30
+
+
+# What a call asks for beside mask and bias: what has kernels of its own, and what mask and bias must go together with.
+DENSE: dict[str, Case] = {
+    "d128": {"head_dim": 128},
+    "d64": {"head_dim": 64, "bias_dtype": torch.float32},
+    "d256": {"head_dim": 256},
+    "d8": {"head_dim": 8, "bias_dtype": torch.float32},
+    "float16": {"head_dim": 128, "dtype": torch.float16, "deterministic": True},
+    "causal": {"head_dim": 128, "causal": True, "bias_dtype": torch.float32},
+    "causal gqa": {"head_dim": 64, "causal": True, "nheads": 8, "nheads_k": 2},
+    "gqa deterministic": {"head_dim": 256, "nheads": 6, "nheads_k": 2, "deterministic": True},
+    "mqa": {"head_dim": 96, "nheads": 8, "nheads_k": 1, "sink": True, "bias_dtype": torch.float32},
+    "window": {"head_dim": 40, "window_size": (50, 20)},
+    "left": {"head_dim": 128, "window_size": (70, None), "nheads_k": 2},
+    "softcap": {"head_dim": 128, "causal": True, "softcap": 3.0},
+    "lse": {"head_dim": 64, "causal": True, "sink": True, "through_lse": True, "bias_dtype": torch.float32},
+    "seqused": {"head_dim": 128, "causal": True, "seqused": True, "bias_dtype": torch.float32},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+}
+PACKED: dict[str, Case] = {
+    "d128": {"head_dim": 128},
+    "causal": {"head_dim": 64, "causal": True, "bias_dtype": torch.float32},
+    "window gqa": {"head_dim": 128, "window_size": (50, 20), "nheads_k": 2, "deterministic": True},
+    "softcap": {"head_dim": 256, "softcap": 3.0, "bias_dtype": torch.float32},
+    "lse": {"head_dim": 64, "causal": True, "sink": True, "through_lse": True},
+    "seqused": {"head_dim": 128, "causal": True, "seqused": True, "nheads_k": 2, "bias_dtype": torch.float32},
+    "mqa": {"head_dim": 96, "nheads": 8, "nheads_k": 1},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "dtype": torch.float16},
+}
+# (sequences, queries, keys); few queries let the heads of a group share a tile.
+DENSE_LENGTHS = [
+    (3, 128, 128),
+    (2, 129, 127),
+    (2, 127, 129),
+    (3, 1, 128),
+    (2, 129, 1),
+    (1, 1, 1),
+    (1, 257, 300),
+    (2, 64, 129),
+    (2, 17, 4095),
+]
+PACKED_LENGTHS: list[tuple[list[int], list[int]]] = [
+    ([129, 0, 1, 127, 128], [128, 5, 0, 129, 1]),
+    ([1, 17, 0, 64], [513, 40, 100, 1]),
+    ([200, 0, 33], [200, 0, 33]),
+    ([5, 1], [4095, 127]),
+]
+APART = [frozenset(pair) for pair in (("mask", "bias"), ("mask", "bias_layout"), ("bias", "mask_layout"))]
+
+
+def scores_of(rank: int) -> list[Any]:
+    """None, and 0 and 1 for each dimension: 0 broadcasts it."""
+    return [None, *itertools.product((0, 1), repeat=rank)]
+
+
+def matrix(rank: int, lengths: Sequence[Any], kernels: dict[str, Case]) -> dict[str, Case]:
+    axes: dict[str, Sequence[Any]] = {
+        "kernel": list(kernels),
+        "mask": scores_of(rank),
+        "bias": scores_of(rank),
+        "mask_layout": LAYOUTS,
+        "bias_layout": LAYOUTS,
+        "lengths": lengths,
+    }
+    found = {}
+    for count, case in enumerate(in_pairs(axes, APART)):
+        if case["mask"] is None and case["bias"] is None:
+            case["bias"] = (1,) * rank
+        shown = ("".join(map(str, case[name])) if case[name] is not None else "no" for name in ("mask", "bias"))
+        kernel = case.pop("kernel")
+        name = f"{count} {kernel} {' '.join(shown)} {case['mask_layout']} {case['bias_layout']}"
+        found[name] = kernels[kernel] | case
+    return found
+
+
+DENSE_CASES = matrix(4, DENSE_LENGTHS, DENSE)
+PACKED_CASES = matrix(3, PACKED_LENGTHS, PACKED)
+
+
+def check(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> None:
+    asked = {name: options.pop(name) for name in ("through_lse", "deterministic") if name in options}
+    assert_matches_oracle(call_on(backend, lengths_q, lengths_k, **options), backend=backend, **asked)
+
+
+@each_on(DENSE_CASES, one_in=5)
+def test_dense(backend: str, case: Case) -> None:
+    options = dict(case)
+    batch, *sizes = options.pop("lengths")
+    lengths_q, lengths_k = ([size] * batch for size in sizes)
+    if options.get("seqused"):
+        lengths_q, lengths_k = ([size, size // 2, max(0, size - 1)][:batch] for size in sizes)
+    check(backend, lengths_q, lengths_k, packed=False, **options)
+
+
+@each_on(PACKED_CASES, one_in=3)
+def test_packed(backend: str, case: Case) -> None:
+    options = dict(case)
+    check(backend, *options.pop("lengths"), **options)
+
+
+@on_each_backend
+@pytest.mark.parametrize("shape", [{"bias": (1, 1, 1, 1)}, {"mask": (1, 1), "bias": (1, 0, 0, 1)}], ids=str)
+def test_long_rows(shape: Case, backend: str) -> None:
+    """As long as to have many tiles of keys, and no length that a vector or a line of memory divides."""
+    check(backend, [4095] if backend == "sm90" else [130], [4095], packed=False, nheads=1, **shape)
+
+
+# --- Padding.
+
+PADDED: dict[str, Case] = {
+    "full": {"mask": (1, 1, 1), "bias": (1, 1, 1), "causal": True},
+    "keys": {"mask": (1,), "bias": (1, 0, 1), "bias_dtype": torch.float32, "nheads_k": 2},
+    "queries": {"mask": (1, 0), "bias": (1, 0), "sink": True},
+    "window": {"bias": (1, 1), "window_size": (40, 9), "head_dim": 128},
+    "d256": {"mask": (1, 0, 1), "bias": (1, 1, 0), "head_dim": 256, "bias_dtype": torch.float32},
+}
+
+
+@packed_or_dense
+@each_on(PADDED)
+def test_padding_reaches_nothing(backend: str, case: Case, packed: bool) -> None:
+    """NaN, Inf or large numbers in that of bias and anything in that of mask: the bits that zeros give.
+
+    No sequence has more than two tiles of keys, so that the bits of dq do not depend on the order of a sum.
+    """
+    call = call_on(backend, [150, 3, 0, 40], [144, 9, 5, 130], packed=packed, seqused=True, **case)
+    assert call.bias is not None
+    padding = call.score_padding(call.bias).to(call.bias.device)
+    asked: Case = {"backend": backend, "deterministic": True}
+    expected = padded_results(refilled(call, (0.0,)), 0.0, **asked)
+    for fill in (torch.nan, torch.inf, 1e4):
+        for name, got in padded_results(refilled(call, (fill, -fill)), fill, **asked).items():
+            assert bitwise_equal(got, expected[name]), f"{name} depends on padding of {fill}"
+            if name == "dbias":
+                assert (got[padding] == 0).all()
+
+
+@packed_or_dense
+@on_each_backend
+def test_unwritten_padding(backend: str, packed: bool) -> None:
+    """zero_padding=False is about rows: padded entries of dBias are zero all the same."""
+    call = call_on(
+        backend, [50, 3, 20], [44, 9, 130], packed=packed, seqused=True, mask=(1, 1, 1), bias=(1, 1, 1), causal=True
+    )
+    assert call.bias is not None
+    got = padded_results(call, torch.nan, zero_padding=False, backend=backend)
+    assert (got["dbias"][call.score_padding(call.bias).to(call.bias.device)] == 0).all()
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@packed_or_dense
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (30, 3)}], ids=str)
+@on_each_backend
+def test_queries_that_the_window_lets_see_no_key(backend: str, options: Case, packed: bool, through_lse: bool) -> None:
+    """They and their gradients may be NaN, and so may their bias."""
+    lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed else ([150] * 2, [60] * 2)
+    kept = (1, 1, 1) if packed else (1, 1, 1, 1)
+    call = call_on(backend, *lengths, packed=packed, mask=kept, bias=kept, **options)
+    assert call.bias is not None
+    blind = call.blind_rows().to(call.bias.device)
+    by_row = call.bias.detach().movedim(-3, -2)  # batch, queries, heads, keys
+    by_row[blind] = torch.nan
+    assert_matches_oracle(call, through_lse=through_lse, backend=backend)
+    assert_blind_queries_reach_nothing(call, through_lse=through_lse, backend=backend)
+
+
+# --- What is hidden, and what sees nothing.
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["", "float32"])
+@packed_or_dense
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sink": True}, {"head_dim": 256, "nheads_k": 2}], ids=str)
+@on_each_backend
+def test_minus_infinity_hides(backend: str, options: Case, packed: bool, bias_dtype: torch.dtype | None) -> None:
+    """Single keys, the first or last tiles of them, and all keys of a query or of a whole tile of queries."""
+    lengths = ([290, 12], [400, 30]) if packed else ([290] * 2, [400] * 2)
+    call = call_on(backend, *lengths, packed=packed, bias=(1, 1, 1), bias_dtype=bias_dtype, **options)
+    assert call.bias is not None
+    with torch.no_grad():
+        call.bias[..., ::3, ::2] = -torch.inf
+        call.bias[..., 7:90, :300] = -torch.inf
+        call.bias[..., 100:120, 130:] = -torch.inf
+        call.bias[..., 5, :] = -torch.inf
+        call.bias[..., 128:, :] = -torch.inf
+    assert_matches_oracle(call, backend=backend)
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@packed_or_dense
+@pytest.mark.parametrize("kept", [(), (1,), (1, 0), (1, 1, 1)], ids=str)
+@on_each_backend
+def test_mask_that_hides_everything(backend: str, kept: tuple[int, ...], packed: bool, sink: bool) -> None:
+    """Out 0, lse -inf or the sink's logit, and no gradients but the sink's."""
+    lengths = ([150, 0, 1], [130, 7, 0]) if packed else ([150] * 2, [130] * 2)
+    call = call_on(backend, *lengths, packed=packed, mask=kept, bias=(1, 1, 1), sink=sink, causal=sink)
+    assert call.mask is not None
+    call.mask.fill_(False)
+    assert_matches_oracle(call, through_lse=sink, backend=backend)
+    out, lse = run(call, return_lse=True, backend=backend)
+    found = gradients(call, out, lse, torch.randn_like(out), None)
+    found.pop("dlearnable_sink", None)
+    for name, x in {"out": out, **found}.items():
+        assert not x.any(), name
+
+
+@packed_or_dense
+@pytest.mark.parametrize("options", [{"head_dim": 128}, {"causal": True}, {"head_dim": 256, "nheads_k": 2}], ids=str)
+@on_each_backend
+def test_tiles_that_nobody_sees(backend: str, options: Case, packed: bool) -> None:
+    """Any of them: the first or the last of a row, or all of a row or column. And some that hide nothing."""
+    length = 700
+    lengths = [length, 300] if packed else [length]
+    shape: Case = {"packed": packed, "nheads": 2, "nheads_k": 1, "mask": (1, 1), "bias": (1, 1)}
+    call = call_on(backend, lengths, **shape | options)
+    mask = call.mask
+    assert mask is not None
+    for tile, seed in ((128, 1), (64, 2), (100, 3)):
+        draw = torch.Generator().manual_seed(seed)
+        kinds = torch.randint(3, (-(-mask.shape[-2] // tile), -(-mask.shape[-1] // tile)), generator=draw)
+        kinds[1], kinds[:, 2] = 0, 0  # nothing to see for some rows, and keys that nobody sees
+        kinds[2], kinds[2, -1] = 0, 2  # only the last
+        kinds = kinds.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[: mask.shape[-2], : mask.shape[-1]]
+        some = torch.rand(mask.shape[-2:], generator=draw) < 0.9
+        mask.copy_(((kinds == 2) | ((kinds == 1) & some)).to(mask.device))
+        assert_matches_oracle(call, backend=backend)
+
+
+@packed_or_dense
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (40, 9), "nheads_k": 2},
+        {"mask": (1, 1, 1), "head_dim": 128},
+        {"mask": (1, 1, 1), "causal": True, "softcap": 2.0},
+    ],
+    ids=str,
+)
+@on_each_backend
+def test_hidden_bias_may_hold_anything(backend: str, options: Case, packed: bool) -> None:
+    """What is hidden is replaced, not multiplied: neither out nor any gradient sees NaN or infinities there."""
+    lengths = ([200, 129], [150, 300]) if packed else ([200] * 2, [150] * 2)
+    kept = (1, 1, 1) if packed else (1, 1, 1, 1)
+    masked: Case = {"mask": kept} if options.get("mask") else {}
+    call = call_on(backend, *lengths, packed=packed, bias=kept, **options | masked)
+    assert call.bias is not None
+    hidden = torch.zeros_like(call.bias, dtype=torch.bool)
+    for b, rows_q, rows_k in call.sequences():
+        seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        place = hidden[..., rows_q, :seqlen_k] if b is None else hidden[b, :, rows_q, :seqlen_k]
+        place |= ~oracle.window(call, seqlen_q, seqlen_k).to(hidden.device)
+    if call.mask is not None:
+        hidden |= ~call.mask
+    junk = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])
+    with torch.no_grad():
+        call.bias[hidden] = junk[torch.randint(4, (int(hidden.sum()),))].to(call.bias)
+    assert_matches_oracle(call, backend=backend)
+
+
+# --- Large numbers.
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_each_backend
+def test_large_biases(backend: str, bias_dtype: torch.dtype) -> None:
+    """A number added to all scores of a query changes nothing but its lse; the lowest one hides."""
+    call = call_on(
+        backend, [150] * 2, [260] * 2, packed=False, mask=(1, 1), bias=(1, 1, 1), dtype=torch.bfloat16,
+        bias_dtype=bias_dtype, head_dim=128,
+    )  # fmt: skip
+    bias, visible = call.bias, call.mask
+    assert bias is not None
+    assert visible is not None
+    visible[:, 0] = True
+    # Whole numbers, and still so beside those that are added: of bfloat16 the largest is 256.
+    small = torch.randint(-4, 4, bias.shape, generator=torch.Generator().manual_seed(1)).to(bias)
+    most = 128.0 if bias_dtype == torch.bfloat16 else 1024.0
+    shift = torch.tensor([0.0, most, -most]).repeat(50)[:, None].to(bias)
+    plain = replace(call, bias=small.clone().requires_grad_())
+    shifted = (small + shift).masked_fill(~visible, torch.finfo(bias_dtype).min)
+    assert torch.equal((shifted - shift)[..., 0], small[..., 0])
+    large = replace(call, bias=shifted.requires_grad_(), mask=None)
+
+    dout = torch.randn(call.q.shape, dtype=torch.float64).to(call.q)
+    out, lse = run(large, return_lse=True, backend=backend)
+    results = {"out": out, "lse": lse - shift[:, 0], **gradients(large, out, lse, dout, None)}
+    references = []
+    for dtype in (torch.float64, torch.bfloat16):
+        each = plain.to(dtype)
+        out, lse = oracle.attention(each)
+        references.append({"out": out, "lse": lse, **gradients(each, out, lse, dout, None)})
+    for name, got in results.items():
+        assert_close(name, got, references[0][name], references[1][name], 2.0, references[0][name].abs().max().item())
+
+
+@on_each_backend
+def test_queries_whose_biases_are_all_the_lowest_number(backend: str) -> None:
+    """In float32 nothing is left of their scores, which are all the same: out is the mean of the values.
+
+    So models write masks, and queries of padding have such rows. Their gradients are in no lse, which has lost the
+    number of keys, but they are finite, and zero where that of out is.
+    """
+    call = call_on(backend, [140], [200], packed=False, bias=(1, 1), bias_dtype=torch.float32, dtype=torch.bfloat16)
+    assert call.bias is not None
+    rows = slice(30, 135)
+    with torch.no_grad():
+        call.bias[..., rows, :] = torch.finfo(torch.float32).min
+    out, lse = run(call, return_lse=True, backend=backend)
+    true, low = (oracle.attention(call.to(dtype))[0] for dtype in (torch.float64, torch.bfloat16))
+    assert_close("out", out, true, low, 2.0, 1.0)
+    assert lse.isfinite().all()
+    dout = torch.randn_like(out)
+    assert all(x.isfinite().all() for x in gradients(call, out, lse, dout, None).values())
+    dout[:, rows] = 0
+    out, lse = run(call, return_lse=True, backend=backend)
+    got = gradients(call, out, lse, dout, None)
+    references = []
+    for dtype in (torch.float64, torch.bfloat16):
+        each = call.to(dtype)
+        out, lse = oracle.attention(each)
+        references.append(gradients(each, out, lse, dout, None))
+    for name, x in got.items():
+        assert_close(name, x, references[0][name], references[1][name], 2.0, references[0][name].abs().max().item())
+
+
+# --- The gradient of a bias.
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Gradients]:
+    """What backends return from their backward passes: autograd would cast and sum what has another dtype or shape."""
+    found: list[Gradients] = []
+    for backend in dispatch.BACKENDS.values():
+
+        def recording(*arguments: Any, original: Any = backend.backward, **options: Any) -> Gradients:
+            found.append(original(*arguments, **options))
+            return found[-1]
+
+        monkeypatch.setattr(backend, "backward", recording)
+    return found
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@packed_or_dense
+@pytest.mark.parametrize("kept", [(), (1,), (1, 0), (1, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)], ids=str)
+@on_each_backend
+def test_shape_and_dtype_of_its_gradient(
+    backend: str, kept: tuple[int, ...], packed: bool, bias_dtype: torch.dtype, given_back: list[Gradients]
+) -> None:
+    call = call_on(backend, [30] * 2, packed=packed, bias=kept, dtype=torch.bfloat16, bias_dtype=bias_dtype)
+    assert call.bias is not None
+    out = run(call, backend=backend)
+    out.sum().backward()
+    (grads,) = given_back
+    assert grads.dbias is not None
+    assert (grads.dbias.dtype, grads.dbias.shape) == (bias_dtype, call.bias.shape)
+    assert call.bias.grad is not None
+    assert (call.bias.grad.dtype, call.bias.grad.shape) == (bias_dtype, call.bias.shape)
+
+
+@packed_or_dense
+@on_each_backend
+def test_bias_without_a_gradient(backend: str, packed: bool, given_back: list[Gradients]) -> None:
+    """It gets none, and the others get theirs."""
+    call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
+    assert call.bias is not None
+    constant = replace(call, bias=call.bias.detach())
+    dout = torch.randn_like(run(call, backend=backend))
+    results = []
+    for each in (call, constant):
+        out = run(each, backend=backend, deterministic=True)
+        results.append((out, *torch.autograd.grad(out, (each.q, each.k, each.v), dout)))
+    with_it, without = given_back
+    assert with_it.dbias is not None
+    assert without.dbias is None
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@packed_or_dense
+@on_each_backend
+def test_bias_alone_has_a_gradient(backend: str, packed: bool) -> None:
+    call = call_on(backend, [140] * 2, packed=packed, mask=(1, 1), bias=(1, 1))
+    assert call.bias is not None
+    alone = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    found: list[Tensor] = []
+    for each in (call, alone):
+        out = run(each, backend=backend, deterministic=True)
+        found += torch.autograd.grad(out, call.bias, torch.ones_like(out))
+    assert bitwise_equal(*found)
+
+
+@pytest.mark.parametrize("kept", [(0, 1, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)], ids=str)
+@on_each_backend
+def test_sums_are_in_float32(backend: str, kept: tuple[int, ...]) -> None:
+    """And rounded once: the gradient of a bias that many share is the sum of what they would have alone."""
+    call = call_on(backend, [260] * 24, packed=False, nheads=2, bias=kept, dtype=torch.bfloat16)
+    assert call.bias is not None
+    alone = call.bias.detach().float().expand(24, 2, 260, 260).contiguous().requires_grad_()
+    dout = torch.randn_like(call.q)
+    (got,) = torch.autograd.grad(run(call, backend=backend), call.bias, dout)
+    (each,) = torch.autograd.grad(run(replace(call, bias=alone), backend=backend), alone, dout)
+    shape = (1,) * (4 - len(kept)) + call.bias.shape
+    exact, size = (x.double().sum_to_size(shape).view_as(got) for x in (each, each.abs()))
+    room = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 64 * torch.finfo(torch.float32).eps * size
+    assert ((got.double() - exact).abs() <= room).all()
+
+
+SHARED: dict[str, Case] = {
+    "one for all": {"bias": (0, 0, 1, 1), "mask": (1, 0, 1, 1)},
+    "each head": {"bias": (0, 1, 1, 1), "causal": True, "nheads_k": 2},
+    "each": {"bias": (1, 1, 1, 1), "head_dim": 128, "nheads_k": 1},
+    "keys": {"bias": (0, 1, 0, 1), "head_dim": 256, "bias_dtype": torch.float32},
+    "queries": {"bias": (1, 0, 1, 0), "head_dim": 128, "window_size": (100, 30)},
+    "head": {"bias": (0, 1, 0, 0), "mask": (1, 0, 0, 1)},
+    "number": {"bias": (), "head_dim": 256, "nheads_k": 2},
+    "packed each": {"bias": (1, 1, 1), "packed": True, "causal": True},
+    "packed one for all": {"bias": (0, 1, 1), "packed": True, "head_dim": 128},
+    "packed keys": {"bias": (1, 0, 1), "packed": True, "head_dim": 256, "bias_dtype": torch.float32},
+    "packed queries": {"bias": (0, 1, 0), "packed": True, "causal": True, "nheads_k": 2},
+}
+
+
+@each_on(SHARED)
+def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
+    """``deterministic=True``: the same bits as often as --repetitions says, whoever shares the bias."""
+    scale = 9 if backend == "sm90" else 1  # more tiles than a GPU has SMs
+    options: Case = {"packed": False, "nheads": 8} | case
+    lengths = [137, 0, 37, 64] if options["packed"] else [119] * 3
+    call = call_on(backend, [scale * length for length in lengths], **options)
+    function = both_passes(call, poisoned_dout(call, call.q), deterministic=True, backend=backend)
+    differs = differing(function(), function, repetitions)
+    assert not differs
+
+
+# --- Places in memory.
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@on_each_backend
+def test_addresses(backend: str, bias_dtype: torch.dtype) -> None:
+    """Whatever a tensor's first element and the length of its rows are divisible by."""
+    for offset, width in ((0, 136), (8, 136), (4, 132), (2, 134), (1, 136), (0, 133), (3, 131), (16, 256)):
+        options: Case = {"dtype": torch.bfloat16, "bias_dtype": bias_dtype, "head_dim": 128, "packed": False}
+        call = call_on(backend, [70] * 2, [131] * 2, mask=(1, 1, 1, 1), bias=(1, 1, 1, 1), **options)
+        for name, junk in (("mask", True), ("bias", torch.nan)):
+            x: Tensor = getattr(call, name).detach()
+            *outer, rows, keys = x.shape
+            memory = torch.full((offset + width * rows * outer[0] * outer[1],), junk, dtype=x.dtype, device=x.device)
+            view = memory[offset:].view(*outer, rows, width)[..., :keys].copy_(x)
+            setattr(call, name, view.requires_grad_(name == "bias"))
+        assert_matches_oracle(call, backend=backend)
+
+
+@on_each_backend
+def test_rows_that_overlap(backend: str) -> None:
+    """Strides may be anything: here a row is the one before it from its second element on."""
+    call = call_on(backend, [70] * 2, [131] * 2, packed=False, mask=(1, 1), bias=(1, 1), head_dim=128)
+    for name in ("mask", "bias"):
+        x = getattr(call, name).detach().flatten()[:200].contiguous()
+        view = x.as_strided((70, 131), (1, 1))
+        setattr(call, name, view.requires_grad_(name == "bias"))
+    assert_matches_oracle(call, backend=backend)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_strides_beyond_32_bits(dim: int) -> None:
+    """Of elements: the last of a dimension lies 2^31 behind its first, or further."""
+    shape = (2, 2, 129, 131)
+    stride, step = [0] * 4, 1
+    for other in (i for i in reversed(range(4)) if i != dim):
+        stride[other], step = step, step * shape[other]
+    stride[dim] = -(-(2**31) // (shape[dim] - 1))
+    assert stride[dim] > step  # or elements would overlap
+    kept: Case = {"mask": (1, 1, 1, 1), "bias": (1, 1, 1, 1)}
+    call = call_on("sm90", [129] * 2, [131] * 2, packed=False, nheads=2, **kept)
+    for name in kept:
+        x = getattr(call, name).detach()
+        view = x.new_empty(stride[dim] * (shape[dim] - 1) + step).as_strided(shape, stride)
+        setattr(call, name, view.copy_(x).requires_grad_(name == "bias"))
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_hopper
+def test_more_elements_than_32_bits_count() -> None:
+    """A bias, and its gradient, of 2^31 elements and more: the last head gets what it gets alone."""
+    length = 32776
+    q, k, v, dout = torch.randn(4, 1, length, 2, 64, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(1, 2, length, length, device="cuda", dtype=torch.bfloat16)
+    assert bias.numel() > 2**31
+
+    def gradients_of(heads: slice) -> tuple[Tensor, ...]:
+        leaves = [x[:, :, heads].detach().requires_grad_() for x in (q, k, v)]
+        own = bias[:, heads].detach().requires_grad_()
+        out = flash_attn_func(*leaves, bias=own, window_size=(200, 100), deterministic=True, backend="sm90")
+        return (*torch.autograd.grad(out, (*leaves, own), dout[:, :, heads]),)
+
+    *all_rows, all_scores = gradients_of(slice(None))
+    *rows, scores = gradients_of(slice(1, None))
+    for among_all, alone in zip(all_rows, rows, strict=True):
+        assert torch.equal(among_all[:, :, 1:], alone)
+    assert torch.equal(all_scores[:, 1:], scores)
+
+
+# --- Random calls.
+
+WINDOWS: dict[str, Case] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (90, 30)},
+    "softcap": {"causal": True, "softcap": 5.0},
+}
+FUZZED: dict[str, Case] = {
+    f"d{head_dim} {'packed' if packed else 'dense'} {window}": {"head_dim": head_dim, "packed": packed, **options}
+    for (head_dim, packed), (window, options) in itertools.product(
+        itertools.product((64, 128, 192, 256), (True, False)), WINDOWS.items()
+    )
+}
+
+
+def _random_call(draw: random.Random, backend: str, case: Case) -> Call:
+    batch, seqused, packed = draw.randint(1, 4), draw.random() < 0.4, case["packed"]
+    lengths_q, lengths_k = random_lengths(draw, batch), random_lengths(draw, batch)
+    if draw.random() < 0.5:
+        lengths_k = lengths_q
+    if not (packed or seqused):
+        lengths_q, lengths_k = lengths_q[:1] * batch, lengths_k[:1] * batch
+    nheads_k, group = draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
+
+    def kept() -> tuple[int, ...]:
+        return tuple(draw.randint(0, 1) for _ in range(draw.randint(0, 3 if packed else 4)))
+
+    has_mask, has_bias = draw.choice([(True, True), (True, False), (False, True)])
+    low = draw.choice([torch.bfloat16, torch.float16]) if backend == "sm90" else torch.float32
+    call = call_on(
+        backend,
+        lengths_q,
+        lengths_k,
+        **case | {"head_dim": case["head_dim"] - 8 * draw.choice([0, 0, 1])},
+        seqused=seqused,
+        nheads=nheads_k * group,
+        nheads_k=nheads_k,
+        mask=kept() if has_mask else None,
+        bias=kept() if has_bias else None,
+        mask_layout=draw.choice(LAYOUTS),
+        bias_layout=draw.choice(LAYOUTS),
+        dtype=low,
+        bias_dtype=draw.choice([low, torch.float32]),
+        sink=draw.random() < 0.3,
+        softmax_scale=draw.choice([None, 0.05, -0.2]),
+        generator=torch.Generator().manual_seed(draw.randrange(2**31)),
+    )
+    hidden = draw.choice([0.0, 0.0, 0.1, 0.9])
+    if call.bias is not None and hidden and call.bias.is_contiguous():
+        with torch.no_grad():
+            call.bias[torch.rand_like(call.bias) < hidden] = -torch.inf
+    leaves: Any = {name: randomly_strided(draw, getattr(call, name)).requires_grad_() for name in "qkv"}
+    return replace(call, **leaves)
+
+
+@each_on(FUZZED, one_in=7)
+def test_random_calls(backend: str, case: Case, fuzz_seconds: float) -> None:
+    """Random shapes, strides, lengths, padding, heads and dtypes, for as long as --fuzz-seconds says."""
+    for count, draw in draws(f"{backend} {case}", fuzz_seconds):
+        torch.manual_seed(count)
+        call = _random_call(draw, backend, case)
+        asked: Case = {"through_lse": draw.random() < 0.3, "deterministic": draw.random() < 0.5}
+        assert_matches_oracle(call, backend=backend, **asked)
+
+
+# --- What is around a call: the host, graphs, compilers, memory.
+
+AROUND: dict[str, Case] = {
+    "packed": {"packed": True, "mask": (1, 1), "bias": (1, 1, 1), "causal": True},
+    "packed seqused": {"packed": True, "seqused": True, "mask": (1, 1, 1), "bias": (1, 0, 1), "nheads_k": 2},
+    "dense": {"packed": False, "mask": (1, 0, 0, 1), "bias": (1, 1, 1)},
+    "dense seqused": {"packed": False, "seqused": True, "mask": (1, 1), "bias": (1, 1, 1, 1), "causal": True},
+    "d256": {"packed": False, "mask": (1, 1), "bias": (0, 1, 1, 1), "head_dim": 256},
+}
+
+
+def around(backend: str, case: Case) -> tuple[Call, Tensor]:
+    call = call_on(backend, [140] * 3, [130] * 3, **case)
+    return call, poisoned_dout(call, call.q)
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
+def test_the_host_never_waits(case: Case) -> None:
+    call, dout = around("sm90", case)
+    function = both_passes(call, dout, backend="sm90")
+    function()
+    assert synchronisations(function) == 0
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
+def test_graph_capture(case: Case) -> None:
+    """Replays see what stands in mask and bias then, and of their workspace nothing is left behind."""
+    call, dout = around("sm90", case)
+    function = both_passes(call, dout, deterministic=True, backend="sm90")
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = function()
+    assert call.mask is not None
+    assert call.bias is not None
+    with torch.no_grad():
+        call.bias.normal_()
+        call.mask.copy_(torch.rand(call.mask.shape, device="cuda") < 0.5)
+        call.q.normal_()
+    for _ in range(2):
+        graph.replay()
+    for name, expected in function().items():
+        assert bitwise_equal(captured[name], expected), name
+
+
+@each_on(AROUND, one_in=2)
+def test_compiled(backend: str, case: Case) -> None:
+    """As one graph, with the bits of the eager call."""
+    torch.compiler.reset()
+    call, dout = around(backend, case)
+    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    leaves = [x for x in tensors.values() if x.requires_grad]
+    bounds: Case = {"max_seqlen_q": 144, "max_seqlen_k": 130} if call.cu_seqlens_q is not None else {}
+
+    def attend(given: dict[str, Tensor]) -> Tensor:
+        function: Any = flash_attn_varlen_func if bounds else flash_attn_func
+        out: Tensor = function(**given, **bounds, causal=call.causal, deterministic=True, backend=backend)
+        return out
+
+    results = []
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if backend == "sm90" else "aot_eager")
+    for function in (attend, compiled):
+        out = function(tensors)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for a, b in zip(*results, strict=True):
+        assert bitwise_equal(a, b)
+
+
+# How many float32 sums a backward pass may keep for an element of a bias, beyond its gradient.
+FLOAT32_SUMS = 1
+# Each tensor of a call begins a block of 512 bytes, and counters of tiles are small.
+ROUNDING = 1 << 16
+REMEMBERED: dict[str, Case] = {
+    "mask": {"mask": (1, 1)},
+    "expanded mask": {"mask": (0, 0, 1, 1), "mask_layout": "expanded"},
+    "odd mask": {"mask": (1, 1), "mask_layout": "sliced"},
+    "bias": {"bias": (1, 1, 1, 1)},
+    "float32 bias": {"bias": (0, 1, 1, 1), "bias_dtype": torch.float32},
+    "shared bias": {"bias": (0, 1, 1, 1)},
+    "odd bias": {"bias": (0, 1, 1, 1), "bias_layout": "sliced"},
+    "transposed bias": {"bias": (0, 1, 1, 1), "bias_layout": "transposed"},
+    "keys": {"mask": (1, 0, 0, 1), "bias": (0, 1, 0, 1)},
+    "queries": {"mask": (1, 0, 1, 0), "bias": (0, 1, 1, 0)},
+    "number": {"bias": ()},
+    "seqused": {"bias": (0, 1, 1, 1), "mask": (1, 1), "seqused": True},
+}
+
+
+def allowed_bytes(bias: Tensor | None) -> int:
+    """What the backward pass of a call with mask and bias may take beyond that of the call without.
+
+    The gradient of the bias, and float32 sums of its own shape: never anything of the shape that it broadcasts to.
+    """
+    return ROUNDING + (0 if bias is None else bias.nbytes + 4 * FLOAT32_SUMS * bias.numel())
+
+
+@needs_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("case", REMEMBERED.values(), ids=REMEMBERED)
+def test_peak_memory(case: Case, deterministic: bool) -> None:
+    """Scores take 132 MB, inputs 4 MB each: forward nothing but results, backward what ``allowed_bytes`` says."""
+    call = call_on("sm90", [2000] * 4, [2060] * 4, packed=False, **case)
+    asked: Case = {"return_lse": True, "deterministic": deterministic, "backend": "sm90"}
+    device, dout = torch.device("cuda"), torch.randn_like(call.q)
+    peaks = []
+    for each in (call, replace(call, mask=None, bias=None)):
+        out, lse = run(each, **asked)
+        gradients(each, out, lse, dout, None)
+        out, lse = run(each, **asked)
+        forward = peak_extra_bytes(lambda each=each: run(each, **asked), device)  # type: ignore[misc]
+        assert forward is not None
+        assert forward <= out.nbytes + lse.nbytes + ROUNDING
+        leaves = [x for x in (each.q, each.k, each.v, each.bias) if x is not None]
+        backward = peak_extra_bytes(
+            lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, dout, retain_graph=True),  # type: ignore[misc]
+            device,
+        )
+        assert backward is not None
+        peaks.append(backward)
+        del out, lse
+    print(f"{peaks[0] / 1e6:.1f} MB, without mask and bias {peaks[1] / 1e6:.1f} MB")
+    assert peaks[0] <= peaks[1] + allowed_bytes(call.bias)
+
+
+# --- Recipes: what models do with masks and biases, without tensors of the scores' size where there is a way.
+
+
+def alibi(slopes: Tensor, seqlen_k: int) -> Tensor:
+    """(nheads, 1, seqlen_k): ALiBi under causal attention, for a dense batch and for packed sequences.
+
+    ALiBi subtracts slope * (i - j). What is the same for all keys of a query does not change its weights, so that
+    slope * j is left; counted from the last key, the nearest ones have the smallest numbers.
+    """
+    keys = torch.arange(1 - seqlen_k, 1, device=slopes.device)
+    return (slopes.float()[:, None] * keys)[:, None]
+
+
+def t5_bias(table: Tensor, seqlen_q: int, seqlen_k: int, longest: int = 128) -> Tensor:
+    """(1, nheads, seqlen_q, seqlen_k): T5's relative positions of an encoder, differentiable in the table.
+
+    The table (buckets, nheads) has a half for keys behind the query and one for those before it. Half of either are for
+    distances of their own, the others grow with the logarithm up to the longest distance. What comes out has heads next
+    to each other in memory, and may stay so.
+    """
+    queries = torch.arange(seqlen_q, device=table.device)[:, None]
+    distance = torch.arange(seqlen_k, device=table.device) - queries
+    half = table.shape[0] // 2
+    exact = half // 2
+    far = (distance.abs().clamp(min=1) / exact).log() / torch.tensor(longest / exact).log() * (half - exact)
+    bucket = torch.where(distance.abs() < exact, distance.abs(), (exact + far.long()).clamp(max=half - 1))
+    return table[bucket + half * (distance > 0)].permute(2, 0, 1)[None]
+
+
+def key_padding_mask(lengths: Tensor, seqlen_k: int) -> Tensor:
+    """(batch, 1, 1, seqlen_k): the first keys of each entry are real. ``seqused_k`` says the same."""
+    return (torch.arange(seqlen_k, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+def prefix_lm_mask(prefixes: Tensor, seqlen: int) -> Tensor:
+    """(batch, 1, seqlen, seqlen): all see the prefix of their entry, and behind it what came before."""
+    i = torch.arange(seqlen, device=prefixes.device)
+    return (i <= i[:, None]) | (i < prefixes[:, None, None, None])
+
+
+def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, real: Tensor, **options: Any) -> Tensor:
+    """Attention within each row of a pair representation (rows, tokens, heads, d): the rows are the batch.
+
+    The bias (heads, tokens, tokens) is the same for every row, and ``real`` (rows, tokens) says which keys there are.
+    """
+    out: Tensor = flash_attn_func(q, k, v, bias=bias[None], mask=real[:, None, None], **options)
+    return out
+
+
+def pair_bias(pairs: Tensor, weight: Tensor) -> Tensor:
+    """(1, heads, tokens, tokens) from a pair representation (tokens, tokens, channels): one for the whole batch.
+
+    What the projection gives has heads next to each other in memory, and may stay so.
+    """
+    return (pairs @ weight).permute(2, 0, 1)[None]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor) -> Tensor:
+    """By the book; bias and visible broadcast to (batch, heads, queries, keys)."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5 + bias
+    weights = torch.where(visible, scores, -torch.inf).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights.to(v.dtype), v)
+
+
+def assert_same_function(recipe: Callable[..., Tensor], book: Callable[..., Tensor], leaves: Sequence[Tensor]) -> None:
+    """A recipe and what it stands for: out and all gradients, by the rule of ``assert_close``."""
+    dtype = leaves[0].dtype
+    dout = torch.randn_like(leaves[0])
+    results = []
+    for function, each in ((recipe, None), (book, torch.float64), (book, dtype)):
+        own = [x.detach().to(each or x.dtype).requires_grad_() for x in leaves]
+        out = function(*own)
+        results.append((out, *torch.autograd.grad(out, own, dout.to(out.dtype))))
+    largest = max(x.abs().max().item() for x in results[1])
+    for index, (got, expected, low) in enumerate(zip(*results, strict=True)):
+        name = f"gradient {index}" if index else "out"
+        assert_close(name, got, expected, low, 2.0, max(1.0, largest if index else 1.0))
+
+
+def rows(backend: str, *shape: int) -> list[Tensor]:
+    """Q, k and v of a shape, on the device and in the dtype of a backend."""
+    return [torch.randn(shape, device=DEVICES[backend], dtype=DTYPES[backend]) for _ in range(3)]
+
+
+@packed_or_dense
+@on_each_backend
+def test_alibi(backend: str, packed: bool) -> None:
+    """One row of numbers a head gives what ALiBi's whole matrix gives, with fewer queries than keys, too."""
+    device = DEVICES[backend]
+    slopes = 2.0 ** -torch.arange(2, 10, 2, device=device)
+    seqlen_q, seqlen_k = (300, 300) if packed else (140, 300)
+    q, k, v = (x[:, :rows_of] for x, rows_of in zip(rows(backend, 2, 300, 4, 64), (seqlen_q, 300, 300), strict=True))
+    distance = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q - torch.arange(300, device=device)
+    whole = (-slopes[:, None, None] * distance)[None]
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = alibi(slopes, seqlen_k)
+        assert bias.shape == (4, 1, seqlen_k)
+        if not packed:
+            one: Tensor = flash_attn_func(q, k, v, causal=True, bias=bias, backend=backend)
+            return one
+        cu = torch.tensor([0, 300, 600], dtype=torch.int32, device=device)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out: Tensor = flash_attn_varlen_func(q, k, v, cu, cu, 300, 300, causal=True, bias=bias, backend=backend)
+        return out.unflatten(0, (2, 300))
+
+    def book(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, whole.to(torch.promote_types(q.dtype, torch.float32)), distance >= 0)
+
+    assert_same_function(recipe, book, (q, k, v))
+
+
+@on_each_backend
+def test_t5_buckets(backend: str) -> None:
+    """Against a loop over distances."""
+    table = torch.randn(32, 4, device=DEVICES[backend], dtype=DTYPES[backend])
+    places = torch.arange(32, device=table.device, dtype=torch.float64)[:, None].expand(32, 4)
+    buckets = t5_bias(places, 200, 170)[0, 0]
+    assert buckets[9, :10].tolist() == [8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    assert buckets[0, [1, 7, 8, 11, 12, 127, 128, 169]].tolist() == [17, 23, 24, 24, 25, 31, 31, 31]
+    assert (buckets[1:, 1:] == buckets[:-1, :-1]).all()
+    assert (buckets[0].diff() >= 0)[1:].all()
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, softmax_scale=1.0, bias=t5_bias(table, 200, 200), backend=backend)
+        return out
+
+    def book(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        everything = torch.ones(200, 200, dtype=torch.bool, device=q.device)
+        places = torch.arange(32, device=q.device, dtype=torch.float64)[:, None].expand(32, 4)
+        each = t5_bias(places, 200, 200)[0, 0].long()
+        bias = torch.stack([table[each, head] for head in range(4)])[None]
+        return plain_attention(q * q.shape[-1] ** 0.5, k, v, bias, everything)
+
+    q, k, v = rows(backend, 2, 200, 4, 64)
+    assert_same_function(recipe, book, (q / 8, k, v, table))
+
+
+@on_each_backend
+def test_key_padding(backend: str) -> None:
+    lengths = torch.tensor([1, 129, 200], dtype=torch.int32, device=DEVICES[backend])
+    q, k, v = rows(backend, 3, 200, 4, 64)
+    real = torch.arange(200, device=q.device) < lengths[:, None]
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, mask=key_padding_mask(lengths, 200), backend=backend)
+        return out
+
+    def shorter(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, seqused_k=lengths, backend=backend)
+        return out
+
+    def book(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, q.new_zeros(()), real[:, None, None])
+
+    for each in (recipe, shorter):
+        assert_same_function(each, book, (q, k, v))
+
+
+@on_each_backend
+def test_prefix_lm(backend: str) -> None:
+    prefixes = torch.tensor([0, 5, 128, 150], device=DEVICES[backend])
+    visible = torch.tensor(
+        [[[j <= i or j < prefix for j in range(150)] for i in range(150)] for prefix in prefixes.tolist()],
+        device=prefixes.device,
+    )
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, mask=prefix_lm_mask(prefixes, 150), backend=backend)
+        return out
+
+    def book(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain_attention(q, k, v, q.new_zeros(()), visible[:, None])
+
+    assert_same_function(recipe, book, rows(backend, 4, 150, 4, 64))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+@on_each_backend
+def test_triangle_attention(backend: str, head_dim: int) -> None:
+    """As many rows as tokens, of which the last are padding."""
+    tokens = 130 if backend == "sm90" else 40
+    q, k, v = rows(backend, tokens, tokens, 4, head_dim)
+    bias = torch.randn(4, tokens, tokens, device=q.device, dtype=q.dtype)
+    real = torch.rand(tokens, tokens, device=q.device) < 0.9
+    real[:, 0], real[:, -5:] = True, False
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return triangle_attention(q, k, v, bias, real, backend=backend)
+
+    def book(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return plain_attention(q, k, v, bias[None], real[:, None, None])
+
+    assert_same_function(recipe, book, (q, k, v, bias))
+
+
+@on_each_backend
+def test_pair_bias(backend: str) -> None:
+    """The gradient goes on to the projection and to the pair representation."""
+    q, k, v = rows(backend, 3, 131, 4, 32)
+    pairs = torch.randn(131, 131, 8, device=q.device, dtype=q.dtype)
+    weight = torch.randn(8, 4, device=q.device, dtype=q.dtype) / 3
+
+    def recipe(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, weight: Tensor) -> Tensor:
+        bias = pair_bias(pairs, weight)
+        assert bias.stride(-1) == 4
+        out: Tensor = flash_attn_func(q, k, v, bias=bias, backend=backend)
+        return out
+
+    def book(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, weight: Tensor) -> Tensor:
+        bias = torch.einsum("ijc,ch->hij", pairs, weight)[None]
+        return plain_attention(q, k, v, bias, torch.ones(131, 131, dtype=torch.bool, device=q.device))
+
+    assert_same_function(recipe, book, (q, k, v, pairs, weight))
