@@ -14,6 +14,22 @@ def as_packed(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
+def over_scores(inputs: AttentionInputs) -> AttentionInputs:
+    """Mask and bias as views of (batch, heads, queries, keys), packed (1, heads, queries, keys): nothing is copied."""
+    if inputs.mask is None and inputs.bias is None:
+        return inputs
+    return inputs._replace(mask=_expanded(inputs, inputs.mask), bias=_expanded(inputs, inputs.bias))
+
+
+def _expanded(inputs: AttentionInputs, x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    *batch, rows, nheads, _ = inputs.q.shape
+    # Of packed sequences it may have more keys than any, or any number if nobody knows a bound.
+    keys = inputs.max_seqlen_k if not x.ndim or x.shape[-1] == 1 else x.shape[-1]
+    return x.expand(batch[0] if batch else 1, nheads, rows, keys)
+
+
 def dense_has_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
     """Whether some query of a dense batch without padding sees no key; see ``with_blind_apart``."""
     return window_right is not None and inputs.q.shape[1] - inputs.k.shape[1] > window_right

@@ -1,6 +1,7 @@
 """From a configuration to a callable: fake arguments in, compiled code out. Needs no GPU."""
 
 import warnings
+from operator import attrgetter
 from typing import Any
 
 import cutlass
@@ -47,10 +48,16 @@ def _fakes(arguments: type, config: Any) -> Any:
 def _fake(kind: Kind, config: Any) -> Any:
     """An argument of a kind, without data: all its sizes and strides are open."""
     dtype = getattr(cutlass, kind.dtype) if kind.dtype else DTYPES[config.dtype]
+    if kind.float32_if and attrgetter(kind.float32_if)(config):
+        dtype = cutlass.Float32
     if kind.rank == 0:
         return dtype(1)
     size = cute.sym_int64 if kind.wide else cute.sym_int
-    rank = kind.rank - 1 if kind.rank > 1 and config.features.packed else kind.rank
+    rank = kind.rank
+    if rank > 1 and config.features.packed and not kind.of_scores:
+        rank -= 1
     divisibility = max(1, 8 * kind.align // dtype.width)
     strides = [cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)]
-    return make_fake_tensor(dtype, [size() for _ in range(rank)], [*strides, 1], assumed_align=kind.align or None)
+    strided = attrgetter(kind.strided)(config) if isinstance(kind.strided, str) else kind.strided
+    last = cute.sym_int64() if strided else 1
+    return make_fake_tensor(dtype, [size() for _ in range(rank)], [*strides, last], assumed_align=kind.align or None)

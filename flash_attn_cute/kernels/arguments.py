@@ -12,23 +12,30 @@ Layouts, dense and packed (n sequences):
     lse             (batch, heads, seqlen_q)            (heads, total_q)
     cu_seqlens                                          (n + 1,)
     seqused                                             (n,)
+    mask, bias      (batch, heads, seqlen_q, seqlen_k)  (1, heads, total_q, max_seqlen_k)
 
-Out is like q with d_v, and gradients are like what they are of.
+Out is like q with d_v, and gradients are like what they are of. Mask and bias are views of the user's tensors, expanded
+by strides of 0. Those of a dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` tells its rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument is, as compiled code has to know it. The last dimension of a tensor is contiguous."""
+    """What an argument is, as compiled code has to know it."""
 
     dtype: str  # as cutlass calls it; none: the configuration's
     rank: int = 0  # 0: a number; 1: a vector; more: a tensor of a dense batch, which packed has a dimension less
     align: int = 0  # bytes of which the address and all strides but the last are multiples; none: an element's
     wide: bool = False  # its sizes may need more than 32 bits
+    of_scores: bool = False  # of rank 4, packed or not
+    strided: bool | str = (
+        False  # whether its last dimension has any stride, or the configuration's attribute that says so
+    )
+    float32_if: str = ""  # the configuration's attribute that makes it float32
 
 
 ROWS = Kind("", rank=4, align=16)  # as TMA can read them
@@ -36,6 +43,8 @@ ROW_NUMBERS = Kind("Float32", rank=3)
 FLOATS, INTS = Kind("Float32", rank=1), Kind("Int32", rank=1)
 BYTES = Kind("Uint8", rank=1, align=128, wide=True)
 FLOAT, INT = Kind("Float32"), Kind("Int32")
+MASK = Kind("Uint8", rank=4, of_scores=True, strided="features.strided_scores")
+BIAS = replace(MASK, dtype="", float32_if="features.float32_bias")
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,9 @@ _ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (ROWS, ROW_NUMBERS, IN
 _OFFSETS = Argument(INTS, when="features.packed")
 _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
+_MASK = Argument(MASK, when="features.mask")  # 0: hidden
+_BIAS = Argument(BIAS, when="features.bias")
+_ANY_MASK, _ANY_BIAS = (replace(x, kind=replace(x.kind, strided=True)) for x in (_MASK, _BIAS))
 
 
 class ForwardNumbers(NamedTuple):
@@ -63,6 +75,7 @@ class ForwardNumbers(NamedTuple):
     softcap: Annotated[Any, _FLOAT]
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
+    rows_a_slot: Annotated[Any, _INT]  # query rows of an entry of mask and bias
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
     num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
 
@@ -80,6 +93,8 @@ class ForwardArguments(NamedTuple):
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
+    mMask: Annotated[Any, _MASK]
+    mBias: Annotated[Any, _BIAS]
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     numbers: ForwardNumbers
 
@@ -91,6 +106,7 @@ class BackwardNumbers(NamedTuple):
     softcap: Annotated[Any, _FLOAT]
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
+    rows_a_slot: Annotated[Any, _INT]
     num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
     num_n_blocks: Annotated[Any, _INT]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
@@ -112,13 +128,48 @@ class BackwardArguments(NamedTuple):
     mdQ: Annotated[Any, _ROWS]
     mdK: Annotated[Any, _ROWS]
     mdV: Annotated[Any, _ROWS]
+    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False, align=16), when="features.dbias")]
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
+    mMask: Annotated[Any, _ANY_MASK]
+    mBias: Annotated[Any, _ANY_BIAS]
     mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
     numbers: BackwardNumbers
+
+
+class BiasGradientNumbers(NamedTuple):
+    """Those of the gradient of a bias that a plan fixes."""
+
+    softmax_scale: Annotated[Any, _FLOAT]
+    softcap: Annotated[Any, _FLOAT]
+    window_left: Annotated[Any, _INT]
+    window_right: Annotated[Any, _INT]
+    rows_a_slot: Annotated[Any, _INT]
+    num_m_blocks: Annotated[Any, _INT]  # as in the backward pass
+    sums_batch: Annotated[Any, _INT]  # 1 if the bias is broadcast over the batch, else 0
+    sums_queries: Annotated[Any, _INT]
+    sums_keys: Annotated[Any, _INT]
+
+
+class BiasGradientArguments(NamedTuple):
+    """Those of the gradient of a bias, which is computed behind the backward pass."""
+
+    mQ: Annotated[Any, _ROWS]
+    mK: Annotated[Any, _ROWS]
+    mV: Annotated[Any, _ROWS]
+    mdO: Annotated[Any, _ROWS]
+    mWorkspace: Annotated[Any, Argument(BYTES)]  # of the backward pass, which begins with lse and delta
+    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False))]  # of the bias's own shape
+    mCuSeqlensQ: Annotated[Any, _OFFSETS]
+    mCuSeqlensK: Annotated[Any, _OFFSETS]
+    mSeqUsedQ: Annotated[Any, _USED_Q]
+    mSeqUsedK: Annotated[Any, _USED_K]
+    mMask: Annotated[Any, _MASK]
+    mBias: Annotated[Any, _BIAS]
+    numbers: BiasGradientNumbers
 
 
 def described(arguments: type) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-PassName = Literal["forward", "backward"]
+PassName = Literal["forward", "backward", "bias_gradient"]
 
 
 def _flag(meaning: str, *, default: bool = False, only: PassName | None = None) -> Any:
@@ -27,10 +27,29 @@ class Features:
     right: bool = _flag("a window bounded to the right; causal is a right of 0")
     softcap: bool = _flag("scores are capped by tanh")
     sink: bool = _flag("one more logit a head in the denominator", only="forward")
+    mask: bool = _flag("a tensor says which scores are hidden")
+    bias: bool = _flag("a tensor is added to the scores")
+    float32_bias: bool = _flag("it is float32, not of q's dtype")
+    strided_scores: bool = _flag("keys do not follow each other in the memory of mask or bias")
+    paired_scores: bool = _flag("their elements of an even key and the next lie in one aligned word")
+    dbias: bool = _flag("every score's gradient is written, as that of a bias of its own", only="backward")
     dlse: bool = _flag("lse has a gradient, too", only="backward")
     grouped: bool = _flag("query heads share a key head", only="backward")
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
+
+    @property
+    def tensors(self) -> bool:
+        """Whether some tensor has an element for every score."""
+        return self.mask or self.bias
+
+    @property
+    def hides_last_queries(self) -> bool:
+        """Whether keys may have to be hidden from a sequence's last queries, or from rows behind them.
+
+        Else these weigh nothing as they are. A tensor's elements for them may be NaN.
+        """
+        return self.left or self.tensors
 
     def of_pass(self, name: PassName) -> "Features":
         """The same without what that pass does not read, so that calls which differ in nothing else share a kernel."""

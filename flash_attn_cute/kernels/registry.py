@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments
+from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
 
@@ -18,7 +18,8 @@ class Pass(NamedTuple):
 
     # From dtype's name, d, d_v and ``Features`` (forward also group=) to a configuration: a frozen dataclass with the
     # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``pass_name``. Backends read
-    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward).
+    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward). The
+    # bias's gradient also takes stats_m=, the backward pass's tile_m.
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
@@ -52,6 +53,9 @@ ARCHITECTURES = {
             passes={
                 "forward": Pass(sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments),
                 "backward": Pass(sm90.backward_config, "sm90.backward.launch:BackwardPassSm90", BackwardArguments),
+                "bias_gradient": Pass(
+                    sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
+                ),
             },
         ),
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
-from flash_attn_cute.backends.packing import as_packed, dense_has_blind, with_blind_apart
-from flash_attn_cute.kernels.arguments import BackwardArguments, ForwardArguments, described
+from flash_attn_cute.backends.packing import as_packed, dense_has_blind, over_scores, with_blind_apart
+from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments, described
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
@@ -28,7 +28,7 @@ _LOG2_E = math.log2(math.e)
 class CuteBackend:
     """The kernels of one architecture."""
 
-    features = frozenset(Feature) - {Feature.MASK, Feature.BIAS}
+    features = frozenset(Feature)
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -36,6 +36,7 @@ class CuteBackend:
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
+        self._prepare_bias_gradient = functools.lru_cache(maxsize=1024)(self._plan_bias_gradient)
 
     def limits(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[str, ...]:
         """See ``Backend.limits``."""
@@ -84,11 +85,12 @@ class CuteBackend:
         """See ``Backend.backward``."""
         if torch.cuda.current_device() != inputs.q.device.index:
             with torch.cuda.device(inputs.q.device):
-                return self._backward(spec, inputs, out, lse, dout, dlse, need_dsink)
-        return self._backward(spec, inputs, out, lse, dout, dlse, need_dsink)
+                return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
+        return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         q, k = inputs.q, inputs.k
+        inputs = over_scores(inputs)
         if spec.head_dim == spec.head_dim_v:  # twice as fast as new_empty
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
@@ -116,29 +118,41 @@ class CuteBackend:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
+        need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
         # Twice as fast as new_empty.
         dq, dk, dv = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
         )
-        sink = inputs.learnable_sink if need_dsink else None
+        sink, bias = inputs.learnable_sink if need_dsink else None, inputs.bias if need_dbias else None
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if no_sequences or not (inputs.q.numel() and inputs.k.numel()):
             dsink = None if sink is None else _dsink_without_keys(sink, lse, dlse)
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsink)
+            dbias = None if bias is None else bias.new_zeros(bias.shape)
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
+        inputs = over_scores(inputs)
+        runs_packed = _runs_packed(spec, inputs)
+        layout = _layout(inputs)
+        if bias is not None and layout is not None and inputs.bias is not None:
+            # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
+            is_own = math.prod(bias.shape) == math.prod(inputs.bias.shape) and (spec.packed or not runs_packed)
+            layout = layout._replace(own_gradients=is_own)
         given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
-        if not spec.packed and _runs_packed(spec, inputs):
+        if not spec.packed and runs_packed:
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = _compact(lse.transpose(0, 1).flatten(1))
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
             gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
-        stats = self._launch_backward(spec, *given, *gradients)
+        done = self._launch_backward(spec, layout, *given, *gradients)
+        dbias = done.dbias
+        if bias is not None:
+            dbias = self._launch_bias_gradient(spec, done, bias) if dbias is None else dbias.view(bias.shape)
         dsink = None
         if sink is not None:
-            lse_log2, delta = stats()
+            lse_log2, delta = done.stats()
             dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
-        return Gradients(dq, dk, dv, None, dsink)
+        return Gradients(dq, dk, dv, dbias, dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -147,7 +161,7 @@ class CuteBackend:
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, q.device)
+        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, _layout(inputs), _slot(inputs), q.device)
         launch.kernel(
             ForwardArguments(
                 mQ=_aligned(q),
@@ -160,6 +174,8 @@ class CuteBackend:
                 mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
                 mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
                 mSink=None if sink is None else _compact(sink.float()),
+                mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
+                mBias=inputs.bias,
                 mNextTile=next_tile() if launch.takes_tiles else None,
                 numbers=launch.plan.numbers,
             )
@@ -168,6 +184,7 @@ class CuteBackend:
     def _launch_backward(
         self,
         spec: AttentionSpec,
+        layout: plan.ScoreLayout | None,
         inputs: AttentionInputs,
         out: Tensor,
         lse: Tensor,
@@ -176,8 +193,8 @@ class CuteBackend:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-    ) -> Callable[[], Tensor]:
-        """Fills dq, dk and dv, and returns what makes a tensor of lse in base 2 and delta, (2, nheads, queries)."""
+    ) -> "_Backward":
+        """Fills dq, dk and dv, and returns what is left to others."""
         inputs = with_blind_apart(inputs, spec.window_right)
         q, k = inputs.q, inputs.k
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
@@ -188,32 +205,77 @@ class CuteBackend:
             0 if offsets_q is None else offsets_q.shape[0] - 1,
             inputs.max_seqlen_q,
             dlse is not None,
+            layout,
+            _slot(inputs),
             q.device,
         )
+        dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
+        k, v, dout = _aligned(k), _aligned(inputs.v), _aligned(dout)
+        q = _aligned(q)
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         launch.kernel(
             BackwardArguments(
-                mQ=_aligned(q),
-                mK=_aligned(k),
-                mV=_aligned(inputs.v),
+                mQ=q,
+                mK=k,
+                mV=v,
                 mO=_aligned(out),
-                mdO=_aligned(dout),
+                mdO=dout,
                 mLSE=lse,
                 mdLSE=None if dlse is None else _compact(dlse),
                 mdQ=dq,
                 mdK=dk,
                 mdV=dv,
+                mdBias=dbias,
                 mWorkspace=workspace,
                 mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
                 mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
                 mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
                 mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
+                mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
+                mBias=inputs.bias,
                 mNextTile=next_tile(),
                 numbers=launch.plan.numbers,
             )
         )
-        shape = launch.plan.stats_shape
-        return lambda: workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
+        if dbias is not None and inputs.bias is not None:
+            dbias = dbias[..., : inputs.bias.shape[-1]]
+        return _Backward(inputs, q, k, v, dout, workspace, launch.plan, dbias)
+
+    def _launch_bias_gradient(self, spec: AttentionSpec, done: "_Backward", bias: Tensor) -> Tensor:
+        """The gradient of a bias, in its own shape."""
+        inputs, expanded = done.inputs, done.inputs.bias
+        assert expanded is not None
+        shape = (*[1] * (4 - bias.ndim), *bias.shape)
+        summed = tuple(n == 1 for n in (shape[0], *shape[2:]))
+        if inputs.cu_seqlens_q is None or spec.packed:
+            own = shape
+        else:
+            # The entries of a dense batch that is packed to the kernels have no tiles of queries in common.
+            apart = summed[0] != summed[1]
+            own = (expanded.shape[0], shape[1], expanded.shape[2], shape[3]) if apart else shape
+            summed = (False, False, summed[2]) if apart else summed
+        launch = self._prepare_bias_gradient(
+            spec, done.q.shape, done.k.shape, _layout(inputs), _slot(inputs), done.plan, summed
+        )
+        dbias = bias.new_empty(own)
+        launch.kernel(
+            BiasGradientArguments(
+                mQ=done.q,
+                mK=done.k,
+                mV=done.v,
+                mdO=done.dout,
+                mWorkspace=done.workspace,
+                mdBias=dbias,
+                mCuSeqlensQ=None if inputs.cu_seqlens_q is None else _compact(inputs.cu_seqlens_q),
+                mCuSeqlensK=None if inputs.cu_seqlens_k is None else _compact(inputs.cu_seqlens_k),
+                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
+                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
+                mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
+                mBias=expanded,
+                numbers=launch.plan.numbers,
+            )
+        )
+        return dbias.sum_to_size(shape).view(bias.shape)
 
     def _plan_forward(
         self,
@@ -221,11 +283,13 @@ class CuteBackend:
         q_shape: torch.Size,
         k_shape: torch.Size,
         few_queries: bool,
+        scores: plan.ScoreLayout | None,
+        rows_a_slot: int,
         device: torch.device,
     ) -> "_Launch":
         # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
         longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
-        shapes = plan.Shapes(q_shape, k_shape, num_sequences=0, max_seqlen_q=longest)
+        shapes = plan.Shapes(q_shape, k_shape, 0, longest, scores=scores, rows_a_slot=rows_a_slot)
         return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
@@ -236,10 +300,25 @@ class CuteBackend:
         num_sequences: int,
         max_seqlen_q: int,
         has_dlse: bool,
+        scores: plan.ScoreLayout | None,
+        rows_a_slot: int,
         device: torch.device,
     ) -> "_Launch":
-        shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse)
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores, rows_a_slot)
         return _Launch.of(plan.plan_backward(self.architecture, spec, shapes, _num_sms(device)))
+
+    def _plan_bias_gradient(
+        self,
+        spec: AttentionSpec,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
+        scores: plan.ScoreLayout | None,
+        rows_a_slot: int,
+        backward: plan.BackwardPlan,
+        summed: tuple[bool, ...],
+    ) -> "_Launch":
+        shapes = plan.Shapes(q_shape, k_shape, 0, 0, scores=scores, rows_a_slot=rows_a_slot)
+        return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, summed))
 
 
 class _Launch(NamedTuple):
@@ -253,13 +332,62 @@ class _Launch(NamedTuple):
     def of(cls, planned: Any) -> "_Launch":
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
-        next_tile = described(pass_of(planned.config).arguments)["mNextTile"]
-        return cls(cache.kernel(planned.config), planned, next_tile.is_given(planned.config))
+        next_tile = described(pass_of(planned.config).arguments).get("mNextTile")
+        return cls(cache.kernel(planned.config), planned, next_tile is not None and next_tile.is_given(planned.config))
+
+
+class _Backward(NamedTuple):
+    """What a backward pass leaves to the gradients of bias and sink."""
+
+    inputs: AttentionInputs  # as the kernels got them
+    q: Tensor  # likewise
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    workspace: Tensor
+    plan: plan.BackwardPlan
+    dbias: Tensor | None  # if it has been written
+
+    def stats(self) -> Tensor:
+        """Lse in base 2 and delta, (2, nheads, queries)."""
+        shape = self.plan.stats_shape
+        return self.workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
+
+
+def _layout(inputs: AttentionInputs) -> plan.ScoreLayout | None:
+    """Of mask and bias, which are ``over_scores``."""
+    mask, bias = inputs.mask, inputs.bias
+    if mask is None and bias is None:
+        return None
+    tensors = [x for x in (mask, bias) if x is not None]
+    strided = any(x.stride(-1) != 1 for x in tensors)
+    paired = not strided and all(_is_paired(x) for x in tensors)
+    return plan.ScoreLayout(bias is not None and bias.dtype == torch.float32, strided, paired)
+
+
+def _is_paired(x: Tensor) -> bool:
+    # Kernels compute addresses of rows behind the last one, too.
+    return x.data_ptr() % (2 * x.element_size()) == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+
+
+def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    """For that of a bias with an element for every score, rows aligned; zeros, unless all of it will be written."""
+    assert inputs.bias is not None
+    *leading, keys = inputs.bias.shape
+    is_whole = not spec.packed and spec.window_left is None and spec.window_right is None
+    room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
+    return room(*leading, -(-keys // 8) * 8)
+
+
+def _slot(inputs: AttentionInputs) -> int:
+    """Query rows of an entry of mask and bias, which are ``over_scores``; 0 without any."""
+    x = inputs.bias if inputs.mask is None else inputs.mask
+    return 0 if x is None else x.shape[2]
 
 
 def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn_cute.kernels.arguments import BackwardNumbers, ForwardNumbers
+from flash_attn_cute.kernels.arguments import BackwardNumbers, BiasGradientNumbers, ForwardNumbers
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec
@@ -25,17 +25,29 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
+_WIDEST_THAT_WRITES_DBIAS = 128  # d; wider ones have another kernel
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
+class ScoreLayout(NamedTuple):
+    """What kernels have to know of mask and bias, which have an element for every score."""
+
+    float32_bias: bool = False
+    strided: bool = False  # keys do not follow each other in the memory of one of them
+    paired: bool = False  # two of an even key and the next lie in one aligned word
+    own_gradients: bool = False  # the bias has a gradient, and an element for every score of its own
+
+
 class Shapes(NamedTuple):
-    """What a plan goes by besides a spec: q's and k's shapes, as kernels get them, and whether lse has a gradient."""
+    """What a plan goes by besides a spec: q's and k's shapes, as kernels get them, and what else comes with them."""
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
     num_sequences: int  # of packed calls
     max_seqlen_q: int
     has_dlse: bool = False
+    scores: ScoreLayout | None = None  # None without mask and bias
+    rows_a_slot: int = 0  # query rows of an entry of mask and bias; matters to packed calls alone
 
     @property
     def packed(self) -> bool:
@@ -59,20 +71,38 @@ class BackwardPlan(NamedTuple):
     stats_shape: tuple[int, int, int]  # of lse and delta, float32, which begin the workspace
 
 
+class BiasGradientPlan(NamedTuple):
+    """Of the gradient of a call's bias."""
+
+    config: Any
+    numbers: BiasGradientNumbers
+
+
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     """What a call asks of the kernels of either pass. A tensor ``x`` that it has is the flag of that name."""
     names = (flag.name for flag in fields(Features))
+    scores = shapes.scores or ScoreLayout()
     return Features(
         packed=shapes.packed,
         left=spec.window_left is not None,
         right=spec.window_right is not None,
         softcap=spec.softcap > 0,
         dlse=shapes.has_dlse,
+        dbias=_writes_dbias(spec, scores),
+        float32_bias=scores.float32_bias,
+        strided_scores=scores.strided,
+        paired_scores=scores.paired,
         grouped=spec.nheads > spec.nheads_k,
         deterministic=spec.deterministic,
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
     )
+
+
+def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
+    """Whether the backward kernel writes a bias's gradient: if it computes nothing else, rounded to that dtype."""
+    is_score = scores.own_gradients and not scores.float32_bias and not spec.softcap
+    return is_score and max(spec.head_dim, spec.head_dim_v) <= _WIDEST_THAT_WRITES_DBIAS
 
 
 def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:
@@ -132,6 +162,28 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
 
 
+def plan_bias_gradient(
+    architecture: Architecture, spec: AttentionSpec, shapes: Shapes, backward: BackwardPlan, summed: tuple[bool, ...]
+) -> BiasGradientPlan:
+    """The plan of a bias's gradient behind a backward pass; ``summed`` over the batch, queries and keys, or not."""
+    config = architecture.passes["bias_gradient"].configure(
+        DTYPES[spec.dtype],
+        spec.head_dim,
+        spec.head_dim_v,
+        features_of(spec, shapes),
+        stats_m=backward.config.tile_m,
+    )
+    sums_batch, sums_queries, sums_keys = (int(x) for x in summed)
+    numbers = BiasGradientNumbers(
+        **_numbers(spec, shapes),
+        num_m_blocks=backward.numbers.num_m_blocks,
+        sums_batch=sums_batch,
+        sums_queries=sums_queries,
+        sums_keys=sums_keys,
+    )
+    return BiasGradientPlan(config, numbers)
+
+
 def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
     """Those of both passes."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
@@ -140,6 +192,7 @@ def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
         "softcap": spec.softcap,
         "window_left": min(spec.window_left or 0, shapes.k[-3]),
         "window_right": min(spec.window_right or 0, shapes.q[-3]),
+        "rows_a_slot": max(1, shapes.rows_a_slot),
     }
 
 

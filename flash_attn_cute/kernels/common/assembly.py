@@ -92,6 +92,19 @@ def _bulk(instruction: str, address: Int64, source: Pointer, num_bytes: int, loc
 
 
 @dsl_user_op
+def copy_vector(target: Int32, source: Int64, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Copies 16 bytes of global memory to an address in shared memory, past the registers; in flight on return."""
+    _assembly(
+        None,
+        [target, source],
+        "cp.async.cg.shared.global [$0], [$1], 16;",
+        "r,l,~{memory}",
+        True,
+        {"loc": loc, "ip": ip},
+    )
+
+
+@dsl_user_op
 def copy_to_cta(
     rank: Int32, target: Pointer, source: Pointer, num_bytes: Int32 | int, mbarrier: Pointer, *, loc=None, ip=None
 ) -> None:  # type: ignore[no-untyped-def]

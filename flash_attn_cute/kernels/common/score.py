@@ -2,14 +2,15 @@
 
     s = softmax_scale * q . k                   scaled
     s = softcap * tanh(s / softcap)             capped, if there is a softcap
+    s = s + bias                                if there is a bias
     s = -inf                                    hidden, where a query does not see a key
 
-Kernels work in base 2, so that a weight is one exp2 of a score times ``scale_log2`` (``score_scales``). What a kernel
-does with its registers is its architecture's business; a further step, a bias, say, has its arithmetic and its
-derivative here.
+Kernels work in base 2, so that a weight is one exp2 of a score times a factor (``ScoreScales``). What a kernel does
+with its registers is its architecture's business; a further step has its arithmetic and its derivative here.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,11 +22,22 @@ LOG2_E = math.log2(math.e)
 LN2 = math.log(2.0)
 
 
-def score_scales(softmax_scale: Float32, softcap: Float32, has_softcap: bool) -> tuple[Float32, Float32]:
-    """What products are multiplied by before tanh (1 without a softcap), and after it or at all, for base 2."""
-    if const_expr(has_softcap):
-        return softmax_scale / softcap, softcap * LOG2_E
-    return Float32(1.0), softmax_scale * LOG2_E
+class ScoreScales(NamedTuple):
+    """What scores are multiplied by, step by step."""
+
+    tanh: Float32  # products, before tanh; 1 without a softcap
+    bias: Float32  # what is there then, before a bias is added; 1 without one
+    log2: Float32  # at last, for base 2
+
+    @staticmethod
+    def of(features: Any, softmax_scale: Float32, softcap: Float32) -> "ScoreScales":
+        """Those of a call."""
+        tanh, rest = Float32(1.0), softmax_scale
+        if const_expr(features.softcap):
+            tanh, rest = softmax_scale / softcap, softcap
+        if const_expr(features.bias):
+            return ScoreScales(tanh, rest, Float32(LOG2_E))
+        return ScoreScales(tanh, Float32(1.0), rest * LOG2_E)
 
 
 def capped(product: Float32, score_scale: Float32) -> Float32:

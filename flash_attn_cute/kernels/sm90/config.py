@@ -28,6 +28,19 @@ class Sm90Config:
     features: Features
 
 
+def score_pitches(features: Features, columns: int) -> tuple[int, int]:
+    """Bytes of a row of a tile of mask and of bias in shared memory; 0 without, or if they do not come through it."""
+    through = not features.strided_scores
+    mask, bias = features.mask and through, features.bias and through
+    bias_bytes = 4 if features.float32_bias else 2
+    return pitch_of(columns, 1) if mask else 0, pitch_of(columns, bias_bytes) if bias else 0
+
+
+def pitch_of(columns: int, element_bytes: int) -> int:
+    """Bytes from row to row of a tile: a vector of 16 more than it has, for rows that do not begin with one."""
+    return -(-columns * element_bytes // 16) * 16 + 16
+
+
 @dataclass(frozen=True)
 class ForwardConfig(Sm90Config):
     """What a compiled forward kernel is made for."""
@@ -42,6 +55,23 @@ class ForwardConfig(Sm90Config):
     group: int  # query heads of a key head that are rows of one tile; 1, or a divisor of 64
 
     @property
+    def score_pitches(self) -> tuple[int, int]:
+        """Bytes of a row of a tile of mask and of bias in shared memory; 0 without."""
+        return score_pitches(self.features, self.tile_n)
+
+    @property
+    def score_stages(self) -> int:
+        """Tiles of mask and bias in flight: two if a CTA that works on one tile has room for them."""
+        return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
+
+    def _bytes(self, tile_stages: int, score_stages: int) -> int:
+        """Of shared memory: O takes the place of Q if there is only one of them."""
+        rows_O = self.tile_dv if tile_stages > 1 else 0
+        rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
+        rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
+        return 2 * rows + score_stages * self.tile_m * sum(self.score_pitches)
+
+    @property
     def num_mma_warpgroups(self) -> int:
         """Mma warpgroups; one more is the producer's."""
         return self.tile_m // 64
@@ -49,8 +79,7 @@ class ForwardConfig(Sm90Config):
     @property
     def persistent(self) -> bool:
         """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O."""
-        rows = self.tile_m * (2 * self.tile_d + self.tile_dv) + self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * rows <= _SHARED_MEMORY
+        return self._bytes(2, self.score_stages) <= _SHARED_MEMORY
 
     @property
     def tile_stages(self) -> int:
@@ -76,14 +105,21 @@ class _ForwardTile(NamedTuple):
 
 # Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
 _FORWARD_TILES = (
+    _ForwardTile(64, Case("tensors"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
     _ForwardTile(96, Case(), 128, 128, 2),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
-    _ForwardTile(128, Case(without="left right softcap"), 192, 80, 2),
+    _ForwardTile(128, Case(without="left right softcap mask"), 192, 80, 2),
+    _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
+    _ForwardTile(128, Case("tensors"), 128, 128, 2),
     _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
+    _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
+    _ForwardTile(192, Case("tensors"), 128, 80, 2),
     _ForwardTile(192, Case(), 128, 96, 2),
+    _ForwardTile(256, Case("float32_bias"), 128, 48, 2),
+    _ForwardTile(256, Case("tensors"), 128, 64, 2),
     _ForwardTile(256, Case(), 128, 80, 2),
 )
 
@@ -232,11 +268,13 @@ class _BackwardTile(NamedTuple):
 # is told when it can be, but full ones slower.
 _BACKWARD_TILES = (
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
+    _BackwardTile(64, Case("mask bias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
+    _BackwardTile(128, Case("tensors"), 64, 16, True),
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
@@ -272,8 +310,9 @@ class BackwardClusterConfig(BackwardConfig):
 
 
 class _ClusterTile(NamedTuple):
-    """A row of the table of the backward kernel above d = 128: fields of its configuration."""
+    """A row of the table of the backward kernel above d = 128: a case, and fields of its configuration."""
 
+    case: Case
     tile_d: int
     tile_dv: int
     columns_dO: int
@@ -284,20 +323,57 @@ class _ClusterTile(NamedTuple):
 
 _CLUSTER_TILES = (
     # Multi-head latent attention. Narrow values leave registers for K and V: 7 %, as shared memory is what is busiest.
-    _ClusterTile(192, 128, 128, 192, True, (24, 184, 208, 96)),
-    _ClusterTile(192, 192, 192, 192, False, (24, 200, 192, 96)),
+    _ClusterTile(Case(without="tensors"), 192, 128, 128, 192, True, (24, 184, 208, 96)),
+    _ClusterTile(Case(), 192, 128, 128, 192, False, (24, 200, 192, 96)),  # mask and bias take registers
+    _ClusterTile(Case(), 192, 192, 192, 192, False, (24, 200, 192, 96)),
     # Shared memory has no room for two blocks of dO, and the assembler refuses products of 256 columns of 512 threads.
-    _ClusterTile(256, 256, 128, 128, False, (24, 200, 192, 96)),
+    _ClusterTile(Case(), 256, 256, 128, 128, False, (24, 200, 192, 96)),
 )
 
 
 def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
-    features = features.of_pass("backward")
+    # It reads all strides alike.
+    features = replace(features.of_pass("backward"), strided_scores=False, paired_scores=False)
     if tile_d > 128:
-        wide = next(t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
-        return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **wide._asdict())
-    tile = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
+        fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
+        tile = next(t for t in fitting if t.case.fits(features))._asdict()
+        del tile["case"]
+        return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
+    row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     features = replace(features, deterministic=True)
-    return BackwardCtaConfig(dtype, tile_d, features, tile.tile_m, tile.columns_K, tile.short_steps, tile.registers)
+    return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, row.registers)
+
+
+@dataclass(frozen=True)
+class BiasGradientConfig(Sm90Config):
+    """What the kernel of a bias's gradient is made for."""
+
+    pass_name: ClassVar[PassName] = "bias_gradient"
+
+    tile_dv: int  # columns of v
+    tile_n: int  # keys a tile
+    stats_m: int  # queries a block of lse and delta, as the backward pass leaves them
+    tile_m: ClassVar[int] = 128  # queries a tile
+
+    @property
+    def score_pitches(self) -> tuple[int, int]:
+        """As in ``ForwardConfig``."""
+        return score_pitches(self.features, self.tile_n)
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of shared memory: Q, K, dO and V, mask and bias of a tile."""
+        operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
+        return operands + self.tile_m * sum(self.score_pitches)
+
+
+def bias_gradient_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, stats_m: int
+) -> BiasGradientConfig:
+    """The configuration that serves a call."""
+    tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
+    features = features.of_pass("bias_gradient")
+    tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in (128, 64, 32))
+    return next(tile for tile in tiles if tile.bytes_shared <= _SHARED_MEMORY)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
@@ -38,12 +38,15 @@ from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
-from flash_attn_cute.kernels.common.score import LOG2_E, score_scales
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, cap, hide
+from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, apply_tensors, cap, hide
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -75,13 +78,6 @@ class _Tma(NamedTuple):
     K: RowTiles
     V: RowTiles
     O: RowTiles  # noqa: E741
-
-
-class _Scales(NamedTuple):
-    """What scores are multiplied by (``common.score``)."""
-
-    score_scale: Float32  # into tanh, with a softcap
-    scale_log2: Float32
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,7 @@ class ForwardSm90:
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
+        self.loads_scores = any(config.score_pitches)
 
     def _layouts(self) -> "_Layouts":
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
@@ -139,17 +136,20 @@ class ForwardSm90:
         c, dtype = self.config, self.dtype
         assert c.tile_dv <= c.tile_d
         elements_O = cute.cosize(layouts.sO) if c.persistent else 0
+        bytes_of_scores = c.score_stages * c.tile_m * sum(c.score_pitches)
 
         @cute.struct
         class Storage:
             tile_barriers: cute.struct.MemRange[Int64, 2 * c.tile_stages]
             k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            score_barriers: cute.struct.MemRange[Int64, 2 * c.score_stages if self.loads_scores else 0]
             tiles: cute.struct.MemRange[Int32, _TILE_FIELDS * c.tile_stages]
             sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+            scores: cute.struct.Align[cute.struct.MemRange[Uint8, bytes_of_scores], 128]
 
         return Storage
 
@@ -184,7 +184,7 @@ class ForwardSm90:
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
             O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
-        scales = _Scales(*score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap))
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = self._num_tiles(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
@@ -198,7 +198,13 @@ class ForwardSm90:
 
     @cute.kernel
     def kernel(
-        self, mmas: _Mmas, tma: _Tma, mO: cute.Tensor, mLSE: cute.Tensor, arguments: ForwardArguments, scales: _Scales
+        self,
+        mmas: _Mmas,
+        tma: _Tma,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        arguments: ForwardArguments,
+        scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
         c = self.config
@@ -211,11 +217,14 @@ class ForwardSm90:
         tile_full = storage.tile_barriers.data_ptr()
         tile_empty = tile_full + c.tile_stages
         mma_warps = 4 * self.warpgroups
+        scores = Ring(storage.score_barriers.data_ptr(), c.score_stages)
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.tile_stages):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, mma_warps)
+                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if self.loads_scores else 0))
+                if const_expr(self.loads_scores):
+                    scores.init(full=LOADING_THREADS, empty=mma_warps)
         pipe_K, pipe_V = (
             tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
             for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
@@ -232,11 +241,22 @@ class ForwardSm90:
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
+            scores=SharedScores(
+                ScoreTensors.of(c.features, arguments),
+                scores,
+                storage.scores.data_ptr(),
+                c.tile_m,
+                c.score_pitches,
+                c.features.paired_scores,
+            ),
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
                 self.producer(arguments, tma, shared)
+            if const_expr(self.loads_scores):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if warp_idx > 0:
+                    self.score_producer(shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.mma(arguments, mmas, tma.O, shared, mO, mLSE, scales)
@@ -254,7 +274,7 @@ class ForwardSm90:
         if const_expr(packed):
             batch = Int32(0)
             if work.batch >= 0:
-                k = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch)
+                k = keys_of(a, work.batch)
         else:
             k = rows_of(a.mK, None, None, batch)
         num_queries = cutlass.min(q.length - work.first_row, queries)
@@ -303,6 +323,36 @@ class ForwardSm90:
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
+    def score_producer(self, shared: "_Shared") -> None:
+        """Warps 1 to 3: load the tiles of mask and bias that go with the blocks of keys."""
+        c, thread = self.config, cute.arch.thread_idx()[0] - 32
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
+        step = Int32(0)
+        working = Boolean(True)
+        while working:
+            cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
+            working = shared.tiles[0, state.index] >= 0
+            if working:
+                tile = _Tile.read(shared.tiles[None, state.index])
+                rows = self._rows_of_scores(tile)
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    first_column = tile.blocks.nth(i) * c.tile_n
+                    num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
+                    shared.scores.load(step, rows, first_column, num_columns, thread)
+                    step += 1
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.tile_empty + state.index)
+                state.advance()
+                if const_expr(not c.persistent):
+                    working = Boolean(False)
+
+    def _rows_of_scores(self, tile: _Tile) -> RowsOfScores:
+        """A tile's rows of mask and bias."""
+        num_rows = cutlass.min(tile.q.length - tile.first_query, self.queries * self.warpgroups)
+        return RowsOfScores(tile.q, tile.batch, tile.head, tile.first_query, num_rows, self.config.group)
+
+    @cute.jit
     def _announce(self, tile: _Tile, tQ: RowTiles, shared: "_Shared", state: pipeline.PipelineState) -> None:
         """Tells the mma warpgroups of a tile, and loads its queries."""
         c = self.config
@@ -337,7 +387,7 @@ class ForwardSm90:
         shared: "_Shared",
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        scales: _Scales,
+        scales: ScoreScales,
     ) -> None:
         """An mma warpgroup: 64 queries of every tile, from their first block of keys to out and lse."""
         c = self.config
@@ -364,7 +414,7 @@ class ForwardSm90:
             acc_O=acc_O,
             rP=cute.make_rmem_tensor_like(acc_S, self.dtype),
             cS=slice_S.partition_C(cute.make_identity_tensor((64, c.tile_n))),
-            softmax=OnlineSoftmax(2, scales.scale_log2),
+            softmax=OnlineSoftmax(2, scales.log2, is_natural=c.features.bias),
             scales=scales,
             shared=shared,
             tO=tO,
@@ -448,7 +498,7 @@ class ForwardSm90:
         """
         f = self.config.features
         blocks = _Tile.read(work.shared.tiles[None, stage]).blocks
-        self._softmax_step(work, stage, blocks.nth(Int32(0)), Edges(left=f.left, right=True), True)
+        self._softmax_step(work, stage, blocks.nth(Int32(0)), Edges(left=f.left, right=True), True, v_state.count)
         for part in blocks.parts(f.left, f.right):
             for i in cutlass.range(part.first, part.end, unroll=1):
                 self._step(work, stage, blocks.nth(i), part.edges, k_state, v_state)
@@ -478,7 +528,7 @@ class ForwardSm90:
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._softmax_step(work, stage, n_block, edges, False)
+        self._softmax_step(work, stage, n_block, edges, False, v_state.count + 1)
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
@@ -514,13 +564,19 @@ class ForwardSm90:
 
     @cute.jit
     def _softmax_step(
-        self, work: "_Work", stage: Int32, n_block: Int32, edges: cutlass.Constexpr, is_first: cutlass.Constexpr
+        self,
+        work: "_Work",
+        stage: Int32,
+        n_block: Int32,
+        edges: cutlass.Constexpr,
+        is_first: cutlass.Constexpr,
+        step: Int32,
     ) -> None:
-        """Scores to weights: softcap, masks, softmax."""
+        """Scores to weights: softcap, mask and bias, edges, softmax. Steps are counted over all tiles of this CTA."""
         c = self.config
         if const_expr(c.features.softcap):
-            cap(work.acc_S, work.scales.score_scale)
-        if const_expr(edges.left or edges.right):
+            cap(work.acc_S, work.scales.tanh)
+        if const_expr(edges.left or edges.right or c.features.tensors):
             tile = _Tile.read(work.shared.tiles[None, stage])
             place = Place(
                 rows=tile.q,
@@ -531,8 +587,32 @@ class ForwardSm90:
                 first_column=n_block * c.tile_n,
                 window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
             )
-            hide(work.acc_S, work.cS, work.scales.scale_log2, place, edges, heads_a_row=c.group)
+            if const_expr(c.features.tensors):
+                self._apply_tensors(work, tile, place, step, edges)
+            if const_expr(edges.left or edges.right):
+                hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
+
+    @cute.jit
+    def _apply_tensors(self, work: "_Work", tile: _Tile, place: Place, step: Int32, edges: cutlass.Constexpr) -> None:
+        """Mask and bias, from shared memory or, if they are strided, from where they are."""
+        c, shared, coordinates = self.config, work.shared.scores, rows_and_columns(work.cS)
+        tensors = shared.tensors
+        if const_expr(self.loads_scores):
+            shared.ring.wait_full(step)  # from warps 1 to 3
+            rows = self._rows_of_scores(tile)
+            mask, bias = (
+                None if x is None else SharedElements(i, shared, step, rows, 64 * work.warpgroup, coordinates)
+                for i, x in enumerate((tensors.mask, tensors.bias))
+            )
+        else:
+            mask, bias = (
+                None if x is None else Elements(x, tensors, place, coordinates, c.group, False, edges.right)
+                for x in (tensors.mask, tensors.bias)
+            )
+        apply_tensors(work.acc_S, work.scales, mask, bias)
+        if const_expr(self.loads_scores):
+            shared.ring.release(step)  # to warps 1 to 3
 
     @cute.jit
     def epilogue(self, work: "_Work", stage: Int32) -> None:
@@ -549,7 +629,7 @@ class ForwardSm90:
         if const_expr(work.arguments.mSink is not None):
             sinks = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
-                sinks[r] = work.arguments.mSink[heads[r]].to(Float32) * LOG2_E
+                sinks[r] = work.arguments.mSink[heads[r]].to(Float32)
         work.softmax.finish(work.acc_O, lse, sinks)
         rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
         convert(work.acc_O, rO)
@@ -614,6 +694,7 @@ class _Shared:
     tile_empty: cute.Pointer
     pipe_K: pipeline.PipelineTmaAsync
     pipe_V: pipeline.PipelineTmaAsync
+    scores: SharedScores  # of mask and bias
 
 
 @dataclass(frozen=True)
@@ -632,7 +713,7 @@ class _Work:
     rP: cute.Tensor  # acc_S rounded, laid out alike
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
-    scales: _Scales
+    scales: ScoreScales
     shared: _Shared
     tO: RowTiles
     mO: cute.Tensor

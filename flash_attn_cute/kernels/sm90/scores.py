@@ -1,4 +1,4 @@
-"""Scores in a warpgroup's registers: capped and hidden in both passes, weights and their gradients in the backward one.
+"""Scores in a warpgroup's registers: capped, biased, hidden in both passes, weights and gradients in the backward one.
 
 The arithmetic is ``common.score``'s. In the forward pass rows are queries and columns keys. In the backward one rows
 are keys and columns queries, and a thread has its scores in groups of eight: two neighbouring queries of a key and of
@@ -6,16 +6,20 @@ another key, and again of the two queries that are eight further on. What belong
 delta, is asked for group by group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.common.assembly import pack, unpack
+from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
-from flash_attn_cute.kernels.common.score import capped, capped_slope, hidden, visible_columns
+from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
 
@@ -37,6 +41,96 @@ class Place:
     first_row: Int32  # the position of row 0 in its sequence
     first_column: Int32
     window: Window  # which columns a row sees
+
+
+class Elements:
+    """This thread's elements of mask or bias, for its scores (row, column) as ``rows_and_columns`` has them.
+
+    Read from global memory one by one. Behind a sequence's end stands its last element, for scores that nobody sees.
+    """
+
+    def __init__(
+        self,
+        mX: cute.Tensor,
+        tensors: ScoreTensors,
+        place: Place,
+        coordinates: cute.Tensor,
+        heads_a_row: int,
+        transposed: bool,
+        clips_columns: bool,
+    ):
+        """``transposed``: rows are keys."""
+        gX = tensors.of_sequence(mX, place.columns if transposed else place.rows, place.batch)
+        last_row, self.last_column = place.rows.length - 1, place.columns.length - 1
+        self.clips_columns = clips_columns
+        self.first_column = place.first_column + coordinates[0, 0][1]
+        self.rows = []
+        for r in range(cute.size(coordinates, mode=[0])):
+            row = cutlass.min(place.first_row + coordinates[r, 0][0] // heads_a_row, last_row)
+            head = place.head * heads_a_row + coordinates[r, 0][0] % heads_a_row
+            gR = gX[head, None, row] if transposed else gX[head, row, None]
+            self.rows.append(gR if clips_columns else cute.domain_offset((self.first_column,), gR))
+
+    def __call__(self, r: int, c: int) -> Any:
+        """The element of row r and column c."""
+        column = c // 2 * 8 + c % 2
+        if self.clips_columns:
+            return self.rows[r][cutlass.min(self.first_column + column, self.last_column)]
+        return self.rows[r][column]
+
+
+class SharedElements:
+    """The same from shared memory, rows being queries; ``first_row`` is this warpgroup's of the tile."""
+
+    def __init__(
+        self,
+        which: int,
+        shared: SharedScores,
+        step: Int32,
+        rows: RowsOfScores,
+        first_row: Int32,
+        coordinates: cute.Tensor,
+    ):
+        """``which``: the mask's (0) or the bias's (1)."""
+        self.rows = [
+            shared.row(which, step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
+            for r in range(cute.size(coordinates, mode=[0]))
+        ]
+        self.paired = shared.paired
+        self.pairs: dict[tuple[int, int], cute.Tensor] = {}
+
+    def __call__(self, r: int, c: int) -> Any:
+        """The element of row r and column c."""
+        row = self.rows[r]
+        if not self.paired:
+            return row[c // 2 * 8 + c % 2]
+        if (r, c // 2) not in self.pairs:
+            pair = cute.make_rmem_tensor(2, row.element_type)
+            cute.autovec_copy(cute.local_tile(row, (2,), (c // 2 * 4,)), pair)
+            self.pairs[r, c // 2] = pair
+        pair = self.pairs[r, c // 2]
+        if row.element_type.width == 16:
+            return unpack(cute.recast_tensor(pair, Int32)[0], c % 2, row.element_type)
+        return pair[c % 2]
+
+
+@cute.jit
+def apply_tensors(
+    acc_S: cute.Tensor,
+    scales: ScoreScales,
+    mask: cutlass.Constexpr,
+    bias: cutlass.Constexpr,
+) -> None:
+    """Adds a bias and hides what a mask does, by selection: ``Elements`` each, or None."""
+    scores, nothing = rows_and_columns(acc_S), hidden(scales.log2)
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            score = scores[r, c]
+            if const_expr(bias is not None):
+                score = fma(score, scales.bias, bias(r, c).to(Float32))
+            if const_expr(mask is not None):
+                score = cutlass.select_(mask(r, c) != 0, score, nothing)
+            scores[r, c] = score
 
 
 @cute.jit
@@ -85,8 +179,71 @@ class Scores:
     rP: cute.Tensor  # weights rounded, laid out as acc_S
     rW: cute.Tensor  # times the derivative of a softcap; rP, if there is none
     cS: cute.Tensor  # coordinates of acc_S
-    score_scale: Float32  # into tanh, with a softcap
-    scale_log2: Float32
+    scales: ScoreScales
+    tensors: ScoreTensors | None
+
+
+class Transposed(NamedTuple):
+    """This thread's elements of mask and bias where rows are keys, in registers; None without."""
+
+    mask: cute.Tensor | None  # Int32 of 32 bits each
+    bias: cute.Tensor | None  # (row, column) as ``rows_and_columns`` has them
+
+    @property
+    def sees(self) -> Callable[[int, int], Any] | None:
+        """Tells whether row r sees column c: 0 if not."""
+        if self.mask is None:
+            return None
+        bits = self.mask
+        return lambda r, c: bits[c // 16] & (1 << (2 * c + r) % 32)
+
+    @property
+    def added(self) -> Callable[[int, int], Any] | None:
+        """Tells the bias of row r and column c."""
+        if self.bias is None:
+            return None
+        bias = self.bias
+        return lambda r, c: bias[r, c]
+
+
+@cute.jit
+def read_transposed(scores: Scores, place: Place) -> Transposed:
+    """Reads them from global memory: ahead of time, as that takes long."""
+    t, coordinates = scores.tensors, rows_and_columns(scores.cS)
+    num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1])
+    # Behind a sequence's end stands its last element, for scores that nobody sees.
+    last_key, last_query = place.rows.length - 1, place.columns.length - 1
+    keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
+    first_query = place.first_column + coordinates[0, 0][1]
+    read: list[cute.Tensor | None] = []
+    for mX in (t.mask, t.bias):
+        target = None
+        if const_expr(mX is not None):
+            is_mask, size = mX is t.mask, mX.element_type.width // 8
+            target = cute.make_rmem_tensor((num_rows, num_columns), mX.element_type)
+            if const_expr(is_mask):
+                target = cute.make_rmem_tensor(num_rows * num_columns // 32, Int32)
+                target.fill(0)
+            gX = t.of_sequence(mX, place.columns, place.batch)[place.head, None, None]
+            # From query to query by addition: a product of 64 bits for each would take longer than the loads.
+            address = gX[cutlass.min(first_query, last_query), None].iterator.toint()
+            step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * (key * size) for key in keys]
+            query = first_query
+            for c in cutlass.range_constexpr(num_columns):
+                for r in cutlass.range_constexpr(num_rows):
+                    pointer = cute.make_ptr(
+                        mX.element_type, address + offsets[r], cute.AddressSpace.gmem, assumed_align=size
+                    )
+                    element = cute.make_tensor(pointer, cute.make_layout(1))[0]
+                    if const_expr(is_mask):
+                        target[c // 16] = target[c // 16] | Int32(element != 0) << (2 * c + r) % 32
+                    else:
+                        target[r, c] = element
+                distance = 1 if const_expr(c % 2 == 0) else 7
+                query += distance
+                address += cutlass.select_(query <= last_query, distance * step, Int64(0))
+        read.append(target)
+    return Transposed(*read)
 
 
 @cute.jit
@@ -96,6 +253,7 @@ def weigh(
     hides: Boolean,
     place: cutlass.Constexpr,
     lse: cutlass.Constexpr,
+    elements: Transposed | None = None,
 ) -> None:
     """Scores to weights.
 
@@ -105,20 +263,36 @@ def weigh(
         hides: whether some of the queries do not see some of the keys.
         place: tells where the scores are; asked only where that matters.
         lse: tells a group's lse, in base 2.
+        elements: of mask and bias, if there are any.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
+    scales, nothing = scores.scales, hidden(scores.scales.log2)
     if const_expr(f.softcap):
-        cap(acc_S, scores.score_scale)
+        cap(acc_S, scales.tanh)
+    if const_expr(f.tensors):
+        apply_tensors(acc_S, scales, elements.sees, None if f.softcap else elements.added)
     if hides:
         edges = Edges(left=f.right, right=f.left)
-        hide(acc_S, scores.cS, scores.scale_log2, place(), edges, hides_rows=True)
+        hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
         four = lse(i // 8)
         for j in cutlass.range_constexpr(0, 8, 2):
             x, y = acc_S[i + j], acc_S[i + j + 1]
-            low = cute.math.exp2(x * scores.scale_log2 - four[j // 4 * 2], fastmath=True)
-            high = cute.math.exp2(y * scores.scale_log2 - four[j // 4 * 2 + 1], fastmath=True)
+            s, t = x, y
+            if const_expr(f.softcap and f.bias):
+                # Not before: the derivative of the softcap takes what tanh gave. What is hidden stays so.
+                r, c = j // 2 % 2, i // 2 + j // 4 * 2
+                s, t = (
+                    fma(
+                        z,
+                        scales.bias,
+                        cutlass.select_(z != nothing, elements.added(r, c + n).to(Float32), Float32(0.0)),
+                    )
+                    for n, z in enumerate((x, y))
+                )
+            low = cute.math.exp2(s * scales.log2 - four[j // 4 * 2], fastmath=True)
+            high = cute.math.exp2(t * scales.log2 - four[j // 4 * 2 + 1], fastmath=True)
             packed_P[(i + j) // 2] = pack(low, high, dtype)
             if const_expr(f.softcap):  # x and y are infinite where the weights are 0
                 low = low * capped_slope(x) if low != 0.0 else Float32(0.0)
@@ -142,3 +316,28 @@ def differentiate(acc_dP: cute.Tensor, weights: cutlass.Constexpr, delta: cutlas
         for j in cutlass.range_constexpr(0, 8, 2):
             low, high = (unpack(pairs[j // 2], n, dtype) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
             packed[(i + j) // 2] = pack(low, high, dtype)
+
+
+@cute.jit
+def store_transposed(
+    rdS: cute.Tensor, mdBias: cute.Tensor, tensors: ScoreTensors, place: Place, cS: cute.Tensor
+) -> None:
+    """Rounded gradients of scores, whose rows are keys, to a tensor of their dtype that has an element for each.
+
+    A thread has two queries of a key, and its neighbour four lanes on those of the next key: they exchange, and each
+    stores both keys of a query.
+    """
+    coordinates, packed = rows_and_columns(cS), cute.recast_tensor(rdS, Int32)
+    is_odd = cute.arch.lane_idx() // 4 % 2
+    selector = cutlass.select_(is_odd == 0, Int32(0x5410), Int32(0x3276))
+    gX = tensors.of_sequence(mdBias, place.columns, place.batch)[place.head, None, None]
+    key, query = place.first_row + coordinates[0, 0][0] - is_odd, place.first_column + coordinates[0, 0][1] + is_odd
+    address, step = (gX[query, None].iterator + key).toint(), Int64(gX.stride[0]) * 16
+    for group in cutlass.range_constexpr(cute.size(packed) // 2):
+        for r in cutlass.range_constexpr(2):
+            own = packed[2 * group + r]
+            pair = Int32(cute.arch.prmt(own, cute.arch.shuffle_sync_bfly(own, 4), selector))
+            if query + 8 * group < place.columns.length and key + 8 * r < place.rows.length:
+                pointer = cute.make_ptr(Int32, address + 16 * r, cute.AddressSpace.gmem, assumed_align=4)
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = pair
+        address += step

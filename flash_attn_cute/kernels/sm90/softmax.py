@@ -8,6 +8,10 @@ Maxima are a fifth of a block's instructions, and those that all others wait for
 
 Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
 hold.
+
+A bias can make scores so large that their products with log2(e) are infinite, like the lowest number of their dtype,
+which many take for -inf. So with one a maximum is kept as the score is; a block that is weighed with such a maximum
+comes out infinite or NaN, and when it is weighed again the maximum is first subtracted.
 """
 
 import cutlass
@@ -15,24 +19,27 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
-from flash_attn_cute.kernels.common.score import LN2
+from flash_attn_cute.kernels.common.score import LN2, LOG2_E
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
 # A block is weighed again when the weights of a thread's part of a row sum to more. Equal scores must stay below (a
 # thread holds at most 64 a row), and weights of this size must be no trouble in float16.
 _MAX_SUM = 1024.0
+_HUGE = 2.0**126  # beyond it a product with log2(e) may be infinite
 
 
 class OnlineSoftmax:
     """The running maximum and sum of each of a thread's rows.
 
-    ``row_max`` is in base 2, of scaled scores, shared by the four neighbouring lanes that hold a row between them, and
-    -inf until the row has seen a key; ``row_sum`` is this thread's part of the sum of weights.
+    ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive). The four
+    neighbouring lanes that hold a row between them share it, and it is -inf until the row has seen a key. ``row_sum``
+    is this thread's part of the sum of weights.
     """
 
-    def __init__(self, num_rows: int, scale_log2: Float32):
+    def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool):
         self.num_rows = num_rows
         self.scale_log2 = scale_log2
+        self.is_natural = is_natural
         self.row_max = cute.make_rmem_tensor(num_rows, Float32)
         self.row_sum = cute.make_rmem_tensor(num_rows, Float32)
 
@@ -78,20 +85,25 @@ class OnlineSoftmax:
             fits = False
             if const_expr(earlier_sums is not None):
                 fits = self._of_row(earlier_sums[r] <= _MAX_SUM)
-            peak = scores[r, 0] * self.scale_log2
+            factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
+            peak = scores[r, 0] * factor
             for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
-                peak = cute.arch.fmax(peak, scores[r, c] * self.scale_log2)
+                peak = cute.arch.fmax(peak, scores[r, c] * factor)
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
             row_max = cute.arch.fmax(self.row_max[r], peak)
             row_max = self.row_max[r] if fits else row_max
             # A row that has still seen nothing gets weights of exp2(-inf - 0).
             shifts[r] = row_max if row_max != -Float32.inf else Float32(0.0)
-            corrections[r] = cute.math.exp2(self.row_max[r] - shifts[r], fastmath=True)
+            corrections[r] = cute.math.exp2(self._base_2(self.row_max[r] - shifts[r]), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._weigh(acc_S, rP, sums, shifts)
+        self._weigh(acc_S, rP, sums, shifts, self.is_natural)
         return corrections
+
+    def _base_2(self, x: Float32) -> Float32:
+        """A difference from a maximum in base 2."""
+        return x * LOG2_E if self.is_natural else x
 
     def _of_row(self, fits: Boolean) -> Boolean:
         """Whether something holds for all four lanes of a row."""
@@ -99,19 +111,36 @@ class OnlineSoftmax:
         return lanes & 0b1111 == 0b1111
 
     @cute.jit
-    def _weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, shifts: cute.Tensor) -> None:
+    def _weigh(
+        self,
+        acc_S: cute.Tensor,
+        rP: cute.Tensor,
+        sums: cute.Tensor,
+        shifts: cute.Tensor,
+        may_be_huge: cutlass.Constexpr = False,
+    ) -> None:
         """Weights exp2(score - shift) into rP and this thread's sums of them; the scores stay.
 
         By explicit fused additions: however often a row is weighed, with the same shift it gets the same weights.
         """
         packed = cute.recast_tensor(rP, Int32)
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
-        shift = [-shifts[r] for r in range(self.num_rows)]
+        shift = [shifts[r] for r in range(self.num_rows)]
+        huge = [Float32(0.0)] * self.num_rows
+        if const_expr(may_be_huge):
+            is_huge = [cute.arch.fmax(x, -x) > _HUGE for x in shift]
+            huge = [cutlass.select_(is_huge[r], shift[r], huge[r]) for r in range(self.num_rows)]
+            shift = [cutlass.select_(is_huge[r], Float32(0.0), shift[r]) for r in range(self.num_rows)]
+        shift = [-self._base_2(x) for x in shift]
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
             low, high = (
-                cute.math.exp2(fma(acc_S[2 * i + j], self.scale_log2, shift[r]), fastmath=True) for j in range(2)
+                cute.math.exp2(
+                    fma(acc_S[2 * i + j] - huge[r] if may_be_huge else acc_S[2 * i + j], self.scale_log2, shift[r]),
+                    fastmath=True,
+                )
+                for j in range(2)
             )
             packed[i] = pack(low, high, rP.element_type)
             total[r] = low + high if const_expr(i < self.num_rows) else total[r] + (low + high)
@@ -120,7 +149,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:
-        """Divides O by the sums, the weights of sinks (of each row, in base 2) included, and fills lse, natural.
+        """Divides O by the sums, the weights of sinks (of each row, natural) included, and fills lse, natural.
 
         A row that saw nothing gives 0.
         """
@@ -132,14 +161,16 @@ class OnlineSoftmax:
             peak = self.row_max[r]
             numerator = Float32(1.0)
             if const_expr(sinks is not None):
-                sink = sinks[r]
+                sink = sinks[r] if const_expr(self.is_natural) else sinks[r] * LOG2_E
                 merged = cute.arch.fmax(peak, sink)
                 merged = merged if merged != -Float32.inf else Float32(0.0)
-                numerator = cute.math.exp2(peak - merged, fastmath=True)
-                total = total * numerator + cute.math.exp2(sink - merged, fastmath=True)
+                numerator = cute.math.exp2(self._base_2(peak - merged), fastmath=True)
+                total = total * numerator + cute.math.exp2(self._base_2(sink - merged), fastmath=True)
                 peak = merged
             unseen = total == 0.0  # NaN is not: it stays visible
-            lse[r] = -Float32.inf if unseen else (peak + cute.math.log2(total, fastmath=True)) * LN2
+            log2_total = cute.math.log2(total, fastmath=True)
+            total_lse = peak + log2_total * LN2 if const_expr(self.is_natural) else (peak + log2_total) * LN2
+            lse[r] = -Float32.inf if unseen else total_lse
             factor = Float32(0.0) if unseen else numerator * cute.arch.rcp_approx(total)
             for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * factor

@@ -52,14 +52,15 @@ from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
-from flash_attn_cute.kernels.common.score import score_scales
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _THREADS = 512
@@ -174,8 +175,8 @@ class BackwardClusterSm90:
             dK=make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
             dV=make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
         )
-        scales = score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
             grid=[2 * num_key_tiles(c, a), 1, 1],
             block=[_THREADS, 1, 1],
             cluster=[2, 1, 1],
@@ -192,8 +193,7 @@ class BackwardClusterSm90:
         mdV: cute.Tensor,
         a: BackwardArguments,
         ws: Workspace,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and barriers, learns the tile, then splits into roles."""
         c = self.config
@@ -259,7 +259,7 @@ class BackwardClusterSm90:
                     self.pass_turns(a, ws, index, shared)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.score(a, ws, index, mmas, tma.dV, mdV, shared, score_scale, scale_log2)
+            self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
         elif warp_idx < 12:
             cute.arch.setmaxregister_increase(c.registers[2])
             self.differentiate(a, ws, index, mmas, tma.dK, mdK, shared)
@@ -342,8 +342,7 @@ class BackwardClusterSm90:
         store: RowTiles,
         mdV: cute.Tensor,
         shared: "_Shared",
-        score_scale: Float32,
-        scale_log2: Float32,
+        scales: ScoreScales,
     ) -> None:
         """Warpgroup 1: weights, and dV."""
         c = self.config
@@ -366,8 +365,8 @@ class BackwardClusterSm90:
             rP=rP,
             rW=cute.make_rmem_tensor_like(rP) if c.features.softcap else rP,
             cS=slice_S.partition_C(cute.make_identity_tensor((64, 64))),
-            score_scale=score_scale,
-            scale_log2=scale_log2,
+            scales=scales,
+            tensors=ScoreTensors.of(c.features, a),
         )
         rW = cute.make_tensor(cute.recast_tensor(scores.rW, Int32).iterator, cute.make_layout((4, 4)))
         for acc in acc_dV:
@@ -380,11 +379,14 @@ class BackwardClusterSm90:
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
+                m_block = tile.blocks.nth(step)
+                elements = None
+                if const_expr(c.features.tensors):
+                    elements = read_transposed(scores, tile.place(c, 0, self._first_key(tile), m_block))
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
-                m_block = tile.blocks.nth(step)
                 hides = tile.blocks.crosses_left(m_block)
-                if const_expr(c.features.left):
+                if const_expr(c.features.hides_last_queries):
                     hides = hides or tile.blocks.crosses_right(m_block)
                 weigh(
                     c,
@@ -392,6 +394,7 @@ class BackwardClusterSm90:
                     hides,
                     lambda m_block=m_block: tile.place(c, 0, self._first_key(tile), m_block),
                     lambda i, lse=lse: self._four(lse, quad, i),
+                    elements,
                 )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.p.wait_empty(step)  # warpgroup 2 has read the last weights

@@ -51,7 +51,8 @@ from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import score_scales
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm90.backward.cta_rounding import round_blocks
 from flash_attn_cute.kernels.sm90.backward.cta_shared import (
@@ -67,7 +68,7 @@ from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile, num
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, weigh
+from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_transposed, store_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -120,9 +121,9 @@ class BackwardCtaSm90:
             dK=make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
             dV=make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
         )
-        scales = score_scales(a.numbers.softmax_scale, a.numbers.softcap, c.features.softcap)
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, *scales).launch(
+        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -135,8 +136,7 @@ class BackwardCtaSm90:
         mdV: cute.Tensor,
         a: BackwardArguments,
         ws: Workspace,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
         c = self.config
@@ -197,7 +197,7 @@ class BackwardCtaSm90:
                     self.transfers.zero(a, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.mma(a, ws, mmas, shared, score_scale, scale_log2)
+            self.mma(a, ws, mmas, shared, scales)
             round_blocks(c, a, ws)
 
     @cute.jit
@@ -207,8 +207,7 @@ class BackwardCtaSm90:
         ws: Workspace,
         mmas: _Mmas,
         shared: Shared,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scales: ScoreScales,
     ) -> None:
         """An mma warpgroup: 64 keys of every tile, over all queries that see it."""
         c = self.config
@@ -244,8 +243,8 @@ class BackwardCtaSm90:
                 rP=rP,
                 rW=rdS if c.features.softcap else rP,
                 cS=slices.S.partition_C(cute.make_identity_tensor((64, c.tile_m))),
-                score_scale=score_scale,
-                scale_log2=scale_log2,
+                scales=scales,
+                tensors=ScoreTensors.of(c.features, a),
             ),
             acc_dP=acc_dP,
             acc_dV=cute.make_rmem_tensor(slices.dV.partition_shape_C((64, c.tile_d)), Float32),
@@ -352,12 +351,17 @@ class BackwardCtaSm90:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
-        gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
+        elements = None
+        if const_expr(self.config.features.tensors):
+            # In the registers that dP would have.
+            elements = read_transposed(work.scores, self._place(work, walk, nth, m_block))
+        else:
+            gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
-        warpgroup.wait_group(1)  # the scores are there
+        warpgroup.wait_group(0 if self.config.features.tensors else 1)  # the scores are there
         hides = blocks.position_crosses_left(n)
-        if const_expr(self.config.features.left):
+        if const_expr(self.config.features.hides_last_queries):
             again = work.shared.tile_again(self.config, work.arguments, walk)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(
@@ -366,7 +370,10 @@ class BackwardCtaSm90:
             hides,
             lambda: self._place(work, walk, nth, m_block),
             lambda i: self._stats(work, 0, stage, i),
+            elements,
         )
+        if const_expr(self.config.features.tensors):
+            gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         self._read_stats(work, 1, stage)
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
@@ -379,6 +386,9 @@ class BackwardCtaSm90:
             lambda i: self._stats(work, 1, stage, i),
             work.rdS,
         )
+        if const_expr(self.config.features.dbias):
+            tensors, cS = work.scores.tensors, work.scores.cS
+            store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, walk, nth, m_block), cS)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         write(work.rdS, work.mmas.S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)

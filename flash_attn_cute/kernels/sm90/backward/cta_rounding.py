@@ -12,8 +12,8 @@ from cutlass import Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Window
-from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
+from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
@@ -66,5 +66,5 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
 @cute.jit
 def _num_adding(c: cutlass.Constexpr, a: BackwardArguments, work: tiles.WorkTile, q_length: Int32) -> Int32:
     """How many tiles add to a block."""
-    k_length = rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, work.batch).length
+    k_length = keys_of(a, work.batch).length if const_expr(c.features.packed) else a.mK.shape[1]
     return key_tiles_of(c, work.first_row, k_length, Window.of(c.features, a, q_length, k_length)).num

@@ -26,6 +26,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.score_tensors import known_keys
 from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.scores import Place
@@ -149,7 +150,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     if const_expr(f.packed):
         batch, block, q, first_block = 0, work.block, SeqRows(Int32(0), Int32(0), Int32(0)), Int32(0)
         if work.batch >= 0:
-            q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
+            q, k = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch), known_keys(a, k)
             first_block = packed_block(q.start, work.batch, c.tile_m)
     else:
         entries = a.mK.shape[0]
@@ -177,7 +178,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
             start=blocks.start,
             # Keys behind the sequence are hidden in every block.
             full_start=blocks.full_start if num_keys == c.tile_n else blocks.stop,
-            full_stop=blocks.full_stop if const_expr(f.left) else blocks.stop,  # queries behind have no weight
+            full_stop=blocks.full_stop if const_expr(f.hides_last_queries) else blocks.stop,
             stop=cutlass.max(blocks.stop, blocks.start),
             direction=direction,
         ),

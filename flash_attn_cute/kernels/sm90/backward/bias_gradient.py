@@ -1,0 +1,442 @@
+"""The gradient of a bias on Hopper, by a kernel of its own behind the backward pass: any broadcast shape, no atomics.
+
+A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of (the
+batch entries, heads, queries or keys over which the bias was broadcast), computes their gradients once more, from the
+lse and delta that the backward pass has left, sums them in registers and writes the tile once. So the sums are in
+float32, rounded once, and the same to the bit from run to run; memory is that of the result.
+
+Roles:
+    warpgroup 0         warp 0, producer: by TMA Q and K, then dO and V, of one piece after the other: a tile of scores.
+                        Warps 1 to 3 copy its mask and bias, unless these are strided.
+    warpgroups 1, 2     mma, 64 queries each.
+
+Pipelines (``Ring`` of one stage; who fills -> who empties):
+    qk, dov    warp 0 and the bytes -> one arrival an mma warp. While one pair is multiplied, the other one is loaded.
+    scores     one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
+
+A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
+skipped by producer and mma warpgroups alike.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted
+from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
+from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, apply_tensors, cap, hide
+from flash_attn_cute.kernels.sm90.shared import swizzled
+
+_WARPGROUPS = 2  # of mma
+_THREADS = 128 * (_WARPGROUPS + 1)
+_BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
+
+
+class _Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    K: RowTiles
+    dO: RowTiles
+    V: RowTiles
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tile of scores."""
+
+    head: Int32
+    batch: Int32 | int  # 0 if packed
+    q: SeqRows
+    k: SeqRows
+    first_query: Int32
+    first_key: Int32
+    first_block: Int32  # of its sequence, in the workspace
+    window: Window
+    seen: Boolean  # by some query
+    hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
+
+
+class BiasGradientSm90:
+    """The kernel of one configuration."""
+
+    def __init__(self, config: BiasGradientConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, a, dtype, packed = self.config, arguments, self.dtype, self.config.features.packed
+        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        k_major = OperandMajorMode.K
+        mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma = _Tma(
+            *(
+                make_row_tiles(load, x, swizzled(dtype, columns, (rows, columns)), (rows, columns), packed)
+                for x, rows, columns in (
+                    (mQ, c.tile_m, c.tile_d),
+                    (mK, c.tile_n, c.tile_d),
+                    (mdO, c.tile_m, c.tile_dv),
+                    (mV, c.tile_n, c.tile_dv),
+                )
+            )
+        )
+        elements = (c.tile_m + c.tile_n) * (c.tile_d + c.tile_dv)
+
+        @cute.struct
+        class Storage:
+            qk_barriers: cute.struct.MemRange[Int64, 2]
+            dov_barriers: cute.struct.MemRange[Int64, 2]
+            score_barriers: cute.struct.MemRange[Int64, 2]
+            sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
+            operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
+            scores: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * sum(c.score_pitches)], 128]
+
+        self.Storage = Storage
+        numbers = a.numbers
+        stats = cute.make_tensor(
+            cute.make_ptr(Float32, a.mWorkspace.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout(
+                (2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m),
+                stride=(
+                    Int64(numbers.num_m_blocks) * a.mQ.shape[-2] * c.stats_m,
+                    Int64(numbers.num_m_blocks) * c.stats_m,
+                    c.stats_m,
+                    1,
+                ),
+            ),
+        )
+        scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
+        positions, heads, blocks = self._owners(a)
+        self.kernel(mma, tma, a, stats, scales).launch(
+            grid=[positions * heads * blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def _positions(self, a: BiasGradientArguments) -> Int32:
+        """Tiles of queries of a head."""
+        return tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
+
+    @cute.jit
+    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32]:
+        """Tiles of the gradient: over batch and queries, over heads, over keys."""
+        n, positions = a.numbers, self._positions(a)
+        if const_expr(self.config.features.packed):
+            positions = Int32(1) if n.sums_queries > 0 else positions
+        else:
+            entries, rows = a.mQ.shape[0], cute.ceil_div(a.mQ.shape[1], self.config.tile_m)
+            positions = Int32(1) if n.sums_batch > 0 else entries
+            positions = positions if n.sums_queries > 0 else positions * rows
+        return positions, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], self.config.tile_n)
+
+    @cute.jit
+    def _num_pieces(self, a: BiasGradientArguments) -> Int32:
+        """Pieces that a tile is the sum of."""
+        positions, heads, _ = self._owners(a)
+        blocks_k = cute.ceil_div(self._keys(a), self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
+        return self._positions(a) // positions * (a.mQ.shape[-2] // heads) * blocks_k
+
+    def _keys(self, a: BiasGradientArguments) -> Int32:
+        """As many as a sequence can have."""
+        return a.mBias.shape[3]
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        tma: _Tma,
+        a: BiasGradientArguments,
+        mStats: cute.Tensor,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared memory and barriers, then splits into roles."""
+        c, dtype = self.config, self.dtype
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        qk, dov = Ring(storage.qk_barriers.data_ptr(), 1), Ring(storage.dov_barriers.data_ptr(), 1)
+        scores = SharedScores(
+            ScoreTensors.of(c.features, a),
+            Ring(storage.score_barriers.data_ptr(), 1),
+            storage.scores.data_ptr(),
+            c.tile_m,
+            c.score_pitches,
+            c.features.paired_scores,
+        )
+        if warp_idx == 0:
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
+            with cute.arch.elect_one():
+                for ring in (qk, dov):
+                    ring.init(full=1, empty=4 * _WARPGROUPS)
+                scores.ring.init(full=LOADING_THREADS, empty=4 * _WARPGROUPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        operands, place = [], storage.operands.data_ptr()
+        for rows, columns in ((c.tile_m, c.tile_d), (c.tile_n, c.tile_d), (c.tile_m, c.tile_dv), (c.tile_n, c.tile_dv)):
+            layout = swizzled(dtype, columns, (rows, columns))
+            operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer))
+            place = place + rows * columns
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(24)
+            if warp_idx == 0:
+                self.producer(a, tma, operands, qk, dov)
+            elif const_expr(any(c.score_pitches)):
+                self.score_producer(a, scores)
+        else:
+            cute.arch.setmaxregister_increase(240)
+            sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
+            self.mma(a, mma, mStats, scales, operands, qk, dov, scores, sums)
+
+    @cute.jit
+    def _piece(self, a: BiasGradientArguments, i: Int32) -> tuple[_Piece, Int32, Int32]:
+        """The i-th piece of this CTA's tile; and its sequence's entry of the gradient, and its first row there."""
+        c, f, n = self.config, self.config.features, a.numbers
+        owner, _, _ = cute.arch.block_idx()
+        _, heads, blocks = self._owners(a)
+        heads_in = a.mQ.shape[-2] // heads
+        blocks_in = cute.ceil_div(self._keys(a), c.tile_n) if n.sums_keys > 0 else Int32(1)
+        n_block = owner % blocks + i % blocks_in
+        head = owner // blocks % heads + i // blocks_in % heads_in
+        owned, nth = owner // (blocks * heads), i // (blocks_in * heads_in)
+        batch, first_block = 0, Int32(0)
+        if const_expr(f.packed):
+            order = tiles.Order(last_first=False)
+            work, q = tiles.row_tile(owned + nth, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
+            k, length = SeqRows(Int32(0), Int32(0), Int32(0)), Int32(0)
+            if work.batch >= 0:
+                k = keys_of(a, work.batch)
+                first_block = packed_block(q.start, work.batch, c.stats_m)
+                length = q.length
+            q, first_query = SeqRows(q.start, length, q.slot), work.first_row
+        else:
+            rows = cute.ceil_div(a.mQ.shape[1], c.tile_m)
+            rows_in = rows if n.sums_queries > 0 else Int32(1)
+            rows_out = Int32(1) if n.sums_queries > 0 else rows
+            batch = owned // rows_out + nth // rows_in
+            first_query = (owned % rows_out + nth % rows_in) * c.tile_m
+            q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
+            first_block = batch * cute.ceil_div(q.length, c.stats_m)
+        window = Window.of(f, a, q.length, k.length)
+        num_queries = cutlass.min(q.length - first_query, c.tile_m)
+        seen = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
+        return _Piece(
+            head=head,
+            batch=batch,
+            q=q,
+            k=k,
+            first_query=first_query,
+            first_key=n_block * c.tile_n,
+            first_block=first_block,
+            window=window,
+            seen=num_queries > 0 and n_block >= seen.start and n_block < seen.stop,
+            hides=num_queries < c.tile_m or seen.crosses_left(n_block) or seen.crosses_right(n_block),
+        )
+
+    @cute.jit
+    def producer(self, a: BiasGradientArguments, tma: _Tma, operands: list[cute.Tensor], qk: Ring, dov: Ring) -> None:
+        """Warp 0: loads what the mma warpgroups multiply."""
+        c = self.config
+        group = a.mQ.shape[-2] // a.mK.shape[-2]
+        step = Int32(0)
+        for i in cutlass.range(self._num_pieces(a), unroll=1):
+            p = self._piece(a, i)
+            if p.seen:
+                start = p.q.start + p.first_query
+                stop = p.q.start + cutlass.min(p.first_query + c.tile_m, p.q.length)
+                start_k = p.k.start + p.first_key
+                stop_k = p.k.start + cutlass.min(p.first_key + c.tile_n, p.k.length)
+                for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
+                    ring.wait_empty(step)  # from the mma warps: these operands are read no more
+                    with cute.arch.elect_one():
+                        num_bytes = 2 * (c.tile_m + c.tile_n) * columns
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+                    rows, keys = tma[2 * j], tma[2 * j + 1]
+                    rows.load(rows.at(start, stop, p.head, p.batch), operands[2 * j], ring.full(step))
+                    keys.load(keys.at(start_k, stop_k, p.head // group, p.batch), operands[2 * j + 1], ring.full(step))
+                step += 1
+
+    @cute.jit
+    def score_producer(self, a: BiasGradientArguments, shared: SharedScores) -> None:
+        """Warps 1 to 3: mask and bias of one piece after the other."""
+        c, thread = self.config, cute.arch.thread_idx()[0] - 32
+        step = Int32(0)
+        for i in cutlass.range(self._num_pieces(a), unroll=1):
+            p = self._piece(a, i)
+            if p.seen:
+                num_columns = cutlass.min(p.k.length - p.first_key, c.tile_n)
+                shared.load(step, self._rows(p), p.first_key, num_columns, thread)
+                step += 1
+
+    def _rows(self, p: _Piece) -> RowsOfScores:
+        """A piece's rows of mask and bias."""
+        num_rows = cutlass.min(p.q.length - p.first_query, self.config.tile_m)
+        return RowsOfScores(p.q, p.batch, p.head, p.first_query, num_rows, 1)
+
+    @cute.jit
+    def mma(
+        self,
+        a: BiasGradientArguments,
+        mma: cute.TiledMma,
+        mStats: cute.Tensor,
+        scales: ScoreScales,
+        operands: list[cute.Tensor],
+        qk: Ring,
+        dov: Ring,
+        shared: SharedScores,
+        sums: cute.Tensor,
+    ) -> None:
+        """An mma warpgroup: 64 queries of every piece."""
+        c, f = self.config, self.config.features
+        thread = cute.arch.thread_idx()[0] % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        whole, own = mma.get_slice(0), mma.get_slice(thread)
+        tQ, tK, tdO, tV = (
+            mma.make_fragment_A(whole.partition_A(cute.local_tile(x, (64, columns), (w, 0))))
+            if i % 2 == 0
+            else mma.make_fragment_B(whole.partition_B(x))
+            for i, (x, columns) in enumerate(zip(operands, (c.tile_d, c.tile_d, c.tile_dv, c.tile_dv), strict=True))
+        )
+        acc_S = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
+        acc_dP, acc_dB = cute.make_rmem_tensor_like(acc_S), cute.make_rmem_tensor_like(acc_S)
+        cS = own.partition_C(cute.make_identity_tensor((64, c.tile_n)))
+        coordinates, tensors = rows_and_columns(cS), ScoreTensors.of(f, a)
+        acc_dB.fill(0.0)
+        step = Int32(0)
+        for i in cutlass.range(self._num_pieces(a), unroll=1):
+            p = self._piece(a, i)
+            if p.seen:
+                place = Place(
+                    rows=p.q,
+                    columns=p.k,
+                    head=p.head,
+                    batch=p.batch,
+                    first_row=p.first_query + 64 * w,
+                    first_column=p.first_key,
+                    window=p.window,
+                )
+                qk.wait_full(step)  # from warp 0
+                gemm(mma, acc_S, tQ, tK, True)
+                dov.wait_full(step)  # from warp 0
+                gemm(mma, acc_dP, tdO, tV, True)
+                warpgroup.wait_group(1)
+                qk.release(step)  # to warp 0
+                if const_expr(f.softcap):
+                    cap(acc_S, scales.tanh)
+                if const_expr(any(c.score_pitches)):
+                    shared.ring.wait_full(step)  # from warps 1 to 3
+                    mask, bias = (
+                        None if x is None else SharedElements(j, shared, step, self._rows(p), 64 * w, coordinates)
+                        for j, x in enumerate((tensors.mask, tensors.bias))
+                    )
+                else:
+                    mask, bias = (
+                        None if x is None else Elements(x, tensors, place, coordinates, 1, False, True)
+                        for x in (tensors.mask, tensors.bias)
+                    )
+                apply_tensors(acc_S, scales, mask, bias)
+                if const_expr(any(c.score_pitches)):
+                    shared.ring.release(step)  # to warps 1 to 3
+                if p.hides:
+                    hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
+                warpgroup.wait_group(0)
+                dov.release(step)  # to warp 0
+                self._add(acc_S, acc_dP, acc_dB, mStats, p, place.first_row, coordinates, scales)
+                step += 1
+        self._write(a, acc_dB, coordinates, w, sums)
+
+    @cute.jit
+    def _add(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        acc_dB: cute.Tensor,
+        mStats: cute.Tensor,
+        p: _Piece,
+        first_row: Int32,
+        coordinates: cute.Tensor,
+        scales: ScoreScales,
+    ) -> None:
+        """Adds the gradients of a piece's scores."""
+        scores, grads, total = (rows_and_columns(x) for x in (acc_S, acc_dP, acc_dB))
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            # Of rows behind the sequence those of its last one: their scores are hidden.
+            row = cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1)
+            block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
+            lse, delta = (mStats[which, p.head, block, within] for which in range(2))
+            for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                weight = cute.math.exp2(scores[r, i] * scales.log2 - lse, fastmath=True)
+                # Padding may have put NaN into gradients of weights that are none.
+                gradient = cutlass.select_(weight != 0.0, weight * (grads[r, i] - delta), Float32(0.0))
+                total[r, i] = total[r, i] + gradient
+
+    @cute.jit
+    def _write(
+        self, a: BiasGradientArguments, acc_dB: cute.Tensor, coordinates: cute.Tensor, w: Int32, sums: cute.Tensor
+    ) -> None:
+        """The tile, summed over its queries or keys if the bias was broadcast over them."""
+        c, n, mdBias = self.config, a.numbers, a.mdBias
+        total = rows_and_columns(acc_dB)
+        num_rows, num_columns = cute.size(total, mode=[0]), cute.size(total, mode=[1])
+        p = self._piece(a, Int32(0))
+        lane = cute.arch.lane_idx()
+        if n.sums_keys > 0:
+            for r in cutlass.range_constexpr(num_rows):
+                row_sum = total[r, 0]
+                for i in cutlass.range_constexpr(1, num_columns):
+                    row_sum += total[r, i]
+                    total[r, i] = Float32(0.0)
+                for j in cutlass.range_constexpr(2):
+                    row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << j)
+                total[r, 0] = row_sum if lane % 4 == 0 else Float32(0.0)
+        entry, first_row, last_row = p.batch, p.first_query, p.q.slot
+        if const_expr(c.features.packed):
+            entry = p.q.start // n.rows_a_slot
+            offset = p.q.start - entry * n.rows_a_slot
+            first_row, last_row = first_row + offset, last_row + offset
+        head = cute.arch.block_idx()[0] // cute.ceil_div(mdBias.shape[3], c.tile_n) % mdBias.shape[1]
+        first_column = p.first_key + coordinates[0, 0][1]
+        if n.sums_queries > 0:
+            entry = entry if n.sums_batch == 0 else Int32(0)
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+            for i in cutlass.range_constexpr(num_columns):
+                column_sum = total[0, i]
+                for r in cutlass.range_constexpr(1, num_rows):
+                    column_sum += total[r, i]
+                for j in cutlass.range_constexpr(2, 5):
+                    column_sum += cute.arch.shuffle_sync_bfly(column_sum, 1 << j)
+                if lane < 4:
+                    sums[coordinates[0, 0][1] + (i // 2 * 8 + i % 2), warp] = column_sum
+            cute.arch.barrier(barrier_id=_BARRIER_SUMS, number_of_threads=128 * _WARPGROUPS)
+            column = cute.arch.thread_idx()[0] - 128
+            if column < c.tile_n and p.first_key + column < mdBias.shape[3]:
+                column_sum = sums[column, 0]
+                for j in cutlass.range_constexpr(1, 4 * _WARPGROUPS):
+                    column_sum += sums[column, j]
+                mdBias[entry, head, 0, p.first_key + column] = column_sum.to(mdBias.element_type)
+        else:
+            entry = entry if n.sums_batch == 0 else Int32(0)
+            for r in cutlass.range_constexpr(num_rows):
+                row = first_row + 64 * w + coordinates[r, 0][0]
+                if row < last_row:
+                    gR = mdBias[entry, head, row, None]
+                    for i in cutlass.range_constexpr(num_columns):
+                        column = first_column + (i // 2 * 8 + i % 2)
+                        if column < mdBias.shape[3]:
+                            gR[column] = total[r, i].to(mdBias.element_type)
