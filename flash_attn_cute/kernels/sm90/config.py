@@ -88,8 +88,9 @@ class ForwardConfig(Sm90Config):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers a thread of the producer warpgroup and of the others; 512 in sum over the warpgroups."""
-        return {2: (24, 240), 3: (32, 160)}[self.num_mma_warpgroups]
+        """Registers a thread of the producer warpgroup and of the others; at most 512 in sum over the warpgroups."""
+        of_two = (40, 232) if any(self.score_pitches) else (24, 240)  # who loads mask and bias has addresses to compute
+        return of_two if self.num_mma_warpgroups == 2 else (32, 160)
 
 
 class _ForwardTile(NamedTuple):
@@ -105,6 +106,7 @@ class _ForwardTile(NamedTuple):
 
 # Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
 _FORWARD_TILES = (
+    _ForwardTile(64, Case("strided_scores"), 128, 96, 2),  # 192 queries spill
     _ForwardTile(64, Case("tensors"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
