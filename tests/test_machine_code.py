@@ -15,8 +15,10 @@ from flash_attn_cute.kernels.sm90.config import (
     BackwardClusterConfig,
     BackwardConfig,
     BackwardCtaConfig,
+    BiasGradientConfig,
     ForwardConfig,
     backward_config,
+    bias_gradient_config,
     forward_config,
 )
 
@@ -35,6 +37,10 @@ CONFIGS = {
     "d192-dv128": config(192, 128, right=True),
     "float16": config(128, dtype="float16"),
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
+    **{f"d{d}-bias": config(d, bias=True, paired_scores=True) for d in HEAD_DIMS},
+    "d128-mask-causal": config(128, mask=True, right=True),
+    "d64-bias-mask-everything": config(64, mask=True, bias=True, float32_bias=True, **EVERYTHING),
+    "d128-strided-bias": config(128, bias=True, strided_scores=True, packed=True),
 }
 
 
@@ -62,7 +68,8 @@ def machine_code(chosen: Any, folder: Path) -> dict[str, list[str]]:
 
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    found = re.search(r"[a-z](Forward|BackwardCta|BackwardCluster|Preprocess|Postprocess)(?:Sm90)?_obj", function)
+    names = "Forward|BackwardCta|BackwardCluster|BiasGradient|Preprocess|Postprocess"
+    found = re.search(rf"[a-z]({names})(?:Sm90)?_obj", function)
     assert found, function[:200]
     return found[1]
 
@@ -111,6 +118,9 @@ BACKWARD_CONFIGS = {
     "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
     "d192-dv64-packed": backward(192, 64, packed=True),
     "d256-everything-unordered": backward(256, **BACKWARD_EVERYTHING | {"deterministic": False}),
+    **{f"d{d}-bias": backward(d, bias=True) for d in HEAD_DIMS},
+    **{f"d{d}-mask-packed-causal": backward(d, mask=True, packed=True, right=True) for d in (64, 128)},
+    "d128-dbias": backward(128, bias=True, dbias=True),
 }
 OF_CTAS, OF_CLUSTERS = (
     {name: c for name, c in BACKWARD_CONFIGS.items() if isinstance(c, kind)}
@@ -160,6 +170,23 @@ def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path
     check_before_and_after(
         kernels, zeroes=not chosen.features.deterministic, num_after=3 if chosen.features.grouped else 1
     )
+
+
+BIAS_GRADIENT_CONFIGS = {
+    **{f"d{d}": bias_gradient_config("bfloat16", d, d, Features(bias=True), stats_m=64) for d in HEAD_DIMS},
+    "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_scores=True), stats_m=64),
+    "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True), stats_m=64),
+}
+
+
+@pytest.mark.parametrize("chosen", BIAS_GRADIENT_CONFIGS.values(), ids=BIAS_GRADIENT_CONFIGS)
+def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> None:
+    """No spills, two products, operands by TMA, mask and bias past the registers, and nothing is added in memory."""
+    (sass,) = machine_code(chosen, tmp_path)["BiasGradient"]
+    assert len(re.findall(r"\bHGMMA\b", sass)) == (chosen.tile_d + chosen.tile_dv) // 16
+    assert "UTMALDG" in sass
+    assert ("LDGSTS" in sass) == any(chosen.score_pitches)
+    assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
 
 
 def check_before_and_after(kernels: dict[str, list[str]], *, zeroes: bool, num_after: int) -> None:

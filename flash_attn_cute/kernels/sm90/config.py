@@ -106,20 +106,24 @@ class _ForwardTile(NamedTuple):
 
 # Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
 _FORWARD_TILES = (
-    _ForwardTile(64, Case("strided_scores"), 128, 96, 2),  # 192 queries spill
+    _ForwardTile(64, Case("strided_scores"), 128, 80, 2),  # larger ones spill, here and below
     _ForwardTile(64, Case("tensors"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
+    _ForwardTile(96, Case("strided_scores"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
     _ForwardTile(128, Case(without="left right softcap mask"), 192, 80, 2),
+    _ForwardTile(128, Case("strided_scores"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
     _ForwardTile(128, Case("tensors"), 128, 128, 2),
     _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
+    _ForwardTile(192, Case("strided_scores"), 128, 48, 2),
     _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
     _ForwardTile(192, Case("tensors"), 128, 80, 2),
     _ForwardTile(192, Case(), 128, 96, 2),
+    _ForwardTile(256, Case("strided_scores"), 128, 48, 2),
     _ForwardTile(256, Case("float32_bias"), 128, 48, 2),
     _ForwardTile(256, Case("tensors"), 128, 64, 2),
     _ForwardTile(256, Case(), 128, 80, 2),
@@ -294,6 +298,11 @@ class BackwardClusterConfig(BackwardConfig):
     columns_dK: int  # in a product
     keys_in_registers: bool  # K and V are read from shared memory once, not for every block of queries
     registers: tuple[int, int, int, int]  # a thread of each warpgroup; 512 in sum
+
+    @property
+    def parts_of_scores(self) -> int:
+        """Parts in which mask and bias of a step are read, where registers do not suffice for all of them."""
+        return 4 if self.tile_d == 256 and not self.features.softcap else 1
 
     @property
     def parts_dO(self) -> int:

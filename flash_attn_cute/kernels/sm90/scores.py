@@ -120,11 +120,13 @@ def apply_tensors(
     scales: ScoreScales,
     mask: cutlass.Constexpr,
     bias: cutlass.Constexpr,
+    columns: cutlass.Constexpr = None,
 ) -> None:
-    """Adds a bias and hides what a mask does, by selection: ``Elements`` each, or None."""
+    """Adds a bias and hides what a mask does, by selection: ``Elements`` each, or None; in all columns or some."""
     scores, nothing = rows_and_columns(acc_S), hidden(scales.log2)
+    chosen = range(cute.size(scores, mode=[1])) if const_expr(columns is None) else columns
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for c in cutlass.range_constexpr(chosen.start, chosen.stop):
             score = scores[r, c]
             if const_expr(bias is not None):
                 score = fma(score, scales.bias, bias(r, c).to(Float32))
@@ -184,37 +186,44 @@ class Scores:
 
 
 class Transposed(NamedTuple):
-    """This thread's elements of mask and bias where rows are keys, in registers; None without."""
+    """This thread's elements of mask and bias where rows are keys, in registers; None without.
+
+    Of some of the columns, as ``rows_and_columns`` has them.
+    """
 
     mask: cute.Tensor | None  # Int32 of 32 bits each
-    bias: cute.Tensor | None  # (row, column) as ``rows_and_columns`` has them
+    bias: cute.Tensor | None  # (row, column)
+    columns: range
 
     @property
     def sees(self) -> Callable[[int, int], Any] | None:
         """Tells whether row r sees column c: 0 if not."""
         if self.mask is None:
             return None
-        bits = self.mask
-        return lambda r, c: bits[c // 16] & (1 << (2 * c + r) % 32)
+        bits, first = self.mask, self.columns.start
+        return lambda r, c: bits[(c - first) // 16] & (1 << (2 * (c - first) + r) % 32)
 
     @property
     def added(self) -> Callable[[int, int], Any] | None:
         """Tells the bias of row r and column c."""
         if self.bias is None:
             return None
-        bias = self.bias
-        return lambda r, c: bias[r, c]
+        bias, first = self.bias, self.columns.start
+        return lambda r, c: bias[r, c - first]
 
 
 @cute.jit
-def read_transposed(scores: Scores, place: Place) -> Transposed:
-    """Reads them from global memory: ahead of time, as that takes long."""
+def read_transposed(
+    scores: Scores, place: Place, part: cutlass.Constexpr = 0, parts: cutlass.Constexpr = 1
+) -> Transposed:
+    """Reads them from global memory, of all columns or of one of some parts: ahead of time, as that takes long."""
     t, coordinates = scores.tensors, rows_and_columns(scores.cS)
-    num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1])
+    num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
+    columns = range(part * num_columns, (part + 1) * num_columns)
     # Behind a sequence's end stands its last element, for scores that nobody sees.
     last_key, last_query = place.rows.length - 1, place.columns.length - 1
     keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
-    first_query = place.first_column + coordinates[0, 0][1]
+    first_query = place.first_column + coordinates[0, 0][1] + 4 * columns.start
     read: list[cute.Tensor | None] = []
     for mX in (t.mask, t.bias):
         target = None
@@ -222,12 +231,12 @@ def read_transposed(scores: Scores, place: Place) -> Transposed:
             is_mask, size = mX is t.mask, mX.element_type.width // 8
             target = cute.make_rmem_tensor((num_rows, num_columns), mX.element_type)
             if const_expr(is_mask):
-                target = cute.make_rmem_tensor(num_rows * num_columns // 32, Int32)
+                target = cute.make_rmem_tensor(-(-num_rows * num_columns // 32), Int32)
                 target.fill(0)
             gX = t.of_sequence(mX, place.columns, place.batch)[place.head, None, None]
             # From query to query by addition: a product of 64 bits for each would take longer than the loads.
             address = gX[cutlass.min(first_query, last_query), None].iterator.toint()
-            step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * (key * size) for key in keys]
+            step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * size * key for key in keys]
             query = first_query
             for c in cutlass.range_constexpr(num_columns):
                 for r in cutlass.range_constexpr(num_rows):
@@ -243,7 +252,7 @@ def read_transposed(scores: Scores, place: Place) -> Transposed:
                 query += distance
                 address += cutlass.select_(query <= last_query, distance * step, Int64(0))
         read.append(target)
-    return Transposed(*read)
+    return Transposed(*read, columns)
 
 
 @cute.jit
@@ -253,7 +262,7 @@ def weigh(
     hides: Boolean,
     place: cutlass.Constexpr,
     lse: cutlass.Constexpr,
-    elements: Transposed | None = None,
+    elements: cutlass.Constexpr = (),
 ) -> None:
     """Scores to weights.
 
@@ -263,14 +272,20 @@ def weigh(
         hides: whether some of the queries do not see some of the keys.
         place: tells where the scores are; asked only where that matters.
         lse: tells a group's lse, in base 2.
-        elements: of mask and bias, if there are any.
+        elements: of mask and bias, ``Transposed``, or what reads it when those before it are not needed any more.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     scales, nothing = scores.scales, hidden(scores.scales.log2)
     if const_expr(f.softcap):
         cap(acc_S, scales.tanh)
     if const_expr(f.tensors):
-        apply_tensors(acc_S, scales, elements.sees, None if f.softcap else elements.added)
+        for given in elements:
+            if const_expr(callable(given)):
+                cute.arch.sync_warp()  # or the compiler reads all parts ahead, and spills
+                part = given()
+            else:
+                part = given
+            apply_tensors(acc_S, scales, part.sees, None if f.softcap else part.added, part.columns)
     if hides:
         edges = Edges(left=f.right, right=f.left)
         hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
@@ -287,7 +302,7 @@ def weigh(
                     fma(
                         z,
                         scales.bias,
-                        cutlass.select_(z != nothing, elements.added(r, c + n).to(Float32), Float32(0.0)),
+                        cutlass.select_(z != nothing, elements[0].added(r, c + n).to(Float32), Float32(0.0)),
                     )
                     for n, z in enumerate((x, y))
                 )

@@ -194,13 +194,13 @@ class BiasGradientSm90:
             operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer))
             place = place + rows * columns
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
                 self.producer(a, tma, operands, qk, dov)
             elif const_expr(any(c.score_pitches)):
                 self.score_producer(a, scores)
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
             self.mma(a, mma, mStats, scales, operands, qk, dov, scores, sums)
 

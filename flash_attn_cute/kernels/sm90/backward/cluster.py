@@ -39,7 +39,8 @@ and how they are ordered, is ``workspace``'s business.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -60,7 +61,7 @@ from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_k
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_transposed, weigh
+from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _THREADS = 512
@@ -380,9 +381,9 @@ class BackwardClusterSm90:
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 m_block = tile.blocks.nth(step)
-                elements = None
+                elements: tuple[Any, ...] = ()
                 if const_expr(c.features.tensors):
-                    elements = read_transposed(scores, tile.place(c, 0, self._first_key(tile), m_block))
+                    elements = self._read_elements(scores, tile.place(c, 0, self._first_key(tile), m_block))
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
                 hides = tile.blocks.crosses_left(m_block)
@@ -432,6 +433,13 @@ class BackwardClusterSm90:
             tiled_copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
             from_shared = tiled_copy.get_slice(thread)
             cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(operand))
+
+    def _read_elements(self, scores: Scores, place: Place) -> tuple[Any, ...]:
+        """Those of mask and bias: now, as it takes long, or part by part when there are registers for them."""
+        parts = self.config.parts_of_scores
+        if parts == 1:
+            return (read_transposed(scores, place),)
+        return tuple(partial(read_transposed, scores, place, part, parts) for part in range(parts))
 
     def _first_key(self, tile: KeyTile) -> Int32:
         """This CTA's; its rank is read again, which is seldom, rather than kept in a register."""

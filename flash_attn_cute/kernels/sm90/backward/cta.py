@@ -68,7 +68,15 @@ from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile, num
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_transposed, store_transposed, weigh
+from flash_attn_cute.kernels.sm90.scores import (
+    Place,
+    Scores,
+    Transposed,
+    differentiate,
+    read_transposed,
+    store_transposed,
+    weigh,
+)
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -351,10 +359,10 @@ class BackwardCtaSm90:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
-        elements = None
+        elements: tuple[Transposed, ...] = ()
         if const_expr(self.config.features.tensors):
             # In the registers that dP would have.
-            elements = read_transposed(work.scores, self._place(work, walk, nth, m_block))
+            elements = (read_transposed(work.scores, self._place(work, walk, nth, m_block)),)
         else:
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(not self.config.short_steps):
