@@ -1,6 +1,7 @@
 """What the kernels' backend hands to compiled code, with a compiled kernel that only looks: no GPU, no compiler."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -78,6 +79,15 @@ CALLS = {
     "sink": inputs_of(*PACKED, **OFFSETS, learnable_sink=torch.randn(8, dtype=torch.bfloat16)),
     "one query": inputs_of((3, 1, 8, 64), *[(3, 90, 2, 64)] * 2, seqused_q=ints(1, 0, 1)),
     "few queries": inputs_of((3, 5, 8, 64), *[(3, 90, 2, 64)] * 2),
+    "mask": inputs_of(*DENSE, mask=torch.ones(2, 1, 1, 90, dtype=torch.bool)),
+    "bias": inputs_of(*DENSE, bias=torch.randn(8, 70, 90, dtype=torch.bfloat16)),
+    "packed, mask and bias": inputs_of(
+        *PACKED,
+        **OFFSETS,
+        mask=torch.ones(140, 100, dtype=torch.bool).mT.contiguous().mT,
+        bias=torch.randn(8, 1, 100, dtype=torch.bfloat16),
+    ),
+    "padded, bias": inputs_of(*DENSE, seqused_q=ints(3, 70), bias=torch.randn(2, 1, 70, 90)),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
     "strided": inputs_of(
         *PACKED,
@@ -113,11 +123,80 @@ def test_arguments_are_those_of_the_configuration(
             if not isinstance(value, Tensor):
                 continue
             kind, size = argument.kind, value.element_size()
-            assert value.ndim == kind.rank - (kind.rank > 1 and config.features.packed), name
-            assert value.stride(-1) == 1, name
+            loses_one = kind.rank > 1 and config.features.packed and not kind.of_scores
+            assert value.ndim == kind.rank - loses_one, name
+            strided = attrgetter(kind.strided)(config) if isinstance(kind.strided, str) else kind.strided
+            assert strided or value.stride(-1) == 1, name
             if kind.rank > 1:  # the workspace is a GPU's allocator's business
                 assert value.data_ptr() % (kind.align or size) == 0, name
             assert all(stride * size % (kind.align or size) == 0 for stride in value.stride()[:-1]), name
+
+
+BIASES = {
+    "own": ((2, 8, 70, 90), {}, ["backward"]),
+    "batch": ((8, 70, 90), {}, ["backward", "bias_gradient"]),
+    "heads": ((2, 1, 70, 90), {}, ["backward", "bias_gradient"]),
+    "float32": ((2, 8, 70, 90), {"dtype": torch.float32}, ["backward", "bias_gradient"]),
+    "padded": ((2, 8, 70, 90), {"seqused_k": ints(90, 3)}, ["backward", "bias_gradient"]),
+    "odd": ((2, 8, 70, 90), {"mask": (2, 1, 1, 90)}, ["backward"]),
+    "row": ((8, 1, 90), {}, ["backward", "bias_gradient"]),
+    "number": ((), {}, ["backward", "bias_gradient"]),
+}
+
+
+@pytest.mark.parametrize(("shape", "others", "passes"), BIASES.values(), ids=BIASES)
+def test_gradient_of_a_bias(
+    shape: tuple[int, ...], others: dict[str, Any], passes: list[str], launches: list[Launched]
+) -> None:
+    """It has the bias's shape and dtype; where each score has an element the backward kernel writes it."""
+    mask = torch.ones(others.pop("mask"), dtype=torch.bool) if "mask" in others else None
+    bias = torch.randn(shape, dtype=others.pop("dtype", torch.bfloat16))
+    inputs = inputs_of(*DENSE, mask=mask, bias=bias, **others)
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
+    lse = torch.randn(inputs.lse_shape)
+    grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
+        spec, inputs, inputs.q, lse, inputs.q, None, need_dbias=True, need_dsink=False
+    )
+    assert [launched.config.pass_name for launched in launches] == passes
+    assert grads.dbias is not None
+    assert (grads.dbias.shape, grads.dbias.dtype) == (bias.shape, bias.dtype)
+    arguments = launches[-1].arguments
+    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr() or "seqused_k" in others
+    assert arguments.mBias.data_ptr() == bias.data_ptr()
+    assert arguments.mBias.shape == (2, 8, 70, 90)
+    if mask is not None:
+        assert arguments.mMask.data_ptr() == mask.data_ptr()
+    if passes[-1] == "bias_gradient":
+        numbers = arguments.numbers
+        sizes = [1] * (4 - bias.ndim) + list(shape)
+        assert [numbers.sums_batch, numbers.sums_queries, numbers.sums_keys] == [sizes[i] == 1 for i in (0, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "strided", "paired"),
+    [
+        (lambda x: x, False, True),
+        (lambda x: x.mT.contiguous().mT, True, False),
+        (lambda x: x[..., 1:], False, False),  # odd addresses
+        (lambda x: x[..., 1:, :-1], False, False),  # odd rows
+        (lambda x: x[:1, :, :1], False, False),  # rows behind the only one are odd
+        (lambda x: x[..., :1].expand(-1, -1, -1, 90), True, False),
+    ],
+    ids=["contiguous", "transposed", "address", "rows", "one row", "expanded"],
+)
+def test_layout_of_a_mask(
+    layout: Callable[[Tensor], Tensor], strided: bool, paired: bool, launches: list[Launched]
+) -> None:
+    odd = paired is False and not strided
+    whole = torch.ones(2, 8, 71, 91 if odd else 90, dtype=torch.bool)
+    mask = layout(whole)[..., :70, :]
+    keys = mask.shape[-1]
+    inputs = inputs_of(DENSE[0], *[(2, keys, 2, 64)] * 2, mask=mask)
+    spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
+    CuteBackend(ARCHITECTURES["sm90"]).forward(spec, inputs)
+    features = launches[0].config.features
+    assert (features.strided_scores, features.paired_scores) == (strided, paired)
+    assert launches[0].arguments.mMask.data_ptr() == mask.data_ptr()
 
 
 def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:

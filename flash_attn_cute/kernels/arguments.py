@@ -128,7 +128,7 @@ class BackwardArguments(NamedTuple):
     mdQ: Annotated[Any, _ROWS]
     mdK: Annotated[Any, _ROWS]
     mdV: Annotated[Any, _ROWS]
-    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False, align=16), when="features.dbias")]
+    mdBias: Annotated[Any, Argument(replace(BIAS, strided=False), when="features.dbias")]
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]

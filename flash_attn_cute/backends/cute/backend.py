@@ -237,8 +237,6 @@ class CuteBackend:
                 numbers=launch.plan.numbers,
             )
         )
-        if dbias is not None and inputs.bias is not None:
-            dbias = dbias[..., : inputs.bias.shape[-1]]
         return _Backward(inputs, q, k, v, dout, workspace, launch.plan, dbias)
 
     def _launch_bias_gradient(self, spec: AttentionSpec, done: "_Backward", bias: Tensor) -> Tensor:
@@ -376,12 +374,11 @@ def _is_paired(x: Tensor) -> bool:
 
 
 def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
-    """For that of a bias with an element for every score, rows aligned; zeros, unless all of it will be written."""
+    """For that of a bias with an element for every score; zeros, unless all of it will be written."""
     assert inputs.bias is not None
-    *leading, keys = inputs.bias.shape
     is_whole = not spec.packed and spec.window_left is None and spec.window_right is None
     room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
-    return room(*leading, -(-keys // 8) * 8)
+    return room(inputs.bias.shape)
 
 
 def _slot(inputs: AttentionInputs) -> int:

@@ -275,6 +275,7 @@ class _BackwardTile(NamedTuple):
 _BACKWARD_TILES = (
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
     _BackwardTile(64, Case("mask bias"), 64, 16, True),  # likewise
+    _BackwardTile(64, Case("dbias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),

@@ -339,20 +339,16 @@ def store_transposed(
 ) -> None:
     """Rounded gradients of scores, whose rows are keys, to a tensor of their dtype that has an element for each.
 
-    A thread has two queries of a key, and its neighbour four lanes on those of the next key: they exchange, and each
-    stores both keys of a query.
+    Eight neighbours store 16 bytes of a query between them. Pairs of keys they would have to exchange first, and rows of
+    an odd number of keys have no aligned ones.
     """
-    coordinates, packed = rows_and_columns(cS), cute.recast_tensor(rdS, Int32)
-    is_odd = cute.arch.lane_idx() // 4 % 2
-    selector = cutlass.select_(is_odd == 0, Int32(0x5410), Int32(0x3276))
+    coordinates, grads = rows_and_columns(cS), rows_and_columns(rdS)
     gX = tensors.of_sequence(mdBias, place.columns, place.batch)[place.head, None, None]
-    key, query = place.first_row + coordinates[0, 0][0] - is_odd, place.first_column + coordinates[0, 0][1] + is_odd
-    address, step = (gX[query, None].iterator + key).toint(), Int64(gX.stride[0]) * 16
-    for group in cutlass.range_constexpr(cute.size(packed) // 2):
-        for r in cutlass.range_constexpr(2):
-            own = packed[2 * group + r]
-            pair = Int32(cute.arch.prmt(own, cute.arch.shuffle_sync_bfly(own, 4), selector))
-            if query + 8 * group < place.columns.length and key + 8 * r < place.rows.length:
-                pointer = cute.make_ptr(Int32, address + 16 * r, cute.AddressSpace.gmem, assumed_align=4)
-                cute.make_tensor(pointer, cute.make_layout(1))[0] = pair
-        address += step
+    key, query = place.first_row + coordinates[0, 0][0], place.first_column + coordinates[0, 0][1]
+    gX = cute.domain_offset((query, key), gX)
+    num_keys, num_queries = place.rows.length - key, place.columns.length - query
+    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+        column = c // 2 * 8 + c % 2
+        for r in cutlass.range_constexpr(cute.size(grads, mode=[0])):
+            if column < num_queries and 8 * r < num_keys:
+                gX[column, 8 * r] = grads[r, c]
