@@ -339,8 +339,8 @@ def store_transposed(
 ) -> None:
     """Rounded gradients of scores, whose rows are keys, to a tensor of their dtype that has an element for each.
 
-    Eight neighbours store 16 bytes of a query between them. Pairs of keys they would have to exchange first, and rows of
-    an odd number of keys have no aligned ones.
+    Eight neighbours store 16 bytes of a query between them. Pairs of keys they would have to exchange first, and rows
+    of an odd number of keys have no aligned ones.
     """
     coordinates, grads = rows_and_columns(cS), rows_and_columns(rdS)
     gX = tensors.of_sequence(mdBias, place.columns, place.batch)[place.head, None, None]
