@@ -138,6 +138,7 @@ BIASES = {
     "heads": ((2, 1, 70, 90), {}, ["backward", "bias_gradient"]),
     "float32": ((2, 8, 70, 90), {"dtype": torch.float32}, ["backward", "bias_gradient"]),
     "padded": ((2, 8, 70, 90), {"seqused_k": ints(90, 3)}, ["backward", "bias_gradient"]),
+    "padded, batch": ((8, 70, 90), {"seqused_q": ints(70, 3)}, ["backward", "bias_gradient"]),
     "odd": ((2, 8, 70, 90), {"mask": (2, 1, 1, 90)}, ["backward"]),
     "row": ((8, 1, 90), {}, ["backward", "bias_gradient"]),
     "number": ((), {}, ["backward", "bias_gradient"]),
@@ -161,7 +162,7 @@ def test_gradient_of_a_bias(
     assert grads.dbias is not None
     assert (grads.dbias.shape, grads.dbias.dtype) == (bias.shape, bias.dtype)
     arguments = launches[-1].arguments
-    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr() or "seqused_k" in others
+    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr()
     assert arguments.mBias.data_ptr() == bias.data_ptr()
     assert arguments.mBias.shape == (2, 8, 70, 90)
     if mask is not None:
@@ -170,6 +171,25 @@ def test_gradient_of_a_bias(
         numbers = arguments.numbers
         sizes = [1] * (4 - bias.ndim) + list(shape)
         assert [numbers.sums_batch, numbers.sums_queries, numbers.sums_keys] == [sizes[i] == 1 for i in (0, 2, 3)]
+        padded = not others.keys().isdisjoint({"seqused_q", "seqused_k"})
+        assert (numbers.entries, numbers.sequences_an_entry) == ((2, 1) if padded else (0, 0))
+
+
+def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]) -> None:
+    """More queries than keys under a causal mask: each entry is packed as two sequences, and so are its slots."""
+    bias = torch.randn(8, 90, 70, dtype=torch.bfloat16)
+    inputs = inputs_of((2, 90, 8, 64), *[(2, 70, 2, 64)] * 2, bias=bias)
+    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
+    lse = torch.randn(inputs.lse_shape)
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    grads = backend.backward(spec, inputs, inputs.q, lse, inputs.q, None, need_dbias=True, need_dsink=False)
+    arguments = launches[-1].arguments
+    assert grads.dbias is not None
+    assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr()
+    assert grads.dbias.shape == bias.shape
+    numbers = arguments.numbers
+    assert (numbers.entries, numbers.sequences_an_entry, numbers.rows_a_slot) == (2, 2, 90)
+    assert arguments.mCuSeqlensQ.tolist() == [0, 20, 90, 110, 180]
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,25 @@ def test_large_biases(backend: str, bias_dtype: torch.dtype) -> None:
 
 
 @on_each_backend
-def test_queries_whose_biases_are_all_the_lowest_number(backend: str) -> None:
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e10, -1e20, -1e30, -3e38])
+def test_keys_that_a_finite_bias_hides(value: float, dtype: torch.dtype, bias_dtype: torch.dtype, backend: str) -> None:
+    """As many write key padding: the last keys, whose blocks may come first, or some of all, give way to the others."""
+    if bias_dtype != torch.float32:
+        bias_dtype = dtype
+    value = max(value, torch.finfo(bias_dtype).min)
+    call = call_on(backend, [70], [512], packed=False, bias=(1, 0, 0, 1), bias_dtype=bias_dtype, dtype=dtype)
+    assert call.bias is not None
+    with torch.no_grad():
+        call.bias[..., 310:] = value
+        call.bias[..., 3:40:5] = value
+    assert_matches_oracle(call, backend=backend)
+
+
+@on_each_backend
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30], ids=str)
+def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: str) -> None:
     """In float32 nothing is left of their scores, which are all the same: out is the mean of the values.
 
     So models write masks, and queries of padding have such rows. Their gradients are in no lse, which has lost the
@@ -405,7 +423,7 @@ def test_queries_whose_biases_are_all_the_lowest_number(backend: str) -> None:
     assert call.bias is not None
     rows = slice(30, 135)
     with torch.no_grad():
-        call.bias[..., rows, :] = torch.finfo(torch.float32).min
+        call.bias[..., rows, :] = value
     out, lse = run(call, return_lse=True, backend=backend)
     true, low = (oracle.attention(call.to(dtype))[0] for dtype in (torch.float64, torch.bfloat16))
     assert_close("out", out, true, low, 2.0, 1.0)

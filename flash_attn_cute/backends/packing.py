@@ -26,7 +26,7 @@ def _expanded(inputs: AttentionInputs, x: Tensor | None) -> Tensor | None:
         return None
     *batch, rows, nheads, _ = inputs.q.shape
     # Of packed sequences it may have more keys than any, or any number if nobody knows a bound.
-    keys = inputs.max_seqlen_k if not x.ndim or x.shape[-1] == 1 else x.shape[-1]
+    keys = min(inputs.max_seqlen_k, inputs.k.shape[-3]) if not x.ndim or x.shape[-1] == 1 else x.shape[-1]
     return x.expand(batch[0] if batch else 1, nheads, rows, keys)
 
 

@@ -149,6 +149,8 @@ class BiasGradientNumbers(NamedTuple):
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]
     num_m_blocks: Annotated[Any, _INT]  # as in the backward pass
+    entries: Annotated[Any, _INT]  # of a dense batch that the kernels get packed, in equal slots; else 0
+    sequences_an_entry: Annotated[Any, _INT]  # of such a batch
     sums_batch: Annotated[Any, _INT]  # 1 if the bias is broadcast over the batch, else 0
     sums_queries: Annotated[Any, _INT]
     sums_keys: Annotated[Any, _INT]

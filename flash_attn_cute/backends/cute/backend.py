@@ -146,12 +146,17 @@ class CuteBackend:
             gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
         done = self._launch_backward(spec, layout, *given, *gradients)
         dbias = done.dbias
-        if bias is not None:
-            dbias = self._launch_bias_gradient(spec, done, bias) if dbias is None else dbias.view(bias.shape)
+        if dbias is not None and bias is not None:
+            dbias = dbias.view(bias.shape)
+        elif bias is not None:
+            # Of no keys there may be a bias of nothing.
+            dbias = self._launch_bias_gradient(spec, done, bias) if bias.numel() else bias.new_zeros(bias.shape)
         dsink = None
         if sink is not None:
-            lse_log2, delta = done.stats()
-            dsink = torch.exp2(sink.float()[:, None] * _LOG2_E - lse_log2).mul_(delta).sum(1).neg_().to(sink.dtype)
+            lse, delta = done.stats()
+            logits = sink.float()[:, None]
+            weights = torch.exp(logits - lse) if spec.has_bias else torch.exp2(logits * _LOG2_E - lse)
+            dsink = weights.mul_(delta).sum(1).neg_().to(sink.dtype)
         return Gradients(dq, dk, dv, dbias, dsink)
 
     def _launch_forward(self, spec: AttentionSpec, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
@@ -210,8 +215,7 @@ class CuteBackend:
             q.device,
         )
         dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
-        k, v, dout = _aligned(k), _aligned(inputs.v), _aligned(dout)
-        q = _aligned(q)
+        q, k, v, dout = _aligned(q), _aligned(k), _aligned(inputs.v), _aligned(dout)
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         launch.kernel(
             BackwardArguments(
@@ -245,17 +249,14 @@ class CuteBackend:
         assert expanded is not None
         shape = (*[1] * (4 - bias.ndim), *bias.shape)
         summed = tuple(n == 1 for n in (shape[0], *shape[2:]))
-        if inputs.cu_seqlens_q is None or spec.packed:
-            own = shape
-        else:
-            # The entries of a dense batch that is packed to the kernels have no tiles of queries in common.
-            apart = summed[0] != summed[1]
-            own = (expanded.shape[0], shape[1], expanded.shape[2], shape[3]) if apart else shape
-            summed = (False, False, summed[2]) if apart else summed
+        entries = sequences = 0
+        if inputs.cu_seqlens_q is not None and not spec.packed:
+            entries = expanded.shape[0]
+            sequences = (inputs.cu_seqlens_q.shape[0] - 1) // entries
         launch = self._prepare_bias_gradient(
-            spec, done.q.shape, done.k.shape, _layout(inputs), _slot(inputs), done.plan, summed
+            spec, done.q.shape, done.k.shape, _layout(inputs), _slot(inputs), done.plan, (entries, sequences), summed
         )
-        dbias = bias.new_empty(own)
+        dbias = bias.new_empty(shape)
         launch.kernel(
             BiasGradientArguments(
                 mQ=done.q,
@@ -273,7 +274,7 @@ class CuteBackend:
                 numbers=launch.plan.numbers,
             )
         )
-        return dbias.sum_to_size(shape).view(bias.shape)
+        return dbias.view(bias.shape)
 
     def _plan_forward(
         self,
@@ -313,10 +314,11 @@ class CuteBackend:
         scores: plan.ScoreLayout | None,
         rows_a_slot: int,
         backward: plan.BackwardPlan,
+        slots: tuple[int, int],
         summed: tuple[bool, ...],
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, 0, 0, scores=scores, rows_a_slot=rows_a_slot)
-        return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, summed))
+        return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, summed))
 
 
 class _Launch(NamedTuple):
@@ -347,7 +349,7 @@ class _Backward(NamedTuple):
     dbias: Tensor | None  # if it has been written
 
     def stats(self) -> Tensor:
-        """Lse in base 2 and delta, (2, nheads, queries)."""
+        """Lse, in base 2 or with a bias natural, and delta, (2, nheads, queries)."""
         shape = self.plan.stats_shape
         return self.workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 

@@ -163,9 +163,23 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
 
 
 def plan_bias_gradient(
-    architecture: Architecture, spec: AttentionSpec, shapes: Shapes, backward: BackwardPlan, summed: tuple[bool, ...]
+    architecture: Architecture,
+    spec: AttentionSpec,
+    shapes: Shapes,
+    backward: BackwardPlan,
+    slots: tuple[int, int],
+    summed: tuple[bool, ...],
 ) -> BiasGradientPlan:
-    """The plan of a bias's gradient behind a backward pass; ``summed`` over the batch, queries and keys, or not."""
+    """The plan of a bias's gradient behind a backward pass.
+
+    Args:
+        architecture: whose kernels.
+        spec: of the call.
+        shapes: as the backward pass had them.
+        backward: the plan of that pass.
+        slots: entries of a dense batch that the kernels get packed, and sequences of each; (0, 0) of other calls.
+        summed: whether the bias is broadcast over the batch, queries and keys.
+    """
     config = architecture.passes["bias_gradient"].configure(
         DTYPES[spec.dtype],
         spec.head_dim,
@@ -177,6 +191,8 @@ def plan_bias_gradient(
     numbers = BiasGradientNumbers(
         **_numbers(spec, shapes),
         num_m_blocks=backward.numbers.num_m_blocks,
+        entries=slots[0],
+        sequences_an_entry=slots[1],
         sums_batch=sums_batch,
         sums_queries=sums_queries,
         sums_keys=sums_keys,

@@ -20,6 +20,9 @@ from flash_attn_cute.kernels.common.blocks import Window
 
 LOG2_E = math.log2(math.e)
 LN2 = math.log(2.0)
+# Below this lse, in float32, no longer tells how many keys share the weight: a query that only huge biases are added to
+# is taken for one that sees no key, and has no gradient.
+LOWEST_LSE = -(2.0**20)
 
 
 class ScoreScales(NamedTuple):
@@ -38,6 +41,17 @@ class ScoreScales(NamedTuple):
         if const_expr(features.bias):
             return ScoreScales(tanh, rest, Float32(LOG2_E))
         return ScoreScales(tanh, Float32(1.0), rest * LOG2_E)
+
+
+def weight_of(score: Float32, lse: Float32, scales: ScoreScales, has_bias: bool) -> Float32:
+    """A weight from a score that is yet to be scaled and its row's lse as the backward pass keeps it.
+
+    Without a bias that is in base 2. A bias can be so large that the rounding of its product with log2(e) alone makes a
+    weight infinite, so then it is natural, and subtracted first.
+    """
+    if has_bias:
+        return cute.math.exp2((score - lse) * scales.log2, fastmath=True)
+    return cute.math.exp2(score * scales.log2 - lse, fastmath=True)
 
 
 def capped(product: Float32, score_scale: Float32) -> Float32:

@@ -274,8 +274,7 @@ class _BackwardTile(NamedTuple):
 # is told when it can be, but full ones slower.
 _BACKWARD_TILES = (
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
-    _BackwardTile(64, Case("mask bias"), 64, 16, True),  # likewise
-    _BackwardTile(64, Case("dbias"), 64, 16, True),  # likewise
+    _BackwardTile(64, Case("bias"), 64, 16, True),  # with a mask, too, or its gradient, likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
@@ -376,9 +375,9 @@ class BiasGradientConfig(Sm90Config):
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory: Q, K, dO and V, mask and bias of a tile."""
+        """Of shared memory: Q, K, dO and V, mask and bias of a tile, and what its warps have summed over queries."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        return operands + self.tile_m * sum(self.score_pitches)
+        return operands + self.tile_m * sum(self.score_pitches) + 4 * self.tile_m // 16 * self.tile_n
 
 
 def bias_gradient_config(

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
-from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns
+from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns, weight_of
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedScores
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
@@ -271,7 +271,7 @@ def weigh(
         scores: of a block of queries.
         hides: whether some of the queries do not see some of the keys.
         place: tells where the scores are; asked only where that matters.
-        lse: tells a group's lse, in base 2.
+        lse: tells a group's lse, in base 2, or with a bias natural.
         elements: of mask and bias, ``Transposed``, or what reads it when those before it are not needed any more.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
@@ -306,8 +306,7 @@ def weigh(
                     )
                     for n, z in enumerate((x, y))
                 )
-            low = cute.math.exp2(s * scales.log2 - four[j // 4 * 2], fastmath=True)
-            high = cute.math.exp2(t * scales.log2 - four[j // 4 * 2 + 1], fastmath=True)
+            low, high = (weight_of(z, four[j // 4 * 2 + n], scales, f.bias) for n, z in enumerate((s, t)))
             packed_P[(i + j) // 2] = pack(low, high, dtype)
             if const_expr(f.softcap):  # x and y are infinite where the weights are 0
                 low = low * capped_slope(x) if low != 0.0 else Float32(0.0)

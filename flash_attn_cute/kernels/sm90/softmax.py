@@ -9,9 +9,9 @@ Maxima are a fifth of a block's instructions, and those that all others wait for
 Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
 hold.
 
-A bias can make scores so large that their products with log2(e) are infinite, like the lowest number of their dtype,
-which many take for -inf. So with one a maximum is kept as the score is; a block that is weighed with such a maximum
-comes out infinite or NaN, and when it is weighed again the maximum is first subtracted.
+A bias can be so large (-1e9, or the lowest number of a dtype, which many take for -inf) that its product with log2(e),
+or the rounding of it, is too large for a weight. So with a bias a maximum is kept as the score is, and a large one is
+subtracted first: that takes an instruction more an element, so such rows are not weighed in advance.
 """
 
 import cutlass
@@ -25,7 +25,7 @@ from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 # A block is weighed again when the weights of a thread's part of a row sum to more. Equal scores must stay below (a
 # thread holds at most 64 a row), and weights of this size must be no trouble in float16.
 _MAX_SUM = 1024.0
-_HUGE = 2.0**126  # beyond it a product with log2(e) may be infinite
+_LARGE = 2.0**16  # of a maximum: up to it the rounding of its product with log2(e) is below 1 %, and cancels
 
 
 class OnlineSoftmax:
@@ -56,7 +56,7 @@ class OnlineSoftmax:
             self._raise_and_weigh(acc_S, rP, sums, None)
         else:
             # A row that has seen nothing, its maximum being -inf, has no finite weights here.
-            self._weigh(acc_S, rP, sums, self.row_max)
+            self._weigh(acc_S, rP, sums, self.row_max, in_advance=True)
             fits = sums[0] <= _MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= _MAX_SUM
@@ -98,7 +98,7 @@ class OnlineSoftmax:
             corrections[r] = cute.math.exp2(self._base_2(self.row_max[r] - shifts[r]), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._weigh(acc_S, rP, sums, shifts, self.is_natural)
+        self._weigh(acc_S, rP, sums, shifts, in_advance=False)
         return corrections
 
     def _base_2(self, x: Float32) -> Float32:
@@ -117,7 +117,7 @@ class OnlineSoftmax:
         rP: cute.Tensor,
         sums: cute.Tensor,
         shifts: cute.Tensor,
-        may_be_huge: cutlass.Constexpr = False,
+        in_advance: cutlass.Constexpr,
     ) -> None:
         """Weights exp2(score - shift) into rP and this thread's sums of them; the scores stay.
 
@@ -126,18 +126,23 @@ class OnlineSoftmax:
         packed = cute.recast_tensor(rP, Int32)
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
         shift = [shifts[r] for r in range(self.num_rows)]
-        huge = [Float32(0.0)] * self.num_rows
-        if const_expr(may_be_huge):
-            is_huge = [cute.arch.fmax(x, -x) > _HUGE for x in shift]
-            huge = [cutlass.select_(is_huge[r], shift[r], huge[r]) for r in range(self.num_rows)]
-            shift = [cutlass.select_(is_huge[r], Float32(0.0), shift[r]) for r in range(self.num_rows)]
-        shift = [-self._base_2(x) for x in shift]
+        first = [Float32(0.0)] * self.num_rows  # what is subtracted before the rest
+        if const_expr(self.is_natural):
+            is_large = [cute.arch.fmax(x, -x) > _LARGE for x in shift]
+            if const_expr(in_advance):  # NaN: no sum that fits
+                rest = [cutlass.select_(is_large[r], Float32.nan, shift[r]) for r in range(self.num_rows)]
+            else:
+                first = [cutlass.select_(is_large[r], shift[r], first[r]) for r in range(self.num_rows)]
+                rest = [cutlass.select_(is_large[r], Float32(0.0), shift[r]) for r in range(self.num_rows)]
+            shift = [x * LOG2_E for x in rest]
+        shift = [-x for x in shift]
+        subtracts = self.is_natural and not in_advance
         total = [Float32(0.0)] * self.num_rows
         for i in cutlass.range_constexpr(cute.size(packed)):
             r = i % self.num_rows  # pairs of columns of row 0 and of row 1 take turns
             low, high = (
                 cute.math.exp2(
-                    fma(acc_S[2 * i + j] - huge[r] if may_be_huge else acc_S[2 * i + j], self.scale_log2, shift[r]),
+                    fma(acc_S[2 * i + j] - first[r] if subtracts else acc_S[2 * i + j], self.scale_log2, shift[r]),
                     fastmath=True,
                 )
                 for j in range(2)

@@ -33,7 +33,7 @@ from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
 from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
@@ -68,6 +68,7 @@ class _Piece:
     first_query: Int32
     first_key: Int32
     first_block: Int32  # of its sequence, in the workspace
+    blind: Int32  # so many first queries are not in the workspace: they see no key
     window: Window
     seen: Boolean  # by some query
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
@@ -130,28 +131,34 @@ class BiasGradientSm90:
             grid=[positions * heads * blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
-    def _positions(self, a: BiasGradientArguments) -> Int32:
-        """Tiles of queries of a head."""
-        return tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
+    @cute.jit
+    def _queries(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
+        """Entries of the batch, and tiles of queries of each; user's packed sequences are one entry."""
+        entries, blocks = Int32(1), tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
+        if const_expr(not self.config.features.packed):
+            entries = Int32(a.mQ.shape[0])
+            blocks = blocks // entries
+        elif a.numbers.entries > 0:
+            entries = a.numbers.entries
+            blocks = cute.ceil_div(a.numbers.rows_a_slot, self.config.tile_m)
+        return entries, blocks
 
     @cute.jit
     def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32]:
         """Tiles of the gradient: over batch and queries, over heads, over keys."""
-        n, positions = a.numbers, self._positions(a)
-        if const_expr(self.config.features.packed):
-            positions = Int32(1) if n.sums_queries > 0 else positions
-        else:
-            entries, rows = a.mQ.shape[0], cute.ceil_div(a.mQ.shape[1], self.config.tile_m)
-            positions = Int32(1) if n.sums_batch > 0 else entries
-            positions = positions if n.sums_queries > 0 else positions * rows
+        n = a.numbers
+        entries, blocks = self._queries(a)
+        positions = Int32(1) if n.sums_batch > 0 else entries
+        positions = positions if n.sums_queries > 0 else positions * blocks
         return positions, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], self.config.tile_n)
 
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
         """Pieces that a tile is the sum of."""
+        entries, blocks = self._queries(a)
         positions, heads, _ = self._owners(a)
         blocks_k = cute.ceil_div(self._keys(a), self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
-        return self._positions(a) // positions * (a.mQ.shape[-2] // heads) * blocks_k
+        return entries * blocks // positions * (a.mQ.shape[-2] // heads) * blocks_k
 
     def _keys(self, a: BiasGradientArguments) -> Int32:
         """As many as a sequence can have."""
@@ -205,8 +212,8 @@ class BiasGradientSm90:
             self.mma(a, mma, mStats, scales, operands, qk, dov, scores, sums)
 
     @cute.jit
-    def _piece(self, a: BiasGradientArguments, i: Int32) -> tuple[_Piece, Int32, Int32]:
-        """The i-th piece of this CTA's tile; and its sequence's entry of the gradient, and its first row there."""
+    def _piece(self, a: BiasGradientArguments, i: Int32) -> _Piece:
+        """The i-th piece of this CTA's tile."""
         c, f, n = self.config, self.config.features, a.numbers
         owner, _, _ = cute.arch.block_idx()
         _, heads, blocks = self._owners(a)
@@ -215,22 +222,33 @@ class BiasGradientSm90:
         n_block = owner % blocks + i % blocks_in
         head = owner // blocks % heads + i // blocks_in % heads_in
         owned, nth = owner // (blocks * heads), i // (blocks_in * heads_in)
-        batch, first_block = 0, Int32(0)
+        _, rows = self._queries(a)
+        rows_in = rows if n.sums_queries > 0 else Int32(1)
+        rows_out = Int32(1) if n.sums_queries > 0 else rows
+        entry, block = owned // rows_out + nth // rows_in, owned % rows_out + nth % rows_in
+        first_query, first_block, blind = block * c.tile_m, Int32(0), Int32(0)
         if const_expr(f.packed):
-            order = tiles.Order(last_first=False)
-            work, q = tiles.row_tile(owned + nth, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
-            k, length = SeqRows(Int32(0), Int32(0), Int32(0)), Int32(0)
-            if work.batch >= 0:
-                k = keys_of(a, work.batch)
-                first_block = packed_block(q.start, work.batch, c.stats_m)
-                length = q.length
-            q, first_query = SeqRows(q.start, length, q.slot), work.first_row
+            batch = 0
+            q, k = SeqRows(Int32(0), Int32(0), Int32(0)), SeqRows(Int32(0), Int32(0), Int32(0))
+            if n.entries > 0:
+                # The last of the entry's sequences has all keys, and the one before it the queries that see none.
+                sequence = (entry + 1) * n.sequences_an_entry - 1
+                last = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, sequence)
+                start = entry * n.rows_a_slot
+                blind = last.start - start
+                q, k = SeqRows(start, blind + last.length, n.rows_a_slot), keys_of(a, sequence)
+                first_block = packed_block(last.start, sequence, c.stats_m)
+            else:
+                order = tiles.Order(last_first=False)
+                work, rows_q = tiles.row_tile(block, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
+                length = Int32(0)
+                if work.batch >= 0:
+                    k = keys_of(a, work.batch)
+                    first_block = packed_block(rows_q.start, work.batch, c.stats_m)
+                    length = rows_q.length
+                q, first_query = SeqRows(rows_q.start, length, rows_q.slot), work.first_row
         else:
-            rows = cute.ceil_div(a.mQ.shape[1], c.tile_m)
-            rows_in = rows if n.sums_queries > 0 else Int32(1)
-            rows_out = Int32(1) if n.sums_queries > 0 else rows
-            batch = owned // rows_out + nth // rows_in
-            first_query = (owned % rows_out + nth % rows_in) * c.tile_m
+            batch = entry
             q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
             first_block = batch * cute.ceil_div(q.length, c.stats_m)
         window = Window.of(f, a, q.length, k.length)
@@ -244,6 +262,7 @@ class BiasGradientSm90:
             first_query=first_query,
             first_key=n_block * c.tile_n,
             first_block=first_block,
+            blind=blind,
             window=window,
             seen=num_queries > 0 and n_block >= seen.start and n_block < seen.stop,
             hides=num_queries < c.tile_m or seen.crosses_left(n_block) or seen.crosses_right(n_block),
@@ -376,12 +395,12 @@ class BiasGradientSm90:
         """Adds the gradients of a piece's scores."""
         scores, grads, total = (rows_and_columns(x) for x in (acc_S, acc_dP, acc_dB))
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            # Of rows behind the sequence those of its last one: their scores are hidden.
-            row = cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1)
+            # Of rows behind the sequence those of its last one: their scores are hidden, like those of blind ones.
+            row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.blind, 0)
             block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
             lse, delta = (mStats[which, p.head, block, within] for which in range(2))
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                weight = cute.math.exp2(scores[r, i] * scales.log2 - lse, fastmath=True)
+                weight = weight_of(scores[r, i], lse, scales, has_bias=True)
                 # Padding may have put NaN into gradients of weights that are none.
                 gradient = cutlass.select_(weight != 0.0, weight * (grads[r, i] - delta), Float32(0.0))
                 total[r, i] = total[r, i] + gradient

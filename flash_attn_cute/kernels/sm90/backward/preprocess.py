@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
-from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
@@ -25,7 +25,7 @@ class Preprocess:
     """
 
     def __init__(self, config: BackwardConfig):
-        self.tile_m, self.packed = config.tile_m, config.features.packed
+        self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
@@ -61,8 +61,12 @@ class Preprocess:
                         x, y = o[j].to(Float32), do[j].to(Float32)
                         # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
                         delta += x * cutlass.select_(x != 0.0, y, Float32(0.0))
-                lse = mLSE[rows.start + row, work.head, batch] * LOG2_E
-                lse = lse if lse != -Float32.inf else Float32.inf
+                lse = mLSE[rows.start + row, work.head, batch]
+                if const_expr(self.has_bias):
+                    lse = Float32.inf if lse < LOWEST_LSE else lse
+                else:
+                    lse = lse * LOG2_E
+                    lse = lse if lse != -Float32.inf else Float32.inf
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 delta += cute.arch.shuffle_sync_bfly(delta, 1 << j)
             if lane == 0:

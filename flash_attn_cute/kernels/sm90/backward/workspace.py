@@ -22,7 +22,7 @@ from flash_attn_cute.kernels.common.assembly import add_four
 class Workspace(NamedTuple):
     """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
 
-    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2 and delta
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
