@@ -173,9 +173,9 @@ def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path
 
 
 BIAS_GRADIENT_CONFIGS = {
-    **{f"d{d}": bias_gradient_config("bfloat16", d, d, Features(bias=True), stats_m=64) for d in HEAD_DIMS},
-    "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_scores=True), stats_m=64),
-    "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True), stats_m=64),
+    **{f"d{d}": bias_gradient_config("bfloat16", d, d, Features(bias=True)) for d in HEAD_DIMS},
+    "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_scores=True)),
+    "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True)),
 }
 
 

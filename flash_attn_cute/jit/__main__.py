@@ -25,7 +25,7 @@ from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, words
 
 MASKS: dict[str, tuple[str, ...]] = {"full": (), "causal": ("right",), "window": ("left", "right"), "left": ("left",)}
-PASSES = ("forward", "backward")
+PASSES = ("forward", "backward", "bias_gradient")
 LAYOUTS = ("dense", "packed")
 FEATURES = tuple(word for word in words() if word not in ("packed", "left", "right"))  # which have options of their own
 _ARCHITECTURES = registry.ARCHITECTURES
@@ -72,6 +72,8 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         packed = layout == "packed" or features.seqused_q or features.seqused_k
         features = dataclasses.replace(features, packed=packed)
         for name in chosen.passes:
+            if name == "bias_gradient" and not features.bias:
+                continue
             configure = _ARCHITECTURES[chosen.architecture].passes[name].configure
             options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
             found += [configure(dtype, d, d_v, features, **each) for each in options]

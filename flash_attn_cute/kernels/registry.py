@@ -18,8 +18,8 @@ class Pass(NamedTuple):
 
     # From dtype's name, d, d_v and ``Features`` (forward also group=) to a configuration: a frozen dataclass with the
     # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``pass_name``. Backends read
-    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward). The
-    # bias's gradient also takes stats_m=, the backward pass's tile_m.
+    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward), whose
+    # features say whether its kernel writes a bias's gradient.
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

@@ -25,7 +25,6 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
-_WIDEST_THAT_WRITES_DBIAS = 128  # d; wider ones have another kernel
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -100,9 +99,8 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
 
 
 def _writes_dbias(spec: AttentionSpec, scores: ScoreLayout) -> bool:
-    """Whether the backward kernel writes a bias's gradient: if it computes nothing else, rounded to that dtype."""
-    is_score = scores.own_gradients and not scores.float32_bias and not spec.softcap
-    return is_score and max(spec.head_dim, spec.head_dim_v) <= _WIDEST_THAT_WRITES_DBIAS
+    """Whether a backward kernel can write a bias's gradient: if it is just what it computes, rounded to that dtype."""
+    return scores.own_gradients and not scores.float32_bias and not spec.softcap
 
 
 def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> ForwardPlan:
@@ -185,7 +183,6 @@ def plan_bias_gradient(
         spec.head_dim,
         spec.head_dim_v,
         features_of(spec, shapes),
-        stats_m=backward.config.tile_m,
     )
     sums_batch, sums_queries, sums_keys = (int(x) for x in summed)
     numbers = BiasGradientNumbers(

@@ -3,7 +3,7 @@
 Copies that pass the registers by move vectors of 16 bytes. So a row of a tile is copied from the vector that its first
 element is in, and lies in shared memory as many bytes behind a vector's start as it does in global memory: those who
 read compute these bytes from the row's address, as those who copy do. What is copied beside the row is in vectors that
-hold some of it, so it is within the memory that the tensor is in. Of a tensor that is the same for all queries one row
+hold some of it, so it is in memory that the tensor has a part of. Of a tensor that is the same for all queries one row
 is copied, and read for all.
 
 Rows that are not real, and columns behind the last key, are not copied: anything may stand in their places.

@@ -348,6 +348,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     # It reads all strides alike.
     features = replace(features.of_pass("backward"), strided_scores=False, paired_scores=False)
     if tile_d > 128:
+        features = replace(features, dbias=False)  # others compute it
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
@@ -380,10 +381,9 @@ class BiasGradientConfig(Sm90Config):
         return operands + self.tile_m * sum(self.score_pitches) + 4 * self.tile_m // 16 * self.tile_n
 
 
-def bias_gradient_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, stats_m: int
-) -> BiasGradientConfig:
-    """The configuration that serves a call."""
+def bias_gradient_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BiasGradientConfig:
+    """The configuration that serves a call, from the features of its backward pass."""
+    stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
     features = features.of_pass("bias_gradient")
     tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in (128, 64, 32))

@@ -2,14 +2,17 @@
 
 Roles (a CTA works on tiles of ``tile_m`` queries of one head, one after the other):
     warpgroup 0         producer. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
+                        Warps 1 to 3 copy the elements of mask and bias that go with a block, unless these are strided.
     warpgroups 1 ..     mma: 64 queries each, independent but for the order in which they use the tensor cores.
 Registers a thread: ``ForwardConfig.registers``.
 
 Pipelines (producer -> consumers, stages, arrive counts):
     tiles  mbarriers, ``tile_stages`` deep: what the tile is, and its Q. Warp 0 -> one arrival an mma warp, when the
-           tile is done. A tile of no sequence ends the work.
+           tile is done, and one each of warps 1 to 3 that copy for it. A tile of no sequence ends the work.
     k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival an mma warp. A warpgroup releases K
            when its scores are complete and V when O is.
+    scores ``Ring``, ``score_stages`` deep, across tiles: mask and bias. An arrival of each of the 96 threads of warps 1
+           to 3 -> one arrival an mma warp, when its elements are in registers.
 
 Steady state of an mma warpgroup (n counts down):
     tensor cores   S(n) = Q K(n)^T, O += P(n+1) V(n+1) |                      | S(n-1) ...
@@ -19,10 +22,11 @@ FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is t
 while the other warpgroups have the tensor cores. So only the first tile of a CTA waits for its loads. Where shared
 memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
-Masks are applied only in blocks that an edge can cross: the walk over the blocks is cut in parts (``Blocks.parts``).
-Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
-zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are zeroed by the warpgroup
-whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of equal size.)
+Windows and sequence ends are looked at only in blocks that an edge can cross: the walk over the blocks is cut in parts
+(``Blocks.parts``). Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
+sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
+zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
+equal size.)
 """
 
 from dataclasses import dataclass

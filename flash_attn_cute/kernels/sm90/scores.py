@@ -220,7 +220,7 @@ def read_transposed(
     t, coordinates = scores.tensors, rows_and_columns(scores.cS)
     num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
     columns = range(part * num_columns, (part + 1) * num_columns)
-    # Behind a sequence's end stands its last element, for scores that nobody sees.
+    # Behind a sequence's end stands some element before it, for scores that nobody sees.
     last_key, last_query = place.rows.length - 1, place.columns.length - 1
     keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
     first_query = place.first_column + coordinates[0, 0][1] + 4 * columns.start

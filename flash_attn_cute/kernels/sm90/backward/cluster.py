@@ -8,7 +8,7 @@ Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registe
     warp 0              producer of K, then of Q, lse and delta block by block.
     warp 1              producer of V, then of dO block by block.
     warps 2, 3          if deterministic, wait for turns to add to dQ, and pass them on.
-    warpgroup 1         scores: P' = exp2(S' - lse), and dV.
+    warpgroup 1         scores: P' = exp2(S' - lse), and dV. Mask and bias it reads from global memory by itself.
     warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
     warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
 Rank 0 loads Q for both CTAs by multicast, and rank 1 dO; each its own keys, lse and delta. For dQ a CTA also holds the

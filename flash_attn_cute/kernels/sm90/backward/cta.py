@@ -30,6 +30,10 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
                        (at once, if steps are not short)
+With mask or bias a thread's elements of a step are read from global memory behind the start of S', into the registers
+that dP' would have, which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is
+stored from registers, too.
+
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
 
