@@ -1,6 +1,7 @@
 """What calls launch, planned from shapes alone: no GPU, no compiler."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from flash_attn_cute.backends.cute.plan import Shapes, features_of, plan_backwar
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, bias_gradient_config, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 SM90 = ARCHITECTURES["sm90"]
@@ -179,3 +181,16 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
         (blocks_k, planned.config.tile_n, (1, 1, 798) if shapes.packed else (400, 400)),
     ):
         assert blocks >= sum(-(-length // rows) for length in lengths)
+
+
+@pytest.mark.parametrize("flags", ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_scores"])
+def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
+    """Of every pair of head dimensions; a launch that asks for more than a CTA can have fails when it is made."""
+    for d, d_v in itertools.product(HEAD_DIMS, repeat=2):
+        for others in ("", "right", "left softcap packed"):
+            features = Features.parse(f"{flags} {others}".split())
+            forward = forward_config("bfloat16", d, d_v, features)
+            assert forward._bytes(forward.tile_stages, forward.score_stages) <= 224 * 1024, forward
+            assert forward.tile_n % 16 == 0
+            if features.bias:
+                assert bias_gradient_config("bfloat16", d, d_v, features).bytes_shared <= 224 * 1024
