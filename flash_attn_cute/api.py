@@ -29,6 +29,7 @@ def flash_attn_func(
     return_lse: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
     """Exact attention over a dense batch, differentiable in q, k, v, bias, learnable_sink and through lse.
 
@@ -63,6 +64,7 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
         backend: None picks the best that can serve the call; a name runs that one or raises.
+        dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
     Returns:
         out (batch, seqlen_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural
@@ -82,6 +84,7 @@ def flash_attn_func(
         return_lse=return_lse,
         zero_padding=zero_padding,
         backend=backend,
+        dropout_p=dropout_p,
     )
     tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
     return _attend(tensors, (), options, backend, return_lse)
@@ -109,6 +112,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     zero_padding: bool = True,
     backend: str | None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
     """Exact attention over packed sequences of different lengths; semantics as ``flash_attn_func``.
 
@@ -144,6 +148,7 @@ def flash_attn_varlen_func(
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
         backend: None picks the best that can serve the call; a name runs that one or raises.
+        dropout_p: 0.0, for those who come from flash-attn; ``integrations.flash_attn`` takes all its arguments.
 
     Returns:
         out (total_q, nheads, d_v) of q's dtype; with return_lse, (out, lse), lse being natural logarithms,
@@ -163,6 +168,7 @@ def flash_attn_varlen_func(
         return_lse=return_lse,
         zero_padding=zero_padding,
         backend=backend,
+        dropout_p=dropout_p,
     )
     bounds = (
         validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),

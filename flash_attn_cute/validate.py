@@ -36,6 +36,7 @@ def check_options(
     return_lse: bool,
     zero_padding: bool,
     backend: str | None,
+    dropout_p: float,
 ) -> Options:
     """Checks every argument that is not a tensor and folds ``causal`` into the window."""
     if not (type(causal) is type(deterministic) is type(return_lse) is type(zero_padding) is bool):
@@ -43,6 +44,8 @@ def check_options(
         _check_flags(flags | {"return_lse": return_lse, "zero_padding": zero_padding})
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected None or a str, got {backend!r}")
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
     if softmax_scale is not None:
         softmax_scale = _as_float("softmax_scale", softmax_scale, "None or a finite number")
     softcap = _as_float("softcap", softcap, "a finite number, 0 for none")

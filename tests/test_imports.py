@@ -59,9 +59,12 @@ def violations(room: str, modules: set[str], inside: str) -> list[str]:
     wrong = []
     for module in modules:
         top = module.split(".")[0]
-        if top == "flash_attn_cute" and room != "__init__" and LEVEL[room_of(module)] < LEVEL[room]:
+        level = LEVEL["api" if room == "__init__" else room]
+        if top == "flash_attn_cute" and LEVEL[room_of(module)] < level:
             wrong.append(module)
         if top == "cutlass" and room not in ("kernels", "jit"):
+            wrong.append(module)
+        if room == "integrations" and top == "flash_attn_cute" and room_of(module) not in ("integrations", "api"):
             wrong.append(module)
         if room == "sparsity" and top == "flash_attn_cute" and room_of(module) in ("jit", "kernels"):
             wrong.append(module)
@@ -101,6 +104,10 @@ def test_the_rule_can_fail() -> None:
     assert violations("backends", {"flash_attn_cute.validate"}, "backends/x.py")
     assert violations("dispatch", {"flash_attn_cute.flash_attn_func"}, "dispatch.py")
     assert violations("dispatch", {"cutlass.cute"}, "dispatch.py")
+    assert violations("api", {"flash_attn_cute.integrations.sdpa"}, "api.py")
+    assert violations("__init__", {"flash_attn_cute.integrations.sdpa"}, "__init__.py")
+    assert violations("integrations", {"flash_attn_cute.validate"}, "integrations/sdpa.py")
+    assert not violations("integrations", {"flash_attn_cute.api"}, "integrations/sdpa.py")
     assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/order.py")
     assert violations("backends", {"flash_attn_cute.kernels.sm90.config"}, "backends/cute/plan.py")
     assert violations("jit", {"flash_attn_cute.kernels.sm90.config.HEAD_DIMS"}, "jit/__main__.py")
@@ -127,6 +134,7 @@ start = time.perf_counter()
 import flash_attn_cute
 elapsed = time.perf_counter() - start
 assert not any(name.split('.')[0] == 'cutlass' for name in sys.modules)
+assert not any(name.startswith('flash_attn_cute.integrations') for name in sys.modules)
 assert not torch.cuda.is_initialized()
 print(elapsed)
 """

@@ -50,6 +50,7 @@ BOTH: Cases = [
     ({"deterministic": "yes"}, TypeError, "deterministic: expected a bool, got 'yes'"),
     ({"return_lse": None}, TypeError, "return_lse: expected a bool, got None"),
     ({"zero_padding": 0}, TypeError, "zero_padding: expected a bool, got 0"),
+    ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0.0, dropout is not supported, got 0.1"),
     ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
     ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable'], got 'sm75'"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: expected None or a finite number, got '1'"),

@@ -1,0 +1,771 @@
+"""Calls as other libraries write them: results and gradients, orders of arguments, refusals, and docs/migrating.md."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention import varlen as torch_varlen
+
+from flash_attn_cute import api
+from flash_attn_cute.integrations import flash_attn, sdpa, transformer_engine, varlen
+from tests import oracle
+from tests.checks import assert_close, bitwise_equal, gradients, offsets, poisoned_dout, random_call
+from tests.oracle import Call
+
+PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
+
+# For calls by position from tuples, and for wrong ones, which no type checker would let pass.
+fa: Any = flash_attn
+dot: Any = sdpa
+packed_attn: Any = varlen
+te: Any = transformer_engine
+
+# Runs a call by an integration; gives out and lse (None if it has none) in the shapes of the oracle.
+Attend: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
+
+
+def assert_served(call: Call, attend: Attend, truth: Call | None = None, *, through_lse: bool = False) -> None:
+    """Both passes of a call equal the oracle's of ``truth``, which is the call as its oracle knows it."""
+    truth = call if truth is None else truth
+    out, lse = attend(call)
+    dout = poisoned_dout(call, out)
+    dlse = torch.randn_like(lse) if lse is not None and through_lse else None
+    results = {"out": out, **gradients(call, out, out if lse is None else lse, dout, dlse)}
+    if lse is not None:
+        results["lse"] = lse
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        copy = truth.to(dtype)
+        out, lse = oracle.attention(copy)
+        return {"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)}
+
+    expected, low = reference(torch.float64), reference(call.q.dtype)
+    for name, got in results.items():
+        finite = expected[name][expected[name].isfinite()]
+        size = finite.abs().max().item() if finite.numel() else 0.0
+        assert_close(name, got, expected[name], low[name], 3.0 if call.softcap else 2.0, max(1.0, size))
+    real_q, real_k = call.real_rows()
+    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        assert (results[name][~real] == 0).all(), name
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+    """The arguments of every call of a function of the API from now on."""
+    calls: list[dict[str, Any]] = []
+    function = getattr(api, name)
+
+    def record(*args: Any, **options: Any) -> Any:
+        calls.append(inspect.signature(function).bind(*args, **options).arguments)
+        return function(*args, **options)
+
+    monkeypatch.setattr(api, name, record)
+    return calls
+
+
+# Signatures: positional arguments with their defaults, then keywords.
+
+FA2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+FA3 = (
+    "qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, num_splits=1, pack_gqa=None, "
+    "sm_margin=0"
+)
+PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = [
+    (fa.flash_attn_func, f"q, k, v, {FA2}, *, {FA3}"),
+    (fa.flash_attn_kvpacked_func, f"q, kv, {FA2}"),
+    (fa.flash_attn_qkvpacked_func, f"qkv, {FA2}"),
+    (
+        fa.flash_attn_varlen_func,
+        f"q, k, v, {PACKED}, {FA2}, block_table=None, *, seqused_q=None, seqused_k=None, {FA3}",
+    ),
+    (fa.flash_attn_varlen_kvpacked_func, f"q, kv, {PACKED}, {FA2}"),
+    (fa.flash_attn_varlen_qkvpacked_func, f"qkv, cu_seqlens, max_seqlen, {FA2}"),
+    (
+        dot.scaled_dot_product_attention,
+        "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False",
+    ),
+    (
+        packed_attn.varlen_attn,
+        "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None, "
+        "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
+    ),
+    (
+        te.thd_attention,
+        "query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=None, "
+        "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type='padding_causal', "
+        "window_size=None, *, softmax_scale=None, learnable_sink=None, deterministic=False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda x: getattr(x, "__name__", ""))
+def test_signatures(function: Callable[..., Any], expected: str) -> None:
+    signature = inspect.signature(function)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    shown = str(inspect.Signature(plain))
+    assert shown == f"({expected})"
+
+
+def test_varlen_attn_takes_what_the_installed_torch_takes() -> None:
+    theirs = inspect.signature(torch_varlen.varlen_attn).parameters
+    ours = inspect.signature(packed_attn.varlen_attn).parameters
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default
+    positional = [name for name, parameter in theirs.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert list(ours)[: len(positional)] == positional
+
+
+# flash-attn.
+
+
+def dense_call(**options: Any) -> Call:
+    given: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, **options}
+    return random_call([7] * 2, [9] * 2, packed=False, **given)
+
+
+def with_flash_attn(call: Call, *form: str, slopes: Tensor | None = None, deterministic: bool = False) -> Any:
+    """The call by the function that takes q, k, v, or "kv" or "qkv" in one tensor; all options by position."""
+    window = tuple(-1 if side is None else side for side in call.window_size)
+    options = (0.0, call.softmax_scale, call.causal, window, call.softcap, slopes, deterministic, True)
+    q, k, v = call.q, call.k, call.v
+    if call.cu_seqlens_q is None:
+        if "kv" in form:
+            result = fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *options)
+        elif "qkv" in form:
+            result = fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *options)
+        else:
+            result = fa.flash_attn_func(q, k, v, *options)
+    else:
+        assert call.cu_seqlens_k is not None
+        bounds = [
+            max(rows.stop - rows.start for rows in side) for side in list(zip(*call.sequences(), strict=True))[1:]
+        ]
+        where = (call.cu_seqlens_q, call.cu_seqlens_k, *bounds)
+        used = {"seqused_q": call.seqused_q, "seqused_k": call.seqused_k}
+        if "kv" in form:
+            result = fa.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *where, *options)
+        elif "qkv" in form:
+            qkv = torch.stack([q, k, v], 1)
+            result = fa.flash_attn_varlen_qkvpacked_func(qkv, call.cu_seqlens_q, bounds[0], *options)
+        else:
+            result = fa.flash_attn_varlen_func(q, k, v, *where, *options, **used)
+    out, lse, probabilities = result
+    assert probabilities is None
+    return out, lse
+
+
+@pytest.mark.parametrize("form", ["q k v", "kv", "qkv"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "softmax_scale": 0.3},
+        {"window_size": (3, None), "softcap": 2.0, "dtype": torch.float32},
+        {"window_size": (2, 1), "dtype": torch.bfloat16},
+    ],
+    ids=["causal", "left softcap", "window"],
+)
+def test_flash_attn(form: str, packed: bool, options: dict[str, Any]) -> None:
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8}
+    lengths_q, lengths_k = ([5, 0, 9], [8, 3, 4]) if packed else ([7] * 2, [9] * 2)
+    heads["dtype"] = torch.float64
+    heads |= options
+    call = random_call(lengths_q, lengths_q if form == "qkv" else lengths_k, packed=packed, **heads)
+    assert_served(call, lambda call: with_flash_attn(call, form), through_lse=True)
+
+
+def test_flash_attn_returns_out_alone_unless_asked() -> None:
+    call = dense_call()
+    out = fa.flash_attn_func(call.q, call.k, call.v)
+    assert isinstance(out, Tensor)
+    assert bitwise_equal(out, with_flash_attn(call)[0])
+    assert isinstance(fa.flash_attn_func(call.q, call.k, call.v, alibi_slopes=torch.rand(4)), Tensor)
+
+
+def alibi_truth(call: Call, slopes: Tensor) -> Call:
+    """The same call with all of ``-slope * |i + seqlen_k - seqlen_q - j|`` as its bias."""
+    packed = call.cu_seqlens_q is not None
+    longest = max(rows.stop - rows.start for _, _, rows in call.sequences())
+    nheads, rows = call.q.shape[-2], call.q.shape[-3]
+    shape = (nheads, rows, longest) if packed else (call.q.shape[0], nheads, rows, call.k.shape[1])
+    bias = torch.zeros(shape, dtype=torch.float64)
+    for b, rows_q, rows_k in call.sequences():
+        seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        distance = (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)).abs()
+        of_heads = slopes if slopes.ndim == 1 else slopes[b]
+        (bias if b is None else bias[b])[:, rows_q, :seqlen_k] = -of_heads.detach().double()[:, None, None] * distance
+    return replace(call, bias=bias.to(call.q.dtype))
+
+
+WINDOWS = [
+    {"causal": True},
+    {"causal": True, "window_size": (3, None)},
+    {},
+    {"window_size": (2, 3)},
+    {"window_size": (None, 1)},
+    {"window_size": (4, None)},
+    {"window_size": (4, 0)},
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [(7, 9), (9, 7), (1, 5), (6, 1)], ids=str)
+@pytest.mark.parametrize("dims", [1, 2], ids=["heads", "batch and heads"])
+def test_alibi_dense(window: dict[str, Any], lengths: tuple[int, int], dims: int) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "softcap": 5.0}
+    call = random_call([lengths[0]] * 2, [lengths[1]] * 2, packed=False, **options, **window)
+    slopes = torch.rand((4,) if dims == 1 else (2, 4))
+    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes)  # noqa: E731
+    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("seqused", [False, True])
+def test_alibi_packed(window: dict[str, Any], seqused: bool) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "seqused": seqused}
+    call = random_call([5, 0, 9, 1, 3], [8, 3, 4, 6, 0], **options, **window)
+    slopes = torch.rand(4)
+    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes.expand(5, 4))  # noqa: E731
+    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_alibi_at_low_precision(causal: bool, dtype: torch.dtype) -> None:
+    call = random_call([130], [150], packed=False, nheads=4, causal=causal, dtype=dtype)
+    slopes = 2.0 ** -torch.arange(1.0, 5.0)
+    assert_served(call, lambda call: with_flash_attn(call, slopes=slopes), alibi_truth(call, slopes))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradient_of_alibi_slopes(causal: bool) -> None:
+    call = dense_call(causal=causal)
+    slopes = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    out, lse = with_flash_attn(call, slopes=slopes)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (got,) = torch.autograd.grad([out, lse], slopes, [dout, dlse])
+    truth = alibi_truth(call, slopes).to(torch.float64)
+    assert truth.bias is not None
+    dbias = gradients(truth, *oracle.attention(truth), dout, dlse)["dbias"]
+    distance = (torch.arange(7)[:, None] + 2 - torch.arange(9)).abs()
+    torch.testing.assert_close(got, -(dbias * distance).sum((-1, -2)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_alibi_is_never_as_large_as_the_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at least of float32, which holds the positions."""
+    dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    with_flash_attn(dense_call(causal=causal), slopes=torch.rand(4))
+    with_flash_attn(random_call([5, 9], causal=causal, dtype=torch.bfloat16), slopes=torch.rand(2))
+    assert [x["bias"].shape for x in dense] == [(4, 1, 9)] * (1 if causal else 2)
+    assert [x["bias"].shape for x in packed] == [(2, 1, 9)] * (1 if causal else 2)
+    assert {x["bias"].dtype for x in dense} == {torch.float64}
+    assert {x["bias"].dtype for x in packed} == {torch.float32}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_autocast_does_not_round_alibi(causal: bool) -> None:
+    call = dense_call(dtype=torch.float32, causal=causal)
+    slopes = torch.rand(4)
+    low = call.to(torch.bfloat16)
+    expected = with_flash_attn(low, slopes=slopes)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = with_flash_attn(call, slopes=slopes)
+    assert got[0].dtype == torch.bfloat16
+    assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# scaled_dot_product_attention.
+
+
+def assert_as_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False, **options: Any
+) -> None:
+    """Results and gradients are those of PyTorch in float64, of a causal mask aligned to the top left."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask.requires_grad_())
+    out = dot.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, **options)
+    theirs = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, theirs, **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    dout = torch.randn_like(out)
+    for got, grad in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        torch.testing.assert_close(got, grad, rtol=0, atol=1e-11)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 12), (12, 7), (1, 6), (6, 1)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sdpa(lengths: tuple[int, int], batch: tuple[int, ...], is_causal: bool) -> None:
+    q, k, v = normal(*batch, 4, lengths[0], 8), normal(*batch, 4, lengths[1], 8), normal(*batch, 4, lengths[1], 6)
+    assert_as_torch(q, k, v, None, is_causal, scale=0.3)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sdpa_gqa(is_causal: bool) -> None:
+    assert_as_torch(normal(2, 4, 9, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8), None, is_causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((), (6, 9)),
+        ((), (4, 6, 9)),
+        ((2,), (6, 9)),
+        ((2,), (2, 1, 1, 9)),
+        ((2,), (4, 6, 9)),
+        ((2, 3), (4, 1, 9)),
+        ((2, 3), (1, 1, 4, 6, 9)),
+        ((2, 3), (2, 3, 1, 6, 9)),
+        ((2, 3), (2, 1, 1, 6, 9)),
+    ],
+    ids=str,
+)
+def test_sdpa_masks(kind: str, batch: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mask = normal(*shape) if kind == "float" else torch.rand(shape) < 0.7
+    if kind == "bool":
+        mask[..., 0] = True
+    assert_as_torch(normal(*batch, 4, 6, 8), normal(*batch, 4, 9, 8), normal(*batch, 4, 9, 8), mask)
+
+
+def test_sdpa_broadcasts_batch_dimensions() -> None:
+    assert_as_torch(normal(2, 3, 4, 6, 8), normal(3, 4, 9, 8), normal(1, 1, 4, 9, 8), None)
+
+
+def test_sdpa_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows before heads in memory, as projections leave them; a causal mask is a window."""
+    calls = recorded(monkeypatch, "flash_attn_func")
+    projected = torch.randn(3, 2, 12, 4, 8).transpose(2, 3)
+    key = projected[1]
+    for query in (projected[0], projected[0][..., :5, :], torch.randn(2, 4, 20, 8)):
+        out = dot.scaled_dot_product_attention(query, key, projected[2], is_causal=True)
+        assert out.transpose(1, 2).is_contiguous()
+        assert calls[-1]["q"].data_ptr() == query.data_ptr()
+        assert calls[-1]["k"].data_ptr() == key.data_ptr()
+        assert calls[-1]["mask"] is calls[-1]["bias"] is None
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    dot.scaled_dot_product_attention(projected[0], key, projected[2], mask)
+    assert calls[-1]["mask"] is mask
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_if_torch_is(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    torch.use_deterministic_algorithms(deterministic)
+    dot.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8))
+    packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5)
+    assert dense[0]["deterministic"] is packed[0]["deterministic"] is deterministic
+
+
+# varlen_attn.
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 2)], ids=str)
+def test_varlen_attn(window: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "window_size": window}
+    call = random_call([5, 0, 9], [8, 3, 4], softmax_scale=0.3, **options)
+    aux = torch_varlen.AuxRequest(lse=True)
+    settings: Any = {"return_aux": aux, "scale": 0.3, "window_size": window, "enable_gqa": True, "num_splits": 1}
+
+    def attend(call: Call) -> tuple[Tensor, Tensor]:
+        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 8)
+        out, lse = packed_attn.varlen_attn(call.q, call.k, call.v, *where, **settings)
+        return out, lse
+
+    assert_served(call, attend, through_lse=True)
+
+
+def test_varlen_attn_of_older_releases() -> None:
+    """is_causal was the eighth argument."""
+    call = random_call([5, 9], nheads=2, causal=True, dtype=torch.float64)
+    where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 9)
+    assert_served(call, lambda call: (packed_attn.varlen_attn(call.q, call.k, call.v, *where, True), None))
+
+
+def test_varlen_attn_seqused() -> None:
+    call = random_call([5, 3], [8, 9], seqused=True, dtype=torch.float64)
+    call = replace(call, seqused_q=None)
+    with torch.no_grad():
+        call.q.copy_(torch.randn_like(call.q))
+    where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20)
+    attend: Attend = lambda call: (  # noqa: E731
+        packed_attn.varlen_attn(call.q, call.k, call.v, *where, seqused_k=call.seqused_k),
+        None,
+    )
+    assert_served(call, attend)
+
+
+# Transformer Engine.
+
+
+def top_left(call: Call, left: int | None = None) -> Call:
+    """The same packed call under a causal mask aligned to the top left of each sequence, all of it in memory."""
+    mask = torch.zeros(1, call.q.shape[0], max(rows.stop - rows.start for _, _, rows in call.sequences()))
+    for _, rows_q, rows_k in call.sequences():
+        ones = torch.ones(rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
+        mask[0, rows_q, : ones.shape[1]] = ones.tril() if left is None else ones.tril().triu(-left)
+    return replace(call, mask=mask.bool(), causal=False, window_size=(None, None))
+
+
+def with_te(call: Call, lengths_q: list[int], lengths_k: list[int], mask: str, **options: Any) -> Tensor:
+    true_q = offsets(lengths_q)
+    true_k = true_q if lengths_k is lengths_q else offsets(lengths_k)
+    assert call.cu_seqlens_q is not None
+    where: Any = (true_q, true_k, call.cu_seqlens_q, call.cu_seqlens_k, max(lengths_q), max(lengths_k))
+    out = te.thd_attention(call.q, call.k, call.v, *where, mask, **options)
+    assert out.ndim == 2
+    return out.unflatten(-1, (call.q.shape[-2], -1))
+
+
+TE_Q, TE_K = [5, 0, 9, 1, 4, 6], [8, 3, 4, 6, 0, 6]
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "options"),
+    [
+        ("padding", None, {}),
+        ("padding", (-1, 0), {}),
+        ("padding", (2, 3), {"window_size": (2, 3)}),
+        ("padding_causal_bottom_right", None, {"causal": True}),
+        ("padding_causal_bottom_right", (-1, -1), {"causal": True}),
+        ("padding_causal_bottom_right", (3, 0), {"causal": True, "window_size": (3, 0)}),
+        ("causal_bottom_right", (3, 2), {"causal": True, "window_size": (3, 0)}),
+    ],
+)
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+def test_thd(mask: str, window: tuple[int, int] | None, options: dict[str, Any], sink: bool) -> None:
+    """True lengths in padded memory that is filled with NaN and infinities."""
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64}
+    call = random_call(TE_Q, TE_K, seqused=True, softmax_scale=0.3, sink=sink, **heads, **options)
+    settings: Any = {"window_size": window, "softmax_scale": 0.3}
+    attend: Attend = lambda call: (  # noqa: E731
+        with_te(call, TE_Q, TE_K, mask, **settings, learnable_sink=call.learnable_sink),
+        None,
+    )
+    assert_served(call, attend)
+
+
+@pytest.mark.parametrize("mask", ["padding_causal", "padding,causal", "causal,padding", "causal"])
+def test_thd_top_left(mask: str) -> None:
+    call = random_call(TE_Q, TE_K, seqused=True, nheads=4, nheads_k=2, head_dim=8, dtype=torch.float64, sink=True)
+    attend: Attend = lambda call: (  # noqa: E731
+        with_te(call, TE_Q, TE_K, mask, learnable_sink=call.learnable_sink),
+        None,
+    )
+    assert_served(call, attend, top_left(call))
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_thd_of_equal_lengths_is_one_call(window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch, "flash_attn_varlen_func")
+    call = random_call(TE_Q, seqused=True, nheads=2, head_dim=8, dtype=torch.float64)
+    attend: Attend = lambda call: (with_te(call, TE_Q, TE_Q, "padding_causal", window_size=window), None)  # noqa: E731
+    assert_served(call, attend, top_left(call, None if window is None else window[0]))
+    assert len(calls) == 1
+
+
+def test_thd_without_padding() -> None:
+    call = random_call(TE_Q, TE_K, nheads=2, head_dim=8, dtype=torch.float64, causal=True)
+    for mask, truth in (("padding_causal_bottom_right", call), ("padding_causal", top_left(call))):
+        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
+
+        def attend(call: Call, where: Any = where, mask: str = mask) -> tuple[Tensor, None]:
+            out = te.thd_attention(call.q, call.k, call.v, *where, attn_mask_type=mask)
+            return out.unflatten(-1, (2, -1)), None
+
+        assert_served(call, attend, truth)
+
+
+# All of them.
+
+
+def test_compiled() -> None:
+    """In one graph."""
+    q, k, v = torch.randn(3, 2, 9, 4, 8)
+    packed = torch.randn(24, 3, 4, 8)
+    cu_q, cu_k = offsets([5, 9, 10]), offsets([7, 2, 15])
+
+    def everything(slopes: Tensor) -> list[Tensor]:
+        return [
+            fa.flash_attn_func(q, k, v, alibi_slopes=slopes),
+            *fa.flash_attn_varlen_qkvpacked_func(packed, cu_q, 10, 0.0, None, True, alibi_slopes=slopes),
+            dot.scaled_dot_product_attention(q, k[..., :3, :], v[..., :3, :], is_causal=True),
+            packed_attn.varlen_attn(*packed.unbind(1), cu_q, cu_k, 10, 15, window_size=(-1, 0)),
+            te.thd_attention(*packed.unbind(1), cu_q, cu_k),
+        ]
+
+    slopes = torch.rand(4)
+    expected, got = everything(slopes), torch.compile(everything, fullgraph=True, backend="eager")(slopes)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def arguments() -> SimpleNamespace:
+    """Tensors of valid calls."""
+    q, k, v = torch.randn(3, 2, 6, 4, 8)
+    packed = torch.randn(10, 3, 4, 8)
+    return SimpleNamespace(q=q, k=k, v=v, packed=packed, cu=offsets([4, 6]), one=torch.ones(1), slopes=torch.rand(4))
+
+
+REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = [
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, 0.5), ValueError, "dropout_p: expected 0.0"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, qv=a.q), ValueError, "qv: expected None, a second query"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, q_descale=a.one), ValueError, "q_descale: expected None, FP8"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, v_descale=a.one), ValueError, "v_descale: expected None, FP8"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, sm_margin=8), ValueError, "sm_margin: expected 0, kernels"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, attention_chunk=8), ValueError, "attention_chunk: expected 0"),
+    (lambda a: fa.flash_attn_qkvpacked_func(a.q), ValueError, "qkv: expected shape (batch, seqlen, 3, nheads"),
+    (lambda a: fa.flash_attn_qkvpacked_func(None), TypeError, "qkv: expected a torch.Tensor, got NoneType"),
+    (lambda a: fa.flash_attn_kvpacked_func(a.q, a.q), ValueError, "kv: expected shape (batch, seqlen_k, 2, nh"),
+    (
+        lambda a: fa.flash_attn_varlen_kvpacked_func(a.packed[:, 0], a.packed, a.cu, a.cu, 6, 6),
+        ValueError,
+        "kv: expected shape (total_k, 2, nheads_k, d), got shape (10, 3, 4, 8)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed[:, :2], a.cu, 6),
+        ValueError,
+        "qkv: expected shape (total, 3, nheads, d), got shape (10, 2, 4, 8)",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=torch.rand(3)),
+        ValueError,
+        "alibi_slopes: expected shape (4,) or (2, 4), got shape (3,)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu, 6, alibi_slopes=torch.rand(2, 4)),
+        ValueError,
+        "alibi_slopes: expected shape (4,) for packed sequences, got shape (2, 4)",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=[0.5] * 4),
+        TypeError,
+        "alibi_slopes: expected a torch.Tensor, got list",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=torch.ones(4, dtype=torch.int32)),
+        TypeError,
+        "alibi_slopes: expected a floating-point dtype, got torch.int32",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=a.slopes.to("meta")),
+        ValueError,
+        "alibi_slopes: expected the device of q, cpu, got meta",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, window_size=3, alibi_slopes=a.slopes),
+        ValueError,
+        "window_size: expected a pair (left, right), got 3",
+    ),
+    (lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, dropout_p=0.1), ValueError, "dropout_p: expected 0.0"),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, None),
+        TypeError,
+        "value: expected a torch.Tensor, got None",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, True),
+        TypeError,
+        "attn_mask: expected None or a torch.Tensor, got bool",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q[0, 0], a.k[0, 0], a.v[0, 0]),
+        ValueError,
+        "query: expected shape (..., nheads, rows, d), got shape (4, 8)",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, torch.cat([a.k, a.k[:1]]), a.v),
+        ValueError,
+        "key, value: expected batch dimensions that broadcast with query's, got (2, 6, 4, 8), (3, 6, 4, 8), ",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(a.packed[:, 0], a.packed[:, 1, :2], a.packed[:, 2, :2], a.cu, a.cu, 6, 6),
+        ValueError,
+        "key: expected the 4 heads of query (fewer need enable_gqa=True), got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("attend", "error", "message"), REFUSALS, ids=[message[:40] for _, _, message in REFUSALS])
+def test_refusals(attend: Callable[[SimpleNamespace], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match="^" + re.escape(message)):
+        attend(arguments())
+
+
+# docs/migrating.md.
+
+# What calls of the page mean, in terms of the oracle. Those that are not here must be refused.
+Expected: TypeAlias = Callable[[SimpleNamespace], Call]
+
+
+def of_qkv(n: SimpleNamespace, **options: Any) -> Call:
+    return Call(n.q, n.k, n.v, **options)
+
+
+def of_packed(n: SimpleNamespace, **options: Any) -> Call:
+    return Call(n.pq, n.pk, n.pv, **{"cu_seqlens_q": n.offsets, "cu_seqlens_k": n.offsets} | options)
+
+
+def of_sdpa(*qkv: Tensor, **options: Any) -> Call:
+    q, k, v = (rearrange(x, "batch heads rows d -> batch rows heads d") for x in qkv)
+    return Call(q, k, v, **options)
+
+
+def padded(n: SimpleNamespace, **options: Any) -> Call:
+    return of_packed(n, seqused_q=n.true.diff(), seqused_k=n.true.diff(), **options)
+
+
+MEANINGS: dict[str, Expected] = {
+    "flash_attn_func(q, k, v, 0.0, None, True)": lambda n: of_qkv(n, causal=True),
+    "flash_attn_func(q, k, v, causal=True, window_size=(16, 0), softcap=30.0)": lambda n: of_qkv(
+        n, causal=True, window_size=(16, 0), softcap=30.0
+    ),
+    "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)": lambda n: alibi_truth(
+        of_qkv(n, causal=True), n.slopes
+    ),
+    "flash_attn_func(q, k, v, alibi_slopes=slopes)": lambda n: alibi_truth(of_qkv(n), n.slopes),
+    "flash_attn_func(q, k, v, causal=True, return_attn_probs=True)": lambda n: of_qkv(n, causal=True),
+    "flash_attn_kvpacked_func(q, kv, window_size=(8, 8))": lambda n: of_qkv(n, window_size=(8, 8)),
+    "flash_attn_qkvpacked_func(qkv, causal=True, deterministic=True)": lambda n: replace(
+        Call(*n.qkv.unbind(2)), causal=True
+    ),
+    "flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, causal=True)": lambda n: of_packed(n, causal=True),
+    "flash_attn_varlen_kvpacked_func(pq, packed[:, 1:], offsets, offsets, 10, 10)": of_packed,
+    "flash_attn_varlen_qkvpacked_func(packed, offsets, 10, causal=True, alibi_slopes=slopes)": lambda n: alibi_truth(
+        of_packed(n, causal=True), n.slopes
+    ),
+    "flash_attn_func(q, k, v, softmax_scale=0.1, causal=True, num_splits=1, pack_gqa=True)": lambda n: of_qkv(
+        n, softmax_scale=0.1, causal=True
+    ),
+    "flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths, causal=True)": lambda n: of_packed(
+        n, seqused_k=n.lengths, causal=True
+    ),
+    "flash_attn_cute.flash_attn_func(q, k, v, dropout_p=0.0, causal=True, window_size=(-1, -1))": lambda n: of_qkv(
+        n, causal=True
+    ),
+    "flash_attn_cute.flash_attn_func(q, k, v, causal=True, learnable_sink=slopes, return_lse=True)": lambda n: of_qkv(
+        n, causal=True, learnable_sink=n.slopes
+    ),
+    "scaled_dot_product_attention(query, key, value, is_causal=True)": lambda n: of_sdpa(
+        n.query, n.key, n.value, causal=True
+    ),
+    "scaled_dot_product_attention(query, few_keys, few_values, is_causal=True, enable_gqa=True)": lambda n: of_sdpa(
+        n.query, n.few_keys, n.few_values, mask=torch.ones(24, 40, dtype=torch.bool).tril()
+    ),
+    "scaled_dot_product_attention(query, key, value, attn_mask=real)": lambda n: of_sdpa(
+        n.query, n.key, n.value, mask=n.real
+    ),
+    "scaled_dot_product_attention(query, key, value, added, scale=0.1)": lambda n: of_sdpa(
+        n.query, n.key, n.value, bias=n.added, softmax_scale=0.1
+    ),
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, window_size=(-1, 0))": lambda n: of_packed(n, causal=True),
+    "varlen_attn(pq, pk[:, :2], pv[:, :2], offsets, offsets, 10, 10, enable_gqa=True, scale=0.1, "
+    "return_aux=AuxRequest(lse=True))": lambda n: replace(
+        of_packed(n, softmax_scale=0.1), k=n.pk[:, :2], v=n.pv[:, :2]
+    ),
+    "varlen_attn(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths)": lambda n: of_packed(n, seqused_k=n.lengths),
+    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding_causal")': lambda n: padded(
+        n, causal=True
+    ),
+    'thd_attention(pq, pk, pv, true, true, **memory, attn_mask_type="padding", window_size=(4, 4))': lambda n: padded(
+        n, window_size=(4, 4)
+    ),
+    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal_bottom_right")': lambda n: of_packed(
+        n, cu_seqlens_k=n.keys, causal=True
+    ),
+    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal")': lambda n: top_left(
+        of_packed(n, cu_seqlens_k=n.keys)
+    ),
+}
+
+
+def page_rows(page: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The code blocks of a page and the rows of its tables: a call, and what happens."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \|$", page, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| `", page, re.MULTILINE)), "a row has another form"
+    return blocks, rows
+
+
+ROWS = page_rows(PAGE.read_text())[1]
+
+
+@pytest.fixture
+def namespace() -> dict[str, Any]:
+    """The names that the page's code blocks define."""
+    names: dict[str, Any] = {}
+    for block in page_rows(PAGE.read_text())[0]:
+        exec(block, names)
+    return names
+
+
+def outcome(call: str, names: dict[str, Any]) -> tuple[str, Any]:
+    """What comes of a call of the page: "served" and the result, or "refused" and the message."""
+    try:
+        return "served", eval(call, dict(names))
+    except ValueError as error:
+        return "refused", str(error)
+
+
+def assert_means(result: Any, meaning: Call) -> None:
+    """A result, in the shape of its library, is what the oracle makes of the call."""
+    expected, low = (oracle.attention(meaning.to(dtype)) for dtype in (torch.float64, meaning.q.dtype))
+    results = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+    for name, got, true, yardstick in zip(("out", "lse"), results, expected, low, strict=False):
+        if got.ndim == 2 and true.ndim == 3:  # Transformer Engine's
+            got = got.unflatten(-1, true.shape[-2:])
+        elif got.shape != true.shape:  # PyTorch's
+            got = got.transpose(1, 2)
+        factor = 3.0 if meaning.softcap else 2.0
+        assert_close(name, got, true, yardstick, factor, max(1.0, true[true.isfinite()].abs().max().item()))
+
+
+def test_the_page_has_twenty_calls_and_more() -> None:
+    calls = [call for call, _ in ROWS]
+    assert len(set(calls)) == len(calls) >= 20
+    assert set(MEANINGS) <= set(calls)
+    for function, _ in SIGNATURES:
+        assert any(call.startswith(f"{function.__name__}(") for call in calls), function.__name__
+
+
+@pytest.mark.parametrize(("call", "here"), ROWS, ids=[call for call, _ in ROWS])
+def test_what_the_page_says_of_a_call(call: str, here: str, namespace: dict[str, Any]) -> None:
+    happened, result = outcome(call, namespace)
+    assert here.split(":")[0] == happened, result
+    if happened == "served":
+        assert_means(result, MEANINGS[call](SimpleNamespace(**namespace)))
+    else:
+        assert call not in MEANINGS
+        message = re.fullmatch(r"refused: `(.*)`", here)
+        assert message is not None
+        assert result.startswith(message[1]), result
+
+
+def test_the_page_can_be_wrong(namespace: dict[str, Any]) -> None:
+    names = SimpleNamespace(**namespace)
+    _, result = outcome("flash_attn_func(q, k, v)", namespace)
+    with pytest.raises(AssertionError, match="above the bound"):
+        assert_means(result, of_qkv(names, causal=True))
+    assert outcome("flash_attn_func(q, k, v, 0.1)", namespace)[0] == "refused"
+    with pytest.raises(AssertionError, match="another form"):
+        page_rows("| `f()` | served\n")
