@@ -386,5 +386,6 @@ def bias_gradient_config(dtype: str, head_dim: int, head_dim_v: int, features: F
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
     features = features.of_pass("bias_gradient")
-    tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in (128, 64, 32))
+    widths = (64, 32) if features.strided_scores else (128, 64, 32)  # read one by one, more keys spill
+    tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in widths)
     return next(tile for tile in tiles if tile.bytes_shared <= _SHARED_MEMORY)
