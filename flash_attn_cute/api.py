@@ -1,6 +1,6 @@
 """The public functions: exact attention over dense batches and over packed sequences."""
 
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
@@ -8,7 +8,73 @@ from flash_attn_cute import ops, plan, validate
 from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
-Result: TypeAlias = Any
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_func(
@@ -85,6 +151,84 @@ def flash_attn_func(
     )
     tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
     return _attend(tensors, (), options, backend, return_lse)
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_func(
