@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
-from flash_attn_cute import ops, plan, validate
+from flash_attn_cute import nested, ops, plan, validate
 from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
@@ -106,6 +106,11 @@ def flash_attn_func(
 
     Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
 
+    q, k and v may also be jagged nested tensors (``torch.nested``, layout=torch.jagged) of the same dimensions, the
+    second of them ragged, k and v with the same offsets. Then this is ``flash_attn_varlen_func`` of their values, to
+    whose dimensions mask and bias broadcast, seqused is not allowed, and out and lse are nested, with q's offsets.
+    Bounds on the lengths are the maxima that the tensors know, or else their rows; nothing waits for the device.
+
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous
             last dimension, here and in k and v.
@@ -123,6 +128,8 @@ def flash_attn_func(
         learnable_sink: (nheads,), float32 or q's dtype. One more logit in each softmax's denominator, and in lse.
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Any strides, here and
             in bias; never expanded. It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
+            Two dimensions are (seqlen_q, seqlen_k); for a padding mask (batch, seqlen_k) give mask[:, None, None, :],
+            or see ``flash_attn_cute.padding``, which skips what is hidden.
         bias: float32 or q's dtype, broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
             Its gradient has its own shape.
         deterministic: the same inputs give the same bits, whatever else the device runs.
@@ -319,9 +326,20 @@ def flash_attn_varlen_func(
 def _attend(
     tensors: plan.Tensors, bounds: plan.Bounds, options: Options, backend: str | None, return_lse: bool
 ) -> Result:
-    tensors = ops.autocast(tensors)
     watched = ops.is_watched(tensors)
+    if watched and not bounds and nested.is_among(tensors[:3]):
+        return _attend_nested(tensors, options, backend, return_lse)
+    tensors = ops.autocast(tensors)
     chosen = (plan.make if watched else plan.recall)(tensors, bounds, options, backend)
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     return (out, lse) if return_lse else out
+
+
+def _attend_nested(tensors: plan.Tensors, options: Options, backend: str | None, return_lse: bool) -> Result:
+    tensors, bounds, jagged = nested.as_packed(tensors)
+    result = _attend(tensors, bounds, options, backend, return_lse)
+    if isinstance(result, Tensor):
+        return jagged.wrap(result, rows=0)
+    out, lse = result
+    return jagged.wrap(out, rows=0), jagged.wrap(lse, rows=1)
