@@ -1,14 +1,83 @@
 """The public functions: exact attention over dense batches and over packed sequences."""
 
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
-from flash_attn_cute import ops, plan, validate
+from flash_attn_cute import nested, ops, plan, validate
 from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
-Result: TypeAlias = Any
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_func(
@@ -41,6 +110,11 @@ def flash_attn_func(
 
     Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
 
+    q, k and v may also be jagged nested tensors (``torch.nested``, layout=torch.jagged) of the same dimensions, the
+    second of them ragged, k and v with the same offsets. Then this is ``flash_attn_varlen_func`` of their values, to
+    whose dimensions mask and bias broadcast, seqused is not allowed, and out and lse are nested, with q's offsets.
+    Bounds on the lengths are the maxima that the tensors know, or else their rows; nothing waits for the device.
+
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64. Any strides with a contiguous
             last dimension, here and in k and v.
@@ -58,6 +132,8 @@ def flash_attn_func(
         learnable_sink: (nheads,), float32 or q's dtype. One more logit in each softmax's denominator, and in lse.
         mask: bool, broadcastable to (batch, nheads, seqlen_q, seqlen_k), True = may attend. Any strides, here and
             in bias; never expanded. It hides scores, not values: rows that hold NaN or Inf belong behind seqused.
+            Two dimensions are (seqlen_q, seqlen_k); for a padding mask (batch, seqlen_k) give mask[:, None, None, :],
+            or see ``flash_attn_cute.padding``, which skips what is hidden.
         bias: float32 or q's dtype, broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
             Its gradient has its own shape.
         deterministic: the same inputs give the same bits, whatever else the device runs.
@@ -88,6 +164,87 @@ def flash_attn_func(
     )
     tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
     return _attend(tensors, (), options, backend, return_lse)
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    *,
+    seqused_q: Tensor | None = ...,
+    seqused_k: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attn_varlen_func(
@@ -181,9 +338,20 @@ def flash_attn_varlen_func(
 def _attend(
     tensors: plan.Tensors, bounds: plan.Bounds, options: Options, backend: str | None, return_lse: bool
 ) -> Result:
-    tensors = ops.autocast(tensors)
     watched = ops.is_watched(tensors)
+    if watched and not bounds and nested.is_among(tensors[:3]):
+        return _attend_nested(tensors, options, backend, return_lse)
+    tensors = ops.autocast(tensors)
     chosen = (plan.make if watched else plan.recall)(tensors, bounds, options, backend)
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     return (out, lse) if return_lse else out
+
+
+def _attend_nested(tensors: plan.Tensors, options: Options, backend: str | None, return_lse: bool) -> Result:
+    tensors, bounds, jagged = nested.as_packed(tensors)
+    result = _attend(tensors, bounds, options, backend, return_lse)
+    if isinstance(result, Tensor):
+        return jagged.wrap(result, rows=0)
+    out, lse = result
+    return jagged.wrap(out, rows=0), jagged.wrap(lse, rows=1)

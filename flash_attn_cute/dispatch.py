@@ -1,6 +1,10 @@
 """Which backend serves a call: the required features within the supported ones, or the reasons why not."""
 
+import warnings
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import torch
 
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.backends.cute import CuteBackend
@@ -10,6 +14,8 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _IN_ORDER_OF_PREFERENCE: list[Backend] = [*map(CuteBackend, ARCHITECTURES.values()), PortableBackend()]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
+
+_has_warned = False
 
 
 class Selection(NamedTuple):
@@ -28,23 +34,60 @@ def missing(backend: Backend, spec: AttentionSpec, inputs: AttentionInputs) -> t
     return lacking + backend.limits(spec, inputs)
 
 
-def select(spec: AttentionSpec, inputs: AttentionInputs, requested: str | None = None) -> Selection:
+def supposing(gpu: str) -> dict[str, Backend]:
+    """The backends of a machine that has the usual GPU of an architecture; they explain calls and run none.
+
+    Raises:
+        ValueError: there are no kernels for such a GPU.
+    """
+    if gpu not in ARCHITECTURES:
+        raise ValueError(f"gpu: expected None or one of {list(ARCHITECTURES)}, got {gpu!r}")
+    others = {name: backend for name, backend in BACKENDS.items() if name not in ARCHITECTURES}
+    return {gpu: CuteBackend(ARCHITECTURES[gpu], is_supposed=True), **others}
+
+
+def warn_of_fallback(selection: Selection, device: torch.device) -> None:
+    """Warns, once a process, of a call that kernels made for its GPU did not get, as nobody asked for another backend.
+
+    Not while torch.compile traces, which knows no warnings.
+    """
+    global _has_warned
+    if not selection.passed_over or torch.compiler.is_compiling() or _has_warned:
+        return
+    for name, reasons in selection.passed_over.items():
+        if BACKENDS[name].is_made_for(device) and not BACKENDS[selection.name].is_made_for(device):
+            _has_warned = True
+            warnings.warn(
+                f"flash_attn_cute: a call on {device} goes to the backend {selection.name!r}, which is slower than "
+                f"{name!r}, which cannot serve it: {'; '.join(reasons)}. backend={selection.name!r} says that this is "
+                "meant. Calls after this one are not told of; flash_attn_cute.explain tells of any",
+                stacklevel=2,
+            )
+
+
+def select(
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    requested: str | None = None,
+    backends: Mapping[str, Backend] | None = None,
+) -> Selection:
     """The requested backend if it can serve the call, or the first that can if None is requested.
 
     Raises:
         ValueError: an unknown backend, or a requested one that cannot serve the call (the message has all reasons).
     """
+    backends = BACKENDS if backends is None else backends
     if requested is not None:
-        if requested not in BACKENDS:
-            raise ValueError(f"backend: expected None or one of {list(BACKENDS)}, got {requested!r}")
-        lacking = missing(BACKENDS[requested], spec, inputs)
+        if requested not in backends:
+            raise ValueError(f"backend: expected None or one of {list(backends)}, got {requested!r}")
+        lacking = missing(backends[requested], spec, inputs)
         if lacking:
             raise ValueError(
                 f"backend: expected one that can serve this call, got {requested!r}, which cannot: {'; '.join(lacking)}"
             )
         return Selection(requested, {})
     passed_over: dict[str, tuple[str, ...]] = {}
-    for name, backend in BACKENDS.items():
+    for name, backend in backends.items():
         lacking = missing(backend, spec, inputs)
         if not lacking:
             return Selection(name, passed_over)

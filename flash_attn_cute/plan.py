@@ -34,9 +34,10 @@ def make(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None
         TypeError: a tensor of the wrong type or dtype.
         ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call.
     """
-    inputs = _check(tensors, bounds)
+    inputs = check(tensors, bounds)
     spec = AttentionSpec.of(inputs, options)
     selection = dispatch.select(spec, inputs, backend)
+    dispatch.warn_of_fallback(selection, inputs.q.device)
     return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 
 
@@ -56,7 +57,8 @@ def recall(tensors: Tensors, bounds: Bounds, options: Options, backend: str | No
     return plan
 
 
-def _check(tensors: Tensors, bounds: Bounds) -> AttentionInputs:
+def check(tensors: Tensors, bounds: Bounds) -> AttentionInputs:
+    """The tensors of a valid call; raises as ``make`` does."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias = tensors
     extras = {
         "seqused_q": seqused_q,

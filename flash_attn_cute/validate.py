@@ -23,6 +23,13 @@ _INTS = frozenset({int, torch.SymInt})
 _FLOATS = frozenset({float, torch.SymFloat, *_INTS})
 _WINDOW = "a pair (left, right), each an int or None"
 
+# What to do with a padding mask, in packed calls and in dense ones.
+_ON_PADDING = (
+    "; packed calls know padding by cu_seqlens and seqused, which flash_attn_cute.padding makes from such masks",
+    "; of a padding mask (batch, seqlen_k), mask[:, None, None, :] hides keys, and flash_attn_cute.padding makes what "
+    "skips them: seqused (padding on the right) or packed sequences (any)",
+)
+
 Window = tuple[int | None, int | None]
 
 
@@ -82,7 +89,7 @@ def check_dense(
     _check_int32("seqused_k", seqused_k, q, "batch", batch)
     _check_sink(learnable_sink, q)
     dims = {"batch": batch, "nheads": nheads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    _check_mask(mask, q, dims)
+    _check_mask(mask, q, dims, batch)
     _check_bias(bias, q, dims)
     return AttentionInputs(q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias, seqlen_q, seqlen_k)
 
@@ -122,7 +129,7 @@ def check_packed(
     _check_range("max_seqlen_k", max_seqlen_k)
     # Without a bound the keys' dimension of mask and bias stands as it is.
     dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": max_seqlen_k}
-    _check_mask(mask, q, dims)
+    _check_mask(mask, q, dims, offsets - 1)
     _check_bias(bias, q, dims)
     return AttentionInputs(
         q,
@@ -152,7 +159,7 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
                 f"got {value.dtype} of shape {tuple(value.shape)}"
             )
         return None
-    bound = _as_int(value)
+    bound = as_int(value)
     if bound is None:
         raise TypeError(f"{name}: expected an int or a 0-d tensor, got {value!r}")
     return bound
@@ -163,7 +170,7 @@ def _check_range(name: str, bound: int | None) -> None:
         raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {bound}")
 
 
-def _as_int(value: Any) -> int | None:
+def as_int(value: Any) -> int | None:
     """An int of any kind (NumPy's, for one) as a plain or symbolic one; None for anything else, bools included."""
     if type(value) in _INTS:
         return value
@@ -195,7 +202,7 @@ def _check_side(side: int | None, window_size: Window) -> int | None:
     """One side of the window; None if it is unbounded."""
     if side is None:
         return None
-    width = _as_int(side)
+    width = as_int(side)
     if width is None:
         raise TypeError(f"window_size: expected {_WINDOW}, got {window_size!r}")
     return width if 0 <= width < _MAX_INT32 else None
@@ -204,8 +211,9 @@ def _check_side(side: int | None, window_size: Window) -> int | None:
 def _check_tensor(name: str, x: object, q: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
+    if x.is_nested or x.layout is not torch.strided:
+        nested = " nested tensor, which flash_attn_func takes as q, k and v in the jagged layout" if x.is_nested else ""
+        raise TypeError(f"{name}: expected a strided tensor, got {x.layout}{nested}")
     if x.device != q.device:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
 
@@ -256,13 +264,18 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"learnable_sink: expected shape (nheads,) = ({q.shape[-2]},), got shape {tuple(sink.shape)}")
 
 
-def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None]) -> None:
+def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None], batch: int) -> None:
     if mask is None:
         return
     _check_tensor("mask", mask, q)
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected bool (True = may attend), got {mask.dtype}; an additive mask goes into bias")
-    _check_broadcast("mask", mask, dims)
+        also = (
+            "an additive mask goes into bias" if mask.is_floating_point() else "mask.bool() is True where it is not 0"
+        )
+        raise TypeError(f"mask: expected bool (True = may attend), got {mask.dtype}; {also}")
+    # What has a row a sequence was meant to tell its padding.
+    looks_padded = mask.ndim == 2 and surely(mask.shape[0] == batch)
+    _check_broadcast("mask", mask, dims, _ON_PADDING["batch" in dims] if looks_padded else "")
 
 
 def _check_bias(bias: Tensor | None, q: Tensor, dims: Mapping[str, int | None]) -> None:
@@ -278,7 +291,7 @@ def _check_float(name: str, x: Tensor, q: Tensor) -> None:
         raise TypeError(f"{name}: expected float32 or the dtype of q, {q.dtype}, got {x.dtype}")
 
 
-def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None]) -> None:
+def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None], advice: str = "") -> None:
     """Checks that x broadcasts to dims, a name and a size each; a size of None fits everything."""
     sizes = list(dims.values())
     aligned = sizes[max(0, len(sizes) - x.ndim) :]
@@ -289,5 +302,6 @@ def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None]) -> No
     if not fits:
         shown = ", ".join("any" if size is None else str(size) for size in sizes)
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to ({', '.join(dims)}) = ({shown}), got shape {tuple(x.shape)}"
+            f"{name}: expected a shape that broadcasts to ({', '.join(dims)}) = ({shown}), "
+            f"got shape {tuple(x.shape)}{advice}"
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_cute import explain
 from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import described
@@ -42,14 +43,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 
 
 def both_passes(
-    inputs: AttentionInputs, window_right: int | None = None, dlse: Tensor | None = None
+    inputs: AttentionInputs, window_right: int | None = None, dlse: Tensor | None = None, need_dbias: bool = False
 ) -> tuple[Any, Any]:
     """Forward and backward of a new backend; the results, of which nothing has been computed."""
     spec = AttentionSpec.of(inputs, Options(None, None, window_right, 0.0, False, True))
     backend = CuteBackend(ARCHITECTURES["sm90"])
     out, lse = backend.forward(spec, inputs)
     sink = inputs.learnable_sink is not None
-    grads = backend.backward(spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias=False, need_dsink=sink)
+    grads = backend.backward(
+        spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias=need_dbias, need_dsink=sink
+    )
     return (out, lse), grads
 
 
@@ -86,6 +89,7 @@ CALLS = {
         **OFFSETS,
         mask=torch.ones(140, 100, dtype=torch.bool).mT.contiguous().mT,
         bias=torch.randn(8, 1, 100, dtype=torch.bfloat16),
+        max_seqlen_k=100,
     ),
     "padded, bias": inputs_of(*DENSE, seqused_q=ints(3, 70), bias=torch.randn(2, 1, 70, 90)),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
@@ -217,6 +221,54 @@ def test_layout_of_a_mask(
     features = launches[0].config.features
     assert (features.strided_scores, features.paired_scores) == (strided, paired)
     assert launches[0].arguments.mMask.data_ptr() == mask.data_ptr()
+
+
+MASK = torch.ones(2, 1, 70, 92, dtype=torch.bool)
+EXPLAINED = CALLS | {
+    "mask": inputs_of(*DENSE, mask=MASK[..., :90]),
+    "mask from an odd element on": inputs_of(*DENSE, mask=MASK[..., 1:91]),
+    "transposed mask": inputs_of(*DENSE, mask=torch.ones(90, 70, dtype=torch.bool).t()),
+    "mask and padding": inputs_of(*DENSE, mask=MASK[:, :, :1, :90], seqused_k=ints(90, 0)),
+    "float32 bias": inputs_of(*PACKED, **OFFSETS, bias=torch.zeros(8, 1, 180), max_seqlen_k=180),
+    "its gradient": inputs_of(*PACKED, **OFFSETS, bias=torch.zeros(8, 1, 180).requires_grad_(), max_seqlen_k=180),
+    "a gradient that the backward kernel writes": inputs_of(
+        *DENSE, bias=torch.zeros(2, 8, 70, 90, dtype=torch.bfloat16).requires_grad_()
+    ),
+    "no keys": inputs_of(*PACKED, cu_seqlens_q=ints(0, 140), cu_seqlens_k=ints(0, 0))._replace(
+        k=torch.zeros(0, 2, 64, dtype=torch.bfloat16), v=torch.zeros(0, 2, 64, dtype=torch.bfloat16), max_seqlen_k=0
+    ),
+    "fewer keys": inputs_of((2, 140, 8, 64), *[(2, 90, 2, 64)] * 2),
+    "wide": inputs_of((2, 70, 8, 256), *[(2, 90, 4, 256)] * 2),
+}
+
+
+@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("inputs", EXPLAINED.values(), ids=EXPLAINED)
+def test_what_is_explained_is_what_is_launched(
+    inputs: AttentionInputs, window_right: int | None, launches: list[Launched]
+) -> None:
+    both_passes(inputs, window_right, need_dbias=inputs.bias is not None and inputs.bias.requires_grad)
+    packed = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
+    told = explain(
+        *inputs[:3],
+        *(packed if inputs.packed else ()),
+        seqused_q=inputs.seqused_q,
+        seqused_k=inputs.seqused_k,
+        learnable_sink=inputs.learnable_sink,
+        mask=inputs.mask,
+        bias=inputs.bias,
+        causal=window_right == 0,
+        gpu="sm90",
+    )
+    assert told.backend == "sm90"
+    planned_passes = [planned for planned in (told.forward, told.backward) if planned is not None]
+    launches = [launched for launched in launches if launched.config.pass_name != "bias_gradient"]
+    for planned, launched in zip(planned_passes, launches, strict=True):
+        assert planned.config == launched.config
+        assert planned.numbers == launched.arguments.numbers
+        assert planned.persistent == hasattr(launched.arguments.mNextTile, "shape")
+    if told.backward is not None:
+        assert told.backward.workspace_bytes == launches[1].arguments.mWorkspace.numel()
 
 
 def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:

@@ -13,8 +13,8 @@ ROOT = Path(flash_attn_cute.__file__).parent
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
     {"distributed", "integrations", "demo"},
-    {"api"},
-    {"validate", "plan", "ops"},
+    {"api", "explanation", "padding"},
+    {"validate", "plan", "ops", "nested"},
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},

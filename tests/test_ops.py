@@ -236,7 +236,7 @@ def test_autocast_leaves_alone(device: str) -> None:
         q = torch.randn(1, 5, 2, 8, device=other)
         assert flash_attn_func(q, q, q).dtype == torch.float32
         with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got NoneType"):
-            flash_attn_func(None, q, q)  # type: ignore[arg-type]
+            flash_attn_func(None, q, q)  # type: ignore[call-overload]
         q = torch.randn(1, 5, 2, 8, device=device)
         with pytest.raises(TypeError, match=r"v: expected the dtype of q, torch\.bfloat16, got torch\.float64"):
             flash_attn_func(q, q, q.double())

@@ -1,7 +1,8 @@
 """What a backend is: the features it declares, the limits it states, and its two passes."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
@@ -15,6 +16,21 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     dsink: Tensor | None
+
+
+class PassPlan(NamedTuple):
+    """What a pass of a call launches, for people to read; see ``flash_attn_cute.explain``."""
+
+    packed: bool  # whether the kernels get packed sequences; they may where the user has given a dense batch
+    tile_m: int  # queries of a tile (forward), or of a block that is loaded at once (backward)
+    tile_n: int  # keys of a block (forward), or of a tile (backward)
+    stages: int | None  # blocks that are loaded ahead, where that is the configuration's to say
+    cluster: int  # CTAs that work on a tile together
+    persistent: bool  # whether a CTA works on many tiles
+    deterministic: bool  # whether the same inputs give the same bits, asked for or not
+    workspace_bytes: int
+    config: Any  # all that is compiled into the kernels
+    numbers: Any  # all that they are given besides tensors
 
 
 class Backend(Protocol):
@@ -35,6 +51,10 @@ class Backend(Protocol):
 
         They may depend on the tensors' devices, dtypes, shapes and strides, which is what a plan is kept by.
         """
+        ...
+
+    def is_made_for(self, device: torch.device) -> bool:
+        """Whether it has been written for that device, and users are told if it cannot serve a call there."""
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,15 @@ def dense_has_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
     return window_right is not None and inputs.q.shape[1] - inputs.k.shape[1] > window_right
 
 
+def may_have_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
+    """Whether ``with_blind_apart`` makes two sequences of each."""
+    cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
+    if window_right is None or cu_q is None or cu_k is None:
+        return False
+    q, k = cu_q if used_q is None else used_q, cu_k if used_k is None else used_k
+    return q is not k and (q.is_meta or not q.is_set_to(k))
+
+
 def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> AttentionInputs:
     """The packed sequences, each in two: its queries that see no key, and no keys; and all else.
 
@@ -47,9 +56,7 @@ def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> Atten
     left as they are. The host reads nothing else; what it cannot rule out costs it some small launches.
     """
     cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
-    if window_right is None or cu_q is None or cu_k is None:
-        return inputs
-    if (cu_q if used_q is None else used_q).is_set_to(cu_k if used_k is None else used_k):
+    if window_right is None or cu_q is None or cu_k is None or not may_have_blind(inputs, window_right):
         return inputs
     # No more than a sequence owns, or the offsets between its two parts would lie behind its end.
     lengths_q = cu_q.diff() if used_q is None else torch.minimum(used_q, cu_q.diff())

@@ -39,6 +39,7 @@ class Architecture(NamedTuple):
     dtypes: tuple[str, ...]
     max_head_dim: int
     passes: dict[PassName, Pass]
+    num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
 
 
 ARCHITECTURES = {

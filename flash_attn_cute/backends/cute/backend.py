@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.base import Gradients, PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
-from flash_attn_cute.backends.packing import as_packed, dense_has_blind, over_scores, with_blind_apart
+from flash_attn_cute.backends.packing import (
+    as_packed,
+    dense_has_blind,
+    may_have_blind,
+    over_scores,
+    with_blind_apart,
+)
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments, described
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
@@ -30,9 +36,11 @@ class CuteBackend:
 
     features = frozenset(Feature)
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture
         self.name = architecture.name
+        # Explains calls as on a machine with the architecture's usual GPU, and runs none.
+        self._is_supposed = is_supposed
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
@@ -42,12 +50,12 @@ class CuteBackend:
         """See ``Backend.limits``."""
         reasons = []
         device = inputs.q.device
-        if device.type != "cuda":
-            reasons.append(f"tensors on {device.type}")
-        else:
-            gpu = torch.cuda.get_device_properties(device)
-            if (gpu.major, gpu.minor) not in self.architecture.capabilities:
+        if not self.is_made_for(device):
+            if device.type == "cuda":
+                gpu = torch.cuda.get_device_properties(device)
                 reasons.append(f"GPUs of compute capability {gpu.major}.{gpu.minor}")
+            else:
+                reasons.append(f"tensors on {device.type}")
         if plan.DTYPES.get(spec.dtype) not in self.architecture.dtypes:
             reasons.append(str(spec.dtype))
         widest = self.architecture.max_head_dim
@@ -59,9 +67,55 @@ class CuteBackend:
             if surely(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
                 where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
                 reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
-        if not _HAS_COMPILER:
+        if not _HAS_COMPILER and not self._is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
+
+    def is_made_for(self, device: torch.device) -> bool:
+        """See ``Backend.is_made_for``."""
+        if self._is_supposed or device.type != "cuda":
+            return self._is_supposed
+        gpu = torch.cuda.get_device_properties(device)
+        return (gpu.major, gpu.minor) in self.architecture.capabilities
+
+    def num_sms(self, device: torch.device) -> int:
+        """SMs of a GPU that it is made for."""
+        return self.architecture.num_sms if self._is_supposed else _num_sms(device)
+
+    def planned(
+        self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, *, need_dbias: bool
+    ) -> tuple[PassPlan | None, PassPlan | None]:
+        """What both passes of a call launch on a GPU of so many SMs; None where they launch nothing.
+
+        Args:
+            spec: the call's.
+            inputs: on the meta device, where nothing is computed; offsets that are the same memory are the same tensor.
+            num_sms: SMs of the GPU.
+            need_dbias: whether the bias has a gradient.
+        """
+        bias, inputs = inputs.bias if need_dbias else None, over_scores(inputs)
+        has_queries, has_keys = inputs.q.numel() > 0, inputs.k.numel() > 0
+        forward = backward = None
+        if has_queries and (has_keys or spec.packed or spec.has_seqused):
+            given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
+            k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
+            shapes = _forward_shapes(
+                given.q.shape, k_shape, given.max_seqlen_q <= plan.FEW_QUERIES, _layout(given), _slot(given)
+            )
+            forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
+        no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
+        if has_queries and has_keys and not no_sequences:
+            repacked = _runs_packed(spec, inputs) and not spec.packed
+            layout = _layout(inputs, bias, is_repacked=repacked)
+            given = as_packed(inputs) if repacked else inputs
+            num_sequences = 0 if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
+            if may_have_blind(given, spec.window_right):
+                num_sequences *= 2
+            shapes = plan.Shapes(
+                given.q.shape, given.k.shape, num_sequences, given.max_seqlen_q, False, layout, _slot(given)
+            )
+            backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
+        return forward, backward
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
@@ -133,11 +187,7 @@ class CuteBackend:
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), dbias, dsink)
         inputs = over_scores(inputs)
         runs_packed = _runs_packed(spec, inputs)
-        layout = _layout(inputs)
-        if bias is not None and layout is not None and inputs.bias is not None:
-            # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
-            is_own = math.prod(bias.shape) == math.prod(inputs.bias.shape) and (spec.packed or not runs_packed)
-            layout = layout._replace(own_gradients=is_own)
+        layout = _layout(inputs, bias, is_repacked=runs_packed and not spec.packed)
         given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
         if not spec.packed and runs_packed:
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
@@ -286,9 +336,7 @@ class CuteBackend:
         rows_a_slot: int,
         device: torch.device,
     ) -> "_Launch":
-        # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
-        longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
-        shapes = plan.Shapes(q_shape, k_shape, 0, longest, scores=scores, rows_a_slot=rows_a_slot)
+        shapes = _forward_shapes(q_shape, k_shape, few_queries, scores, rows_a_slot)
         return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
@@ -332,8 +380,7 @@ class _Launch(NamedTuple):
     def of(cls, planned: Any) -> "_Launch":
         from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
 
-        next_tile = described(pass_of(planned.config).arguments).get("mNextTile")
-        return cls(cache.kernel(planned.config), planned, next_tile is not None and next_tile.is_given(planned.config))
+        return cls(cache.kernel(planned.config), planned, _takes_tiles(planned.config))
 
 
 class _Backward(NamedTuple):
@@ -354,20 +401,55 @@ class _Backward(NamedTuple):
         return self.workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
 
+def _takes_tiles(config: Any) -> bool:
+    next_tile = described(pass_of(config).arguments).get("mNextTile")
+    return next_tile is not None and next_tile.is_given(config)
+
+
+def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
+    config, is_forward = planned.config, isinstance(planned, plan.ForwardPlan)
+    return PassPlan(
+        packed=config.features.packed,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        stages=getattr(config, "stages", None),
+        cluster=1 if is_forward else config.ctas_a_tile,
+        persistent=_takes_tiles(config),
+        deterministic=is_forward or config.features.deterministic,
+        workspace_bytes=0 if isinstance(planned, plan.ForwardPlan) else planned.workspace_size,
+        config=config,
+        numbers=planned.numbers,
+    )
+
+
+def _forward_shapes(
+    q_shape: torch.Size, k_shape: torch.Size, few_queries: bool, scores: plan.ScoreLayout | None, rows_a_slot: int
+) -> plan.Shapes:
+    # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
+    longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
+    return plan.Shapes(q_shape, k_shape, 0, longest, scores=scores, rows_a_slot=rows_a_slot)
+
+
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
-def _layout(inputs: AttentionInputs) -> plan.ScoreLayout | None:
-    """Of mask and bias, which are ``over_scores``."""
+def _layout(
+    inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False
+) -> plan.ScoreLayout | None:
+    """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient."""
     mask, bias = inputs.mask, inputs.bias
     if mask is None and bias is None:
         return None
     tensors = [x for x in (mask, bias) if x is not None]
     strided = any(x.stride(-1) != 1 for x in tensors)
     paired = not strided and all(_is_paired(x) for x in tensors)
-    return plan.ScoreLayout(bias is not None and bias.dtype == torch.float32, strided, paired)
+    own_gradients = False
+    if bias is not None and wanted is not None:
+        # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
+        own_gradients = math.prod(wanted.shape) == math.prod(bias.shape) and not is_repacked
+    return plan.ScoreLayout(bias is not None and bias.dtype == torch.float32, strided, paired, own_gradients)
 
 
 def _is_paired(x: Tensor) -> bool:

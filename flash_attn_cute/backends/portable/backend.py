@@ -25,6 +25,10 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
+    def is_made_for(self, device: torch.device) -> bool:
+        """For none; it serves where others do not."""
+        return False
+
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
         rows_q, rows_k = read_sequences(inputs)

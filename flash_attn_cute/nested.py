@@ -1,0 +1,84 @@
+"""Jagged nested tensors (``torch.nested``, layout=torch.jagged) as packed sequences: views, and nothing is read.
+
+(batch, rows of each, heads, d) is kept by PyTorch as values (total, heads, d) and offsets, which are packed sequences.
+The few names with an underscore are how PyTorch tells what it knows without asking the device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Jagged(NamedTuple):
+    """How the rows of a nested tensor lie in its values."""
+
+    offsets: Tensor
+    lengths: Tensor | None  # of sequences that end before the next one begins
+    bounds: tuple[int | None, int | None]  # on the lengths, from below and above, if they are known
+
+    @classmethod
+    def of(cls, x: Any) -> "Jagged":
+        """That of a jagged nested tensor."""
+        return cls(x.offsets(), x.lengths(), (x._maybe_min_seqlen, x._maybe_max_seqlen))
+
+    def wrap(self, values: Tensor, rows: int) -> Tensor:
+        """A nested tensor of the same lengths, its values having the rows of all sequences as that dimension."""
+        shortest, longest = self.bounds
+        return torch.nested.nested_tensor_from_jagged(
+            values, self.offsets, self.lengths, jagged_dim=rows + 1, min_seqlen=shortest, max_seqlen=longest
+        )
+
+
+def is_among(tensors: tuple[Any, ...]) -> bool:
+    """Whether some of them are nested, in either layout."""
+    return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+
+
+def as_packed(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int | None, int | None], Jagged]:
+    """The tensors of a call, in ``AttentionInputs``'s order, with nested q, k and v told as packed sequences.
+
+    Returns:
+        The tensors of a packed call; bounds on its lengths, None where PyTorch does not know them; and the jagged
+        form of q, which the results have, too.
+
+    Raises:
+        TypeError: one of q, k and v that is not nested, or not in the jagged layout.
+        ValueError: one of other dimensions, k and v of other offsets, other batch sizes, or seqused.
+    """
+    q, k, v, *others = tensors
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_jagged(name, x)
+    seqused = others[2:4]
+    for name, used in zip(("seqused_q", "seqused_k"), seqused, strict=True):
+        if used is not None:
+            raise ValueError(f"{name}: expected None, as nested tensors know their lengths, got a tensor")
+    of_q, of_k = Jagged.of(q), Jagged.of(k)
+    if v.offsets() is not of_k.offsets or v.lengths() is not of_k.lengths:
+        raise ValueError("v: expected the offsets of k, the same tensor (torch.nested.nested_tensor_from_jagged)")
+    if of_q.offsets.shape[0] != of_k.offsets.shape[0]:
+        raise ValueError(f"k: expected the batch size of q, {q.shape[0]}, got {k.shape[0]}")
+    cu_q, used_q = _in_32_bits(of_q)
+    # The same tensor where lengths are the same, as packed calls like it.
+    same = of_q.offsets is of_k.offsets and of_q.lengths is of_k.lengths
+    cu_k, used_k = (cu_q, used_q) if same else _in_32_bits(of_k)
+    packed = (q.values(), k.values(), v.values(), cu_q, cu_k, used_q, used_k, *others[4:])
+    return packed, (of_q.bounds[1], of_k.bounds[1]), of_q
+
+
+def _check_jagged(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if not x.is_nested:
+        raise TypeError(f"{name}: expected a jagged nested tensor, as another of q, k and v is one, got a dense one")
+    if x.layout is not torch.jagged:
+        raise TypeError(f"{name}: expected a nested tensor of layout=torch.jagged, got {x.layout}")
+    if x.ndim != 4 or x._ragged_idx != 1:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name}: expected a nested tensor of shape (batch, rows of each sequence, heads, d), got {tuple(x.shape)}"
+        )
+
+
+def _in_32_bits(jagged: Jagged) -> tuple[Tensor, Tensor | None]:
+    lengths = jagged.lengths
+    return jagged.offsets.to(torch.int32), None if lengths is None else lengths.to(torch.int32)

@@ -1,0 +1,51 @@
+"""What the main functions are to type checkers: results by return_lse, and parameters that are those that run."""
+
+import ast
+import inspect
+from pathlib import Path
+
+from torch import Tensor
+
+from flash_attn_cute import api, flash_attn_func, flash_attn_varlen_func
+
+
+def test_overloads_have_the_parameters_of_the_function() -> None:
+    tree = ast.parse(Path(str(api.__file__)).read_text())
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        *overloads, implementation = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+        assert [ast.unparse(x.returns or x) for x in overloads] == [
+            "Tensor",
+            "tuple[Tensor, Tensor]",
+            "Tensor | tuple[Tensor, Tensor]",
+        ]
+        expected = parameters(implementation)
+        returns = ["Literal[False]", "Literal[True]", "bool"]
+        for overload, return_lse in zip(overloads, returns, strict=True):
+            assert parameters(overload) == expected | {"return_lse": return_lse}
+        assert list(expected) == list(inspect.signature(getattr(api, name)).parameters)
+
+
+def parameters(function: ast.FunctionDef) -> dict[str, str]:
+    arguments = function.args
+    return {x.arg: ast.unparse(x.annotation) for x in (*arguments.args, *arguments.kwonlyargs) if x.annotation}
+
+
+def test_types() -> None:
+    """What mypy is to accept; it checks this file."""
+
+    def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, Tensor]]:
+        out: Tensor = flash_attn_func(q, q, q)
+        pair: tuple[Tensor, Tensor] = flash_attn_func(q, q, q, return_lse=True)
+        wrong: Tensor = flash_attn_func(q, q, q, return_lse=True)  # type: ignore[assignment]
+        del wrong
+        return out, pair[1], flash_attn_func(q, q, q, return_lse=flag)
+
+    def packed(q: Tensor, cu: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, Tensor]]:
+        out: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
+        pair: tuple[Tensor, Tensor] = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)
+        wrong: Tensor = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=True)  # type: ignore[assignment]
+        del wrong
+        return out, pair[1], flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, return_lse=flag)
+
+    assert callable(dense)
+    assert callable(packed)
