@@ -29,6 +29,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _LOG2_E = math.log2(math.e)
+_NO_SCORES = plan.ScoreLayout()
 
 
 class CuteBackend:
@@ -99,9 +100,8 @@ class CuteBackend:
         if has_queries and (has_keys or spec.packed or spec.has_seqused):
             given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
-            shapes = _forward_shapes(
-                given.q.shape, k_shape, given.max_seqlen_q <= plan.FEW_QUERIES, _layout(given), _slot(given)
-            )
+            few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
+            shapes = _forward_shapes(given.q.shape, k_shape, few_queries, _layout(given))
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences:
@@ -111,9 +111,7 @@ class CuteBackend:
             num_sequences = 0 if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
             if may_have_blind(given, spec.window_right):
                 num_sequences *= 2
-            shapes = plan.Shapes(
-                given.q.shape, given.k.shape, num_sequences, given.max_seqlen_q, False, layout, _slot(given)
-            )
+            shapes = plan.Shapes(given.q.shape, given.k.shape, num_sequences, given.max_seqlen_q, False, layout)
             backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
         return forward, backward
 
@@ -195,7 +193,7 @@ class CuteBackend:
             given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
             gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
         done = self._launch_backward(spec, layout, *given, *gradients)
-        dbias = done.dbias
+        dbias = done.arguments.mdBias
         if dbias is not None and bias is not None:
             dbias = dbias.view(bias.shape)
         elif bias is not None:
@@ -216,7 +214,7 @@ class CuteBackend:
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, _layout(inputs), _slot(inputs), q.device)
+        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, _layout(inputs), q.device)
         launch.kernel(
             ForwardArguments(
                 mQ=_aligned(q),
@@ -239,7 +237,7 @@ class CuteBackend:
     def _launch_backward(
         self,
         spec: AttentionSpec,
-        layout: plan.ScoreLayout | None,
+        layout: plan.ScoreLayout,
         inputs: AttentionInputs,
         out: Tensor,
         lse: Tensor,
@@ -261,66 +259,62 @@ class CuteBackend:
             inputs.max_seqlen_q,
             dlse is not None,
             layout,
-            _slot(inputs),
             q.device,
         )
         dbias = _room_for_gradient(spec, inputs) if launch.plan.config.features.dbias else None
-        q, k, v, dout = _aligned(q), _aligned(k), _aligned(inputs.v), _aligned(dout)
         workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
-        launch.kernel(
-            BackwardArguments(
-                mQ=q,
-                mK=k,
-                mV=v,
-                mO=_aligned(out),
-                mdO=dout,
-                mLSE=lse,
-                mdLSE=None if dlse is None else _compact(dlse),
-                mdQ=dq,
-                mdK=dk,
-                mdV=dv,
-                mdBias=dbias,
-                mWorkspace=workspace,
-                mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
-                mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
-                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
-                mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
-                mBias=inputs.bias,
-                mNextTile=next_tile(),
-                numbers=launch.plan.numbers,
-            )
+        arguments = BackwardArguments(
+            mQ=_aligned(q),
+            mK=_aligned(k),
+            mV=_aligned(inputs.v),
+            mO=_aligned(out),
+            mdO=_aligned(dout),
+            mLSE=lse,
+            mdLSE=None if dlse is None else _compact(dlse),
+            mdQ=dq,
+            mdK=dk,
+            mdV=dv,
+            mdBias=dbias,
+            mWorkspace=workspace,
+            mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),
+            mCuSeqlensK=None if offsets_k is None else _compact(offsets_k),
+            mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
+            mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
+            mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
+            mBias=inputs.bias,
+            mNextTile=next_tile(),
+            numbers=launch.plan.numbers,
         )
-        return _Backward(inputs, q, k, v, dout, workspace, launch.plan, dbias)
+        launch.kernel(arguments)
+        return _Backward(inputs, layout, arguments, launch.plan)
 
     def _launch_bias_gradient(self, spec: AttentionSpec, done: "_Backward", bias: Tensor) -> Tensor:
         """The gradient of a bias, in its own shape."""
-        inputs, expanded = done.inputs, done.inputs.bias
-        assert expanded is not None
+        inputs, given = done.inputs, done.arguments
         shape = (*[1] * (4 - bias.ndim), *bias.shape)
         summed = tuple(n == 1 for n in (shape[0], *shape[2:]))
         entries = sequences = 0
         if inputs.cu_seqlens_q is not None and not spec.packed:
-            entries = expanded.shape[0]
+            entries = given.mBias.shape[0]
             sequences = (inputs.cu_seqlens_q.shape[0] - 1) // entries
         launch = self._prepare_bias_gradient(
-            spec, done.q.shape, done.k.shape, _layout(inputs), _slot(inputs), done.plan, (entries, sequences), summed
+            spec, inputs.q.shape, inputs.k.shape, done.layout, done.plan, (entries, sequences), summed
         )
         dbias = bias.new_empty(shape)
         launch.kernel(
             BiasGradientArguments(
-                mQ=done.q,
-                mK=done.k,
-                mV=done.v,
-                mdO=done.dout,
-                mWorkspace=done.workspace,
+                mQ=given.mQ,
+                mK=given.mK,
+                mV=given.mV,
+                mdO=given.mdO,
+                mWorkspace=given.mWorkspace,
                 mdBias=dbias,
-                mCuSeqlensQ=None if inputs.cu_seqlens_q is None else _compact(inputs.cu_seqlens_q),
-                mCuSeqlensK=None if inputs.cu_seqlens_k is None else _compact(inputs.cu_seqlens_k),
-                mSeqUsedQ=None if inputs.seqused_q is None else _compact(inputs.seqused_q),
-                mSeqUsedK=None if inputs.seqused_k is None else _compact(inputs.seqused_k),
-                mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
-                mBias=expanded,
+                mCuSeqlensQ=given.mCuSeqlensQ,
+                mCuSeqlensK=given.mCuSeqlensK,
+                mSeqUsedQ=given.mSeqUsedQ,
+                mSeqUsedK=given.mSeqUsedK,
+                mMask=given.mMask,
+                mBias=given.mBias,
                 numbers=launch.plan.numbers,
             )
         )
@@ -332,11 +326,10 @@ class CuteBackend:
         q_shape: torch.Size,
         k_shape: torch.Size,
         few_queries: bool,
-        scores: plan.ScoreLayout | None,
-        rows_a_slot: int,
+        scores: plan.ScoreLayout,
         device: torch.device,
     ) -> "_Launch":
-        shapes = _forward_shapes(q_shape, k_shape, few_queries, scores, rows_a_slot)
+        shapes = _forward_shapes(q_shape, k_shape, few_queries, scores)
         return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
@@ -347,11 +340,10 @@ class CuteBackend:
         num_sequences: int,
         max_seqlen_q: int,
         has_dlse: bool,
-        scores: plan.ScoreLayout | None,
-        rows_a_slot: int,
+        scores: plan.ScoreLayout,
         device: torch.device,
     ) -> "_Launch":
-        shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores, rows_a_slot)
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores)
         return _Launch.of(plan.plan_backward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_bias_gradient(
@@ -359,13 +351,12 @@ class CuteBackend:
         spec: AttentionSpec,
         q_shape: torch.Size,
         k_shape: torch.Size,
-        scores: plan.ScoreLayout | None,
-        rows_a_slot: int,
+        scores: plan.ScoreLayout,
         backward: plan.BackwardPlan,
         slots: tuple[int, int],
         summed: tuple[bool, ...],
     ) -> "_Launch":
-        shapes = plan.Shapes(q_shape, k_shape, 0, 0, scores=scores, rows_a_slot=rows_a_slot)
+        shapes = plan.Shapes(q_shape, k_shape, 0, 0, scores=scores)
         return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, summed))
 
 
@@ -387,18 +378,14 @@ class _Backward(NamedTuple):
     """What a backward pass leaves to the gradients of bias and sink."""
 
     inputs: AttentionInputs  # as the kernels got them
-    q: Tensor  # likewise
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    workspace: Tensor
+    layout: plan.ScoreLayout
+    arguments: BackwardArguments
     plan: plan.BackwardPlan
-    dbias: Tensor | None  # if it has been written
 
     def stats(self) -> Tensor:
         """Lse, in base 2 or with a bias natural, and delta, (2, nheads, queries)."""
         shape = self.plan.stats_shape
-        return self.workspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
+        return self.arguments.mWorkspace[: 4 * math.prod(shape)].view(torch.float32).view(shape)
 
 
 def _takes_tiles(config: Any) -> bool:
@@ -423,11 +410,11 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
 
 
 def _forward_shapes(
-    q_shape: torch.Size, k_shape: torch.Size, few_queries: bool, scores: plan.ScoreLayout | None, rows_a_slot: int
+    q_shape: torch.Size, k_shape: torch.Size, few_queries: bool, scores: plan.ScoreLayout
 ) -> plan.Shapes:
     # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
     longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
-    return plan.Shapes(q_shape, k_shape, 0, longest, scores=scores, rows_a_slot=rows_a_slot)
+    return plan.Shapes(q_shape, k_shape, 0, longest, scores=scores)
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
@@ -435,13 +422,11 @@ def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
-def _layout(
-    inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False
-) -> plan.ScoreLayout | None:
+def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False) -> plan.ScoreLayout:
     """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient."""
     mask, bias = inputs.mask, inputs.bias
     if mask is None and bias is None:
-        return None
+        return _NO_SCORES
     tensors = [x for x in (mask, bias) if x is not None]
     strided = any(x.stride(-1) != 1 for x in tensors)
     paired = not strided and all(_is_paired(x) for x in tensors)
@@ -449,7 +434,8 @@ def _layout(
     if bias is not None and wanted is not None:
         # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
         own_gradients = math.prod(wanted.shape) == math.prod(bias.shape) and not is_repacked
-    return plan.ScoreLayout(bias is not None and bias.dtype == torch.float32, strided, paired, own_gradients)
+    is_float32 = bias is not None and bias.dtype == torch.float32
+    return plan.ScoreLayout(tensors[0].shape[2], is_float32, strided, paired, own_gradients)
 
 
 def _is_paired(x: Tensor) -> bool:
@@ -463,12 +449,6 @@ def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     is_whole = not spec.packed and spec.window_left is None and spec.window_right is None
     room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
     return room(inputs.bias.shape)
-
-
-def _slot(inputs: AttentionInputs) -> int:
-    """Query rows of an entry of mask and bias, which are ``over_scores``; 0 without any."""
-    x = inputs.bias if inputs.mask is None else inputs.mask
-    return 0 if x is None else x.shape[2]
 
 
 def _dsink_without_keys(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -29,8 +29,9 @@ _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infin
 
 
 class ScoreLayout(NamedTuple):
-    """What kernels have to know of mask and bias, which have an element for every score."""
+    """What kernels have to know of mask and bias, which have an element for every score; as it is, without any."""
 
+    rows_a_slot: int = 1  # query rows of an entry of theirs; matters to packed calls alone
     float32_bias: bool = False
     strided: bool = False  # keys do not follow each other in the memory of one of them
     paired: bool = False  # two of an even key and the next lie in one aligned word
@@ -45,8 +46,7 @@ class Shapes(NamedTuple):
     num_sequences: int  # of packed calls
     max_seqlen_q: int
     has_dlse: bool = False
-    scores: ScoreLayout | None = None  # None without mask and bias
-    rows_a_slot: int = 0  # query rows of an entry of mask and bias; matters to packed calls alone
+    scores: ScoreLayout = ScoreLayout()
 
     @property
     def packed(self) -> bool:
@@ -80,7 +80,7 @@ class BiasGradientPlan(NamedTuple):
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     """What a call asks of the kernels of either pass. A tensor ``x`` that it has is the flag of that name."""
     names = (flag.name for flag in fields(Features))
-    scores = shapes.scores or ScoreLayout()
+    scores = shapes.scores
     return Features(
         packed=shapes.packed,
         left=spec.window_left is not None,
@@ -205,7 +205,7 @@ def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
         "softcap": spec.softcap,
         "window_left": min(spec.window_left or 0, shapes.k[-3]),
         "window_right": min(spec.window_right or 0, shapes.q[-3]),
-        "rows_a_slot": max(1, shapes.rows_a_slot),
+        "rows_a_slot": shapes.scores.rows_a_slot,
     }
 
 

@@ -50,7 +50,7 @@ from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, apply_tensors, cap, hide
+from flash_attn_cute.kernels.sm90.scores import Place, apply_rows, cap, hide
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -577,11 +577,11 @@ class ForwardSm90:
         step: Int32,
     ) -> None:
         """Scores to weights: softcap, mask and bias, edges, softmax. Steps are counted over all tiles of this CTA."""
-        c = self.config
+        c, shared = self.config, work.shared
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         if const_expr(edges.left or edges.right or c.features.tensors):
-            tile = _Tile.read(work.shared.tiles[None, stage])
+            tile = _Tile.read(shared.tiles[None, stage])
             place = Place(
                 rows=tile.q,
                 columns=tile.k,
@@ -592,31 +592,11 @@ class ForwardSm90:
                 window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
             )
             if const_expr(c.features.tensors):
-                self._apply_tensors(work, tile, place, step, edges)
+                rows, first_row = self._rows_of_scores(tile), 64 * work.warpgroup
+                apply_rows(work.acc_S, work.cS, work.scales, shared.scores, step, rows, place, first_row, edges.right)
             if const_expr(edges.left or edges.right):
                 hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
-
-    @cute.jit
-    def _apply_tensors(self, work: "_Work", tile: _Tile, place: Place, step: Int32, edges: cutlass.Constexpr) -> None:
-        """Mask and bias, from shared memory or, if they are strided, from where they are."""
-        c, shared, coordinates = self.config, work.shared.scores, rows_and_columns(work.cS)
-        tensors = shared.tensors
-        if const_expr(self.loads_scores):
-            shared.ring.wait_full(step)  # from warps 1 to 3
-            rows = self._rows_of_scores(tile)
-            mask, bias = (
-                None if x is None else SharedElements(i, shared, step, rows, 64 * work.warpgroup, coordinates)
-                for i, x in enumerate((tensors.mask, tensors.bias))
-            )
-        else:
-            mask, bias = (
-                None if x is None else Elements(x, tensors, place, coordinates, c.group, False, edges.right)
-                for x in (tensors.mask, tensors.bias)
-            )
-        apply_tensors(work.acc_S, work.scales, mask, bias)
-        if const_expr(self.loads_scores):
-            shared.ring.release(step)  # to warps 1 to 3
 
     @cute.jit
     def epilogue(self, work: "_Work", stage: Int32) -> None:

@@ -46,7 +46,8 @@ class Place:
 class Elements:
     """This thread's elements of mask or bias, for its scores (row, column) as ``rows_and_columns`` has them.
 
-    Read from global memory one by one. Behind a sequence's end stands its last element, for scores that nobody sees.
+    Rows are queries. Read from global memory one by one. Behind a sequence's end stands its last element, for scores
+    that nobody sees.
     """
 
     def __init__(
@@ -56,11 +57,10 @@ class Elements:
         place: Place,
         coordinates: cute.Tensor,
         heads_a_row: int,
-        transposed: bool,
         clips_columns: bool,
     ):
-        """``transposed``: rows are keys."""
-        gX = tensors.of_sequence(mX, place.columns if transposed else place.rows, place.batch)
+        """``clips_columns``: whether columns may be behind the sequence's end."""
+        gX = tensors.of_sequence(mX, place.rows, place.batch)
         last_row, self.last_column = place.rows.length - 1, place.columns.length - 1
         self.clips_columns = clips_columns
         self.first_column = place.first_column + coordinates[0, 0][1]
@@ -68,7 +68,7 @@ class Elements:
         for r in range(cute.size(coordinates, mode=[0])):
             row = cutlass.min(place.first_row + coordinates[r, 0][0] // heads_a_row, last_row)
             head = place.head * heads_a_row + coordinates[r, 0][0] % heads_a_row
-            gR = gX[head, None, row] if transposed else gX[head, row, None]
+            gR = gX[head, row, None]
             self.rows.append(gR if clips_columns else cute.domain_offset((self.first_column,), gR))
 
     def __call__(self, r: int, c: int) -> Any:
@@ -80,7 +80,7 @@ class Elements:
 
 
 class SharedElements:
-    """The same from shared memory, rows being queries; ``first_row`` is this warpgroup's of the tile."""
+    """The same from shared memory; ``first_row`` is this warpgroup's of the tile."""
 
     def __init__(
         self,
@@ -133,6 +133,48 @@ def apply_tensors(
             if const_expr(mask is not None):
                 score = cutlass.select_(mask(r, c) != 0, score, nothing)
             scores[r, c] = score
+
+
+@cute.jit
+def apply_rows(
+    acc_S: cute.Tensor,
+    cS: cute.Tensor,
+    scales: ScoreScales,
+    shared: SharedScores,
+    step: Int32,
+    rows: RowsOfScores,
+    place: Place,
+    first_row: Int32,
+    clips_columns: cutlass.Constexpr,
+) -> None:
+    """Mask and bias where rows are queries: from shared memory or, if they are strided, from where they are.
+
+    Args:
+        acc_S: a warpgroup's scores.
+        cS: their (row, column) coordinates.
+        scales: what they are multiplied by.
+        shared: mask and bias; its stage is released when they are in registers.
+        step: counts what has been in its stages.
+        rows: of the CTA's tile.
+        place: where the scores are.
+        first_row: the warpgroup's, of the tile's.
+        clips_columns: whether columns may be behind the sequence's end.
+    """
+    coordinates, tensors, is_shared = rows_and_columns(cS), shared.tensors, any(shared.pitches)
+    if const_expr(is_shared):
+        shared.ring.wait_full(step)  # from those who load
+        mask, bias = (
+            None if x is None else SharedElements(i, shared, step, rows, first_row, coordinates)
+            for i, x in enumerate((tensors.mask, tensors.bias))
+        )
+    else:
+        mask, bias = (
+            None if x is None else Elements(x, tensors, place, coordinates, rows.heads_a_row, clips_columns)
+            for x in (tensors.mask, tensors.bias)
+        )
+    apply_tensors(acc_S, scales, mask, bias)
+    if const_expr(is_shared):
+        shared.ring.release(step)  # to those who load
 
 
 @cute.jit

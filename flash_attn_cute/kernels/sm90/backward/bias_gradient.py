@@ -37,10 +37,10 @@ from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
 from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted
+from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted, workspace_part
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, apply_tensors, cap, hide
+from flash_attn_cute.kernels.sm90.scores import Place, apply_rows, cap, hide
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
@@ -113,18 +113,8 @@ class BiasGradientSm90:
 
         self.Storage = Storage
         numbers = a.numbers
-        stats = cute.make_tensor(
-            cute.make_ptr(Float32, a.mWorkspace.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout(
-                (2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m),
-                stride=(
-                    Int64(numbers.num_m_blocks) * a.mQ.shape[-2] * c.stats_m,
-                    Int64(numbers.num_m_blocks) * c.stats_m,
-                    c.stats_m,
-                    1,
-                ),
-            ),
-        )
+        shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
+        stats, _ = workspace_part(Float32, a.mWorkspace.iterator.toint(), shape)
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
         positions, heads, blocks = self._owners(a)
         self.kernel(mma, tma, a, stats, scales).launch(
@@ -157,12 +147,12 @@ class BiasGradientSm90:
         """Pieces that a tile is the sum of."""
         entries, blocks = self._queries(a)
         positions, heads, _ = self._owners(a)
-        blocks_k = cute.ceil_div(self._keys(a), self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
-        return entries * blocks // positions * (a.mQ.shape[-2] // heads) * blocks_k
+        return entries * blocks // positions * (a.mQ.shape[-2] // heads) * self._blocks_in(a)
 
-    def _keys(self, a: BiasGradientArguments) -> Int32:
-        """As many as a sequence can have."""
-        return a.mBias.shape[3]
+    @cute.jit
+    def _blocks_in(self, a: BiasGradientArguments) -> Int32:
+        """Blocks of keys that a tile is the sum of: all that a sequence can have, or its own."""
+        return cute.ceil_div(a.mBias.shape[3], self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
 
     @cute.kernel
     def kernel(
@@ -217,8 +207,7 @@ class BiasGradientSm90:
         c, f, n = self.config, self.config.features, a.numbers
         owner, _, _ = cute.arch.block_idx()
         _, heads, blocks = self._owners(a)
-        heads_in = a.mQ.shape[-2] // heads
-        blocks_in = cute.ceil_div(self._keys(a), c.tile_n) if n.sums_keys > 0 else Int32(1)
+        heads_in, blocks_in = a.mQ.shape[-2] // heads, self._blocks_in(a)
         n_block = owner % blocks + i % blocks_in
         head = owner // blocks % heads + i // blocks_in % heads_in
         owned, nth = owner // (blocks * heads), i // (blocks_in * heads_in)
@@ -335,7 +324,7 @@ class BiasGradientSm90:
         acc_S = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
         acc_dP, acc_dB = cute.make_rmem_tensor_like(acc_S), cute.make_rmem_tensor_like(acc_S)
         cS = own.partition_C(cute.make_identity_tensor((64, c.tile_n)))
-        coordinates, tensors = rows_and_columns(cS), ScoreTensors.of(f, a)
+        coordinates = rows_and_columns(cS)
         acc_dB.fill(0.0)
         step = Int32(0)
         for i in cutlass.range(self._num_pieces(a), unroll=1):
@@ -358,20 +347,7 @@ class BiasGradientSm90:
                 qk.release(step)  # to warp 0
                 if const_expr(f.softcap):
                     cap(acc_S, scales.tanh)
-                if const_expr(any(c.score_pitches)):
-                    shared.ring.wait_full(step)  # from warps 1 to 3
-                    mask, bias = (
-                        None if x is None else SharedElements(j, shared, step, self._rows(p), 64 * w, coordinates)
-                        for j, x in enumerate((tensors.mask, tensors.bias))
-                    )
-                else:
-                    mask, bias = (
-                        None if x is None else Elements(x, tensors, place, coordinates, 1, False, True)
-                        for x in (tensors.mask, tensors.bias)
-                    )
-                apply_tensors(acc_S, scales, mask, bias)
-                if const_expr(any(c.score_pitches)):
-                    shared.ring.release(step)  # to warps 1 to 3
+                apply_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
                 if p.hides:
                     hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
                 warpgroup.wait_group(0)
@@ -429,10 +405,9 @@ class BiasGradientSm90:
             entry = p.q.start // n.rows_a_slot
             offset = p.q.start - entry * n.rows_a_slot
             first_row, last_row = first_row + offset, last_row + offset
-        head = cute.arch.block_idx()[0] // cute.ceil_div(mdBias.shape[3], c.tile_n) % mdBias.shape[1]
+        entry = entry if n.sums_batch == 0 else Int32(0)
         first_column = p.first_key + coordinates[0, 0][1]
         if n.sums_queries > 0:
-            entry = entry if n.sums_batch == 0 else Int32(0)
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
             for i in cutlass.range_constexpr(num_columns):
                 column_sum = total[0, i]
@@ -448,13 +423,12 @@ class BiasGradientSm90:
                 column_sum = sums[column, 0]
                 for j in cutlass.range_constexpr(1, 4 * _WARPGROUPS):
                     column_sum += sums[column, j]
-                mdBias[entry, head, 0, p.first_key + column] = column_sum.to(mdBias.element_type)
+                mdBias[entry, p.head, 0, p.first_key + column] = column_sum.to(mdBias.element_type)
         else:
-            entry = entry if n.sums_batch == 0 else Int32(0)
             for r in cutlass.range_constexpr(num_rows):
                 row = first_row + 64 * w + coordinates[r, 0][0]
                 if row < last_row:
-                    gR = mdBias[entry, head, row, None]
+                    gR = mdBias[entry, p.head, row, None]
                     for i in cutlass.range_constexpr(num_columns):
                         column = first_column + (i // 2 * 8 + i % 2)
                         if column < mdBias.shape[3]:

@@ -4,15 +4,15 @@ The host would take as long again to call each by itself, and to allocate each p
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
-from flash_attn_cute.kernels.sm90.config import PART_ALIGN, BackwardClusterConfig, BackwardConfig
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, workspace_part
+from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
 
 
 class BackwardPassSm90:
@@ -79,20 +79,5 @@ class BackwardPassSm90:
         place = a.mWorkspace.iterator.toint()
         shapes = self.config.parts(a.mQ.shape[-2], a.numbers.num_m_blocks, a.mK.shape[-2], a.numbers.num_n_blocks)
         for name, shape in shapes.items():
-            parts[name], place = _part(Int32 if name.startswith("mTurns") else Float32, place, shape)
+            parts[name], place = workspace_part(Int32 if name.startswith("mTurns") else Float32, place, shape)
         return Workspace(**parts)
-
-
-def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
-    """A compact part of the workspace, and where the next one begins. Its first and last size may be constants."""
-    row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
-    strides: list[Int64 | int] = [1]
-    for size in shape[:0:-1]:
-        static = isinstance(size, int) and isinstance(strides[0], int)
-        strides.insert(0, size * strides[0] if static else cute.assume(Int64(size) * strides[0], divby=row))
-    part = cute.make_tensor(
-        cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=PART_ALIGN),
-        cute.make_layout(shape, stride=tuple(strides)),
-    )
-    num_bytes = Int64(shape[0]) * strides[0] * 4
-    return part, place + (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN
