@@ -175,7 +175,8 @@ def _told(name: str, planned: PassPlan | None) -> str:
     parts.append("deterministic" if planned.deterministic else "not deterministic")
     if planned.workspace_bytes:
         parts.append(f"{planned.workspace_bytes / 2**20:.1f} MiB of workspace")
-    numbers = ", ".join(f"{field} = {value:.6g}" for field, value in planned.numbers._asdict().items())
+    given = {field: value for field, value in planned.numbers._asdict().items() if value is not None}
+    numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
     config = {field.name: getattr(planned.config, field.name) for field in fields(planned.config)}
     features = config.pop("features")
     flags = Features.told({field.name: getattr(features, field.name) for field in fields(features)})

@@ -208,19 +208,40 @@ def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]
     ],
     ids=["contiguous", "transposed", "address", "rows", "one row", "expanded"],
 )
-def test_layout_of_a_mask(
+def test_layout_of_a_bias(
     layout: Callable[[Tensor], Tensor], strided: bool, paired: bool, launches: list[Launched]
 ) -> None:
     odd = paired is False and not strided
-    whole = torch.ones(2, 8, 71, 91 if odd else 90, dtype=torch.bool)
-    mask = layout(whole)[..., :70, :]
-    keys = mask.shape[-1]
-    inputs = inputs_of(DENSE[0], *[(2, keys, 2, 64)] * 2, mask=mask)
+    whole = torch.ones(2, 8, 71, 91 if odd else 90, dtype=torch.bfloat16)
+    bias = layout(whole)[..., :70, :]
+    keys = bias.shape[-1]
+    inputs = inputs_of(DENSE[0], *[(2, keys, 2, 64)] * 2, bias=bias)
     spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
     CuteBackend(ARCHITECTURES["sm90"]).forward(spec, inputs)
     features = launches[0].config.features
-    assert (features.strided_scores, features.paired_scores) == (strided, paired)
-    assert launches[0].arguments.mMask.data_ptr() == mask.data_ptr()
+    assert (features.strided_bias, features.paired_bias) == (strided, paired)
+    assert launches[0].arguments.mBias.data_ptr() == bias.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "lists"),
+    [((), 1), ((300,), 1), ((2, 1, 1, 300), 2), ((8, 1, 300), 8), ((300, 300), 1), ((2, 8, 300, 300), 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_lists_of_a_mask(shape: tuple[int, ...], lists: int, causal: bool, launches: list[Launched]) -> None:
+    """As many as it has entries, heads and tiles of queries that do not see alike; a window, too, tells tiles apart."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    inputs = inputs_of((2, 300, 8, 64), *[(2, 300, 2, 64)] * 2, mask=mask)
+    both_passes(inputs, 0 if causal else None)
+    assert len(launches) == 2
+    for launched in launches:
+        numbers, features = launched.arguments.numbers, launched.config.features
+        rows = 300 if causal or (mask.ndim > 1 and mask.shape[-2] > 1) else 1
+        tiles = -(-rows // launched.config.mask_tile.queries)
+        assert numbers.lists_batch * numbers.lists_heads * numbers.lists_tiles == lists * tiles
+        assert not features.right
+        assert launched.arguments.mMask.data_ptr() == mask.data_ptr()
 
 
 MASK = torch.ones(2, 1, 70, 92, dtype=torch.bool)

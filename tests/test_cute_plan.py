@@ -167,7 +167,7 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
     planned = plan_backward(SM90, spec, shapes, 132)
     blocks_q, blocks_k = planned.numbers.num_m_blocks, planned.numbers.num_n_blocks
-    parts = planned.config.parts(nheads, blocks_q, 2, blocks_k)
+    parts = planned.config.parts(nheads, blocks_q, 2, blocks_k, None)
     assert next(iter(parts)) == "mStats"
     assert math.prod(parts["mStats"]) == math.prod(planned.stats_shape)
     used = {name: 4 * math.prod(shape) for name, shape in parts.items()}
@@ -183,14 +183,14 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
         assert blocks >= sum(-(-length // rows) for length in lengths)
 
 
-@pytest.mark.parametrize("flags", ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_scores"])
+@pytest.mark.parametrize("flags", ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_bias"])
 def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
     """Of every pair of head dimensions; a launch that asks for more than a CTA can have fails when it is made."""
     for d, d_v in itertools.product(HEAD_DIMS, repeat=2):
         for others in ("", "right", "left softcap packed"):
             features = Features.parse(f"{flags} {others}".split())
             forward = forward_config("bfloat16", d, d_v, features)
-            assert forward._bytes(forward.tile_stages, forward.score_stages) <= 224 * 1024, forward
+            assert forward._bytes(forward.tile_stages, forward.bias_stages) <= 224 * 1024, forward
             assert forward.tile_n % 16 == 0
             if features.bias:
                 assert bias_gradient_config("bfloat16", d, d_v, features).bytes_shared <= 224 * 1024

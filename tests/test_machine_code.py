@@ -29,6 +29,7 @@ def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardCo
 
 
 EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
+MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
 CONFIGS = {
     **{f"d{d}": config(d) for d in HEAD_DIMS},
     **{f"d{d}-causal": config(d, right=True) for d in HEAD_DIMS},
@@ -37,10 +38,11 @@ CONFIGS = {
     "d192-dv128": config(192, 128, right=True),
     "float16": config(128, dtype="float16"),
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
-    **{f"d{d}-bias": config(d, bias=True, paired_scores=True) for d in HEAD_DIMS},
-    "d128-mask-causal": config(128, mask=True, right=True),
-    "d64-bias-mask-everything": config(64, mask=True, bias=True, float32_bias=True, **EVERYTHING),
-    "d128-strided-bias": config(128, bias=True, strided_scores=True, packed=True),
+    **{f"d{d}-bias": config(d, bias=True, paired_bias=True) for d in HEAD_DIMS},
+    **{f"d{d}-mask": config(d, mask=True) for d in HEAD_DIMS},
+    **{f"d{d}-bias-mask": config(d, mask=True, bias=True, **MASKED) for d in (64, 128, 256)},
+    "d64-float32-bias-mask": config(64, mask=True, bias=True, float32_bias=True, **MASKED),
+    "d128-strided-bias": config(128, bias=True, strided_bias=True, packed=True),
 }
 
 
@@ -68,8 +70,9 @@ def machine_code(chosen: Any, folder: Path) -> dict[str, list[str]]:
 
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    names = "Forward|BackwardCta|BackwardCluster|BiasGradient|Preprocess|Postprocess"
-    found = re.search(rf"[a-z]({names})(?:Sm90)?_obj", function)
+    names = "Forward|BackwardCta|BackwardCluster|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists"
+    names += "|PieceTiles"
+    found = re.search(rf"[a-z_]({names})(?:Sm90)?_obj", function)
     assert found, function[:200]
     return found[1]
 
@@ -119,7 +122,9 @@ BACKWARD_CONFIGS = {
     "d192-dv64-packed": backward(192, 64, packed=True),
     "d256-everything-unordered": backward(256, **BACKWARD_EVERYTHING | {"deterministic": False}),
     **{f"d{d}-bias": backward(d, bias=True) for d in HEAD_DIMS},
-    **{f"d{d}-mask-packed-causal": backward(d, mask=True, packed=True, right=True) for d in (64, 128)},
+    **{f"d{d}-mask": backward(d, mask=True) for d in HEAD_DIMS},
+    **{f"d{d}-bias-mask-packed": backward(d, mask=True, bias=True, packed=True) for d in (64, 128, 256)},
+    **{f"d{d}-mask-grouped": backward(d, mask=True, grouped=True, packed=True) for d in HEAD_DIMS},
     "d128-dbias": backward(128, bias=True, dbias=True),
 }
 OF_CTAS, OF_CLUSTERS = (
@@ -174,18 +179,18 @@ def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path
 
 BIAS_GRADIENT_CONFIGS = {
     **{f"d{d}": bias_gradient_config("bfloat16", d, d, Features(bias=True)) for d in HEAD_DIMS},
-    "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_scores=True)),
+    "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_bias=True)),
     "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True)),
 }
 
 
 @pytest.mark.parametrize("chosen", BIAS_GRADIENT_CONFIGS.values(), ids=BIAS_GRADIENT_CONFIGS)
 def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> None:
-    """No spills, two products, operands by TMA, mask and bias past the registers, and nothing is added in memory."""
+    """No spills, two products, operands by TMA, the bias past the registers, and nothing is added in memory."""
     (sass,) = machine_code(chosen, tmp_path)["BiasGradient"]
     assert len(re.findall(r"\bHGMMA\b", sass)) == (chosen.tile_d + chosen.tile_dv) // 16
     assert "UTMALDG" in sass
-    assert ("LDGSTS" in sass) == any(chosen.score_pitches)
+    assert ("LDGSTS" in sass) == (chosen.bias_pitch > 0)
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
 
 

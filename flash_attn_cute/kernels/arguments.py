@@ -18,9 +18,12 @@ Out is like q with d_v, and gradients are like what they are of. Mask and bias a
 by strides of 0. Those of a dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` tells its rows.
 """
 
+import math
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
+
+PART_ALIGN = 128  # bytes of which each part of a workspace takes a multiple
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Kind:
 ROWS = Kind("", rank=4, align=16)  # as TMA can read them
 ROW_NUMBERS = Kind("Float32", rank=3)
 FLOATS, INTS = Kind("Float32", rank=1), Kind("Int32", rank=1)
-BYTES = Kind("Uint8", rank=1, align=128, wide=True)
+BYTES = Kind("Uint8", rank=1, align=PART_ALIGN, wide=True)
 FLOAT, INT = Kind("Float32"), Kind("Int32")
-MASK = Kind("Uint8", rank=4, of_scores=True, strided="features.strided_scores")
-BIAS = replace(MASK, dtype="", float32_if="features.float32_bias")
+MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
+BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
 _MASK = Argument(MASK, when="features.mask")  # 0: hidden
 _BIAS = Argument(BIAS, when="features.bias")
-_ANY_MASK, _ANY_BIAS = (replace(x, kind=replace(x.kind, strided=True)) for x in (_MASK, _BIAS))
+_ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
+_OF_MASK = Argument(INT, when="features.mask")
 
 
 class ForwardNumbers(NamedTuple):
@@ -76,6 +80,9 @@ class ForwardNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]  # query rows of an entry of mask and bias
+    lists_batch: Annotated[Any, _OF_MASK]  # lists of blocks there are over the batch, heads and tiles of queries;
+    lists_heads: Annotated[Any, _OF_MASK]  # 1 where all share them
+    lists_tiles: Annotated[Any, _OF_MASK]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
     num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
 
@@ -95,6 +102,8 @@ class ForwardArguments(NamedTuple):
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
+    # Of the configuration's ``workspace_size``; holds anything.
+    mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     numbers: ForwardNumbers
 
@@ -107,6 +116,9 @@ class BackwardNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]
+    lists_batch: Annotated[Any, _OF_MASK]
+    lists_heads: Annotated[Any, _OF_MASK]
+    lists_tiles: Annotated[Any, _OF_MASK]
     num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
     num_n_blocks: Annotated[Any, _INT]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
@@ -134,7 +146,7 @@ class BackwardArguments(NamedTuple):
     mCuSeqlensK: Annotated[Any, _OFFSETS]
     mSeqUsedQ: Annotated[Any, _USED_Q]
     mSeqUsedK: Annotated[Any, _USED_K]
-    mMask: Annotated[Any, _ANY_MASK]
+    mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _ANY_BIAS]
     mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
     numbers: BackwardNumbers
@@ -148,6 +160,9 @@ class BiasGradientNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]
+    lists_batch: Annotated[Any, _OF_MASK]
+    lists_heads: Annotated[Any, _OF_MASK]
+    lists_tiles: Annotated[Any, _OF_MASK]
     num_m_blocks: Annotated[Any, _INT]  # as in the backward pass
     entries: Annotated[Any, _INT]  # of a dense batch that the kernels get packed, in equal slots; else 0
     sequences_an_entry: Annotated[Any, _INT]  # of such a batch
@@ -171,7 +186,23 @@ class BiasGradientArguments(NamedTuple):
     mSeqUsedK: Annotated[Any, _USED_K]
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
+    mTables: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     numbers: BiasGradientNumbers
+
+
+class MaskSizes(NamedTuple):
+    """Of the tables that a backward pass makes of a mask."""
+
+    sets: Any  # of batch entries and heads that do not see alike
+    rows: Any  # blocks of queries of a set that do not see alike
+    m_blocks: Any  # of queries a set
+    blocks: Any  # of keys that a query can see
+    key_tiles: Any  # a set
+
+
+def workspace_bytes(parts: dict[str, tuple[int, ...]]) -> int:
+    """Bytes of a workspace whose parts, of numbers of 4 bytes, have these shapes."""
+    return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())
 
 
 def described(arguments: type) -> dict[str, Any]:

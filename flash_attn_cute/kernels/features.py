@@ -23,15 +23,15 @@ class Features:
     packed: bool = _flag("sequences are concatenated along one dimension of rows")
     seqused_q: bool = _flag("some of a sequence's query rows are padding")
     seqused_k: bool = _flag("some of a sequence's key rows are padding")
-    left: bool = _flag("a window bounded to the left")
-    right: bool = _flag("a window bounded to the right; causal is a right of 0")
+    left: bool = _flag("a window bounded to the left; a mask has it in its bits")
+    right: bool = _flag("a window bounded to the right; causal is a right of 0; likewise")
     softcap: bool = _flag("scores are capped by tanh")
     sink: bool = _flag("one more logit a head in the denominator", only="forward")
-    mask: bool = _flag("a tensor says which scores are hidden")
+    mask: bool = _flag("a tensor says which scores are hidden; lists of blocks and bits are made of it")
     bias: bool = _flag("a tensor is added to the scores")
     float32_bias: bool = _flag("it is float32, not of q's dtype")
-    strided_scores: bool = _flag("keys do not follow each other in the memory of mask or bias")
-    paired_scores: bool = _flag("their elements of an even key and the next lie in one aligned word")
+    strided_bias: bool = _flag("its keys do not follow each other in memory")
+    paired_bias: bool = _flag("its elements of an even key and the next lie in one aligned word")
     dbias: bool = _flag("every score's gradient is written, as that of a bias of its own", only="backward")
     dlse: bool = _flag("lse has a gradient, too", only="backward")
     grouped: bool = _flag("query heads share a key head", only="backward")
@@ -39,17 +39,12 @@ class Features:
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
 
     @property
-    def tensors(self) -> bool:
-        """Whether some tensor has an element for every score."""
-        return self.mask or self.bias
-
-    @property
     def hides_last_queries(self) -> bool:
         """Whether keys may have to be hidden from a sequence's last queries, or from rows behind them.
 
-        Else these weigh nothing as they are. A tensor's elements for them may be NaN.
+        Else these weigh nothing as they are. A bias for them may be NaN.
         """
-        return self.left or self.tensors
+        return self.left or self.bias
 
     def of_pass(self, name: PassName) -> "Features":
         """The same without what that pass does not read, so that calls which differ in nothing else share a kernel."""

@@ -101,7 +101,7 @@ class CuteBackend:
             given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
             few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
-            shapes = _forward_shapes(given.q.shape, k_shape, few_queries, _layout(given))
+            shapes = _forward_shapes(given.q.shape, k_shape, _num_sequences(given), few_queries, _layout(given))
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences:
@@ -214,7 +214,12 @@ class CuteBackend:
         sink = inputs.learnable_sink
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
-        launch = self._prepare_forward(spec, q.shape, k.shape, few_queries, _layout(inputs), q.device)
+        launch = self._prepare_forward(
+            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
+        )
+        workspace = None
+        if launch.plan.workspace_size:
+            workspace = torch.empty(launch.plan.workspace_size, dtype=torch.uint8, device=q.device)
         launch.kernel(
             ForwardArguments(
                 mQ=_aligned(q),
@@ -229,6 +234,7 @@ class CuteBackend:
                 mSink=None if sink is None else _compact(sink.float()),
                 mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
                 mBias=inputs.bias,
+                mWorkspace=workspace,
                 mNextTile=next_tile() if launch.takes_tiles else None,
                 numbers=launch.plan.numbers,
             )
@@ -298,9 +304,19 @@ class CuteBackend:
             entries = given.mBias.shape[0]
             sequences = (inputs.cu_seqlens_q.shape[0] - 1) // entries
         launch = self._prepare_bias_gradient(
-            spec, inputs.q.shape, inputs.k.shape, done.layout, done.plan, (entries, sequences), summed
+            spec,
+            inputs.q.shape,
+            inputs.k.shape,
+            0 if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1,
+            done.layout,
+            done.plan,
+            (entries, sequences),
+            summed,
         )
         dbias = bias.new_empty(shape)
+        tables = None
+        if launch.plan.tables_size:
+            tables = torch.empty(launch.plan.tables_size, dtype=torch.uint8, device=bias.device)
         launch.kernel(
             BiasGradientArguments(
                 mQ=given.mQ,
@@ -315,6 +331,7 @@ class CuteBackend:
                 mSeqUsedK=given.mSeqUsedK,
                 mMask=given.mMask,
                 mBias=given.mBias,
+                mTables=tables,
                 numbers=launch.plan.numbers,
             )
         )
@@ -325,11 +342,12 @@ class CuteBackend:
         spec: AttentionSpec,
         q_shape: torch.Size,
         k_shape: torch.Size,
+        num_sequences: int,
         few_queries: bool,
         scores: plan.ScoreLayout,
         device: torch.device,
     ) -> "_Launch":
-        shapes = _forward_shapes(q_shape, k_shape, few_queries, scores)
+        shapes = _forward_shapes(q_shape, k_shape, num_sequences, few_queries, scores)
         return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
@@ -351,12 +369,13 @@ class CuteBackend:
         spec: AttentionSpec,
         q_shape: torch.Size,
         k_shape: torch.Size,
+        num_sequences: int,
         scores: plan.ScoreLayout,
         backward: plan.BackwardPlan,
         slots: tuple[int, int],
         summed: tuple[bool, ...],
     ) -> "_Launch":
-        shapes = plan.Shapes(q_shape, k_shape, 0, 0, scores=scores)
+        shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0, scores=scores)
         return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, summed))
 
 
@@ -410,11 +429,16 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
 
 
 def _forward_shapes(
-    q_shape: torch.Size, k_shape: torch.Size, few_queries: bool, scores: plan.ScoreLayout
+    q_shape: torch.Size, k_shape: torch.Size, num_sequences: int, few_queries: bool, scores: plan.ScoreLayout
 ) -> plan.Shapes:
-    # Of the longest sequence only matters whether it is short, and of sequences not how many they are.
+    # Of the longest sequence only matters whether it is short.
     longest = plan.FEW_QUERIES if few_queries else q_shape[-3]
-    return plan.Shapes(q_shape, k_shape, 0, longest, scores=scores)
+    return plan.Shapes(q_shape, k_shape, num_sequences, longest, scores=scores)
+
+
+def _num_sequences(inputs: AttentionInputs) -> int:
+    """As forward plans know it: how many there are matters under a mask alone."""
+    return 0 if inputs.mask is None or inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
@@ -427,15 +451,23 @@ def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacke
     mask, bias = inputs.mask, inputs.bias
     if mask is None and bias is None:
         return _NO_SCORES
-    tensors = [x for x in (mask, bias) if x is not None]
-    strided = any(x.stride(-1) != 1 for x in tensors)
-    paired = not strided and all(_is_paired(x) for x in tensors)
+    some = bias if mask is None else mask
+    assert some is not None
+    strided = bias is not None and bias.stride(-1) != 1
+    paired = bias is not None and not strided and _is_paired(bias)
     own_gradients = False
     if bias is not None and wanted is not None:
         # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
         own_gradients = math.prod(wanted.shape) == math.prod(bias.shape) and not is_repacked
     is_float32 = bias is not None and bias.dtype == torch.float32
-    return plan.ScoreLayout(tensors[0].shape[2], is_float32, strided, paired, own_gradients)
+    keys, varies = 1, (False, False, False)
+    if mask is not None:
+        keys = max(1, mask.shape[3])
+        batch, heads, queries = (
+            size > 1 and step != 0 for size, step in zip(mask.shape[:3], mask.stride(), strict=False)
+        )
+        varies = batch, heads, queries
+    return plan.ScoreLayout(some.shape[2], is_float32, strided, paired, own_gradients, keys, varies)
 
 
 def _is_paired(x: Tensor) -> bool:
@@ -446,7 +478,8 @@ def _is_paired(x: Tensor) -> bool:
 def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     """For that of a bias with an element for every score; zeros, unless all of it will be written."""
     assert inputs.bias is not None
-    is_whole = not spec.packed and spec.window_left is None and spec.window_right is None
+    # Kernels come to all scores, but for those that a window or a mask hides by whole blocks.
+    is_whole = not (spec.packed or spec.has_mask) and spec.window_left is None and spec.window_right is None
     room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
     return room(inputs.bias.shape)
 

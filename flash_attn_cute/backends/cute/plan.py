@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn_cute.kernels.arguments import BackwardNumbers, BiasGradientNumbers, ForwardNumbers
+from flash_attn_cute.kernels.arguments import (
+    BackwardNumbers,
+    BiasGradientNumbers,
+    ForwardNumbers,
+    MaskSizes,
+    workspace_bytes,
+)
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
 from flash_attn_cute.spec import AttentionSpec
@@ -33,9 +39,11 @@ class ScoreLayout(NamedTuple):
 
     rows_a_slot: int = 1  # query rows of an entry of theirs; matters to packed calls alone
     float32_bias: bool = False
-    strided: bool = False  # keys do not follow each other in the memory of one of them
-    paired: bool = False  # two of an even key and the next lie in one aligned word
+    strided_bias: bool = False  # its keys do not follow each other in memory
+    paired_bias: bool = False  # two of an even key and the next lie in one aligned word
     own_gradients: bool = False  # the bias has a gradient, and an element for every score of its own
+    mask_keys: int = 1  # of the mask; at least 1
+    mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
 
 
 class Shapes(NamedTuple):
@@ -43,7 +51,7 @@ class Shapes(NamedTuple):
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
-    num_sequences: int  # of packed calls
+    num_sequences: int  # of packed calls; forward it matters under a mask alone, else it is 0
     max_seqlen_q: int
     has_dlse: bool = False
     scores: ScoreLayout = ScoreLayout()
@@ -59,6 +67,7 @@ class ForwardPlan(NamedTuple):
 
     config: Any
     numbers: ForwardNumbers
+    workspace_size: int  # bytes; none without a mask
 
 
 class BackwardPlan(NamedTuple):
@@ -75,6 +84,7 @@ class BiasGradientPlan(NamedTuple):
 
     config: Any
     numbers: BiasGradientNumbers
+    tables_size: int  # bytes; none without a mask
 
 
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
@@ -83,14 +93,15 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     scores = shapes.scores
     return Features(
         packed=shapes.packed,
-        left=spec.window_left is not None,
-        right=spec.window_right is not None,
+        # What is made of a mask has the window in it.
+        left=spec.window_left is not None and not spec.has_mask,
+        right=spec.window_right is not None and not spec.has_mask,
         softcap=spec.softcap > 0,
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),
         float32_bias=scores.float32_bias,
-        strided_scores=scores.strided,
-        paired_scores=scores.paired,
+        strided_bias=scores.strided_bias,
+        paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
         deterministic=spec.deterministic,
         zero_padding=spec.zero_padding,
@@ -115,8 +126,14 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
     heads_in_cache = _in_equal_sections(heads * math.prod(shapes.q[:-3]), at_once)
-    numbers = ForwardNumbers(**_numbers(spec, shapes), heads_in_cache=heads_in_cache, num_sms=num_sms)
-    return ForwardPlan(config, numbers)
+    queries = config.tile_m // config.group
+    tiles_q = max(1, shapes.q[-3] // queries + shapes.num_sequences) if shapes.packed else -(-shapes.q[-3] // queries)
+    sharing = _sharing(spec, shapes, heads, tiles_q)
+    numbers = ForwardNumbers(**_numbers(spec, shapes, sharing), heads_in_cache=heads_in_cache, num_sms=num_sms)
+    size = 0
+    if spec.has_mask:
+        size = workspace_bytes(config.parts(math.prod(sharing), -(-shapes.scores.mask_keys // config.tile_n)))
+    return ForwardPlan(config, numbers, size)
 
 
 def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
@@ -145,8 +162,10 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_in_cache = heads_in_last = min(heads_in_cache, heads)
     if not config.features.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
+    tiles_q = num_m_blocks if shapes.packed else -(-shapes.q[-3] // config.tile_m)
+    sharing = _sharing(spec, shapes, spec.nheads, tiles_q)
     numbers = BackwardNumbers(
-        **_numbers(spec, shapes),
+        **_numbers(spec, shapes, sharing),
         num_m_blocks=num_m_blocks,
         num_n_blocks=num_n_blocks,
         heads_in_cache=heads_in_cache,
@@ -156,7 +175,12 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     # No sums of dK and dV are left to others if each tile sums over all heads of a group.
     shares = group > heads_a_tile
-    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, shares)
+    mask = None
+    if spec.has_mask:
+        blocks = -(-shapes.scores.mask_keys // config.tile_n)
+        sets = sharing[0] * sharing[1]
+        mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
+    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares)
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
 
 
@@ -185,8 +209,15 @@ def plan_bias_gradient(
         features_of(spec, shapes),
     )
     sums_batch, sums_queries, sums_keys = (int(x) for x in summed)
+    if slots[0]:
+        tiles_q = slots[0] * -(-shapes.scores.rows_a_slot // config.tile_m)
+    elif shapes.packed:
+        tiles_q = shapes.q[-3] // config.tile_m + shapes.num_sequences + 2
+    else:
+        tiles_q = -(-shapes.q[-3] // config.tile_m)
+    sharing = _sharing(spec, shapes, spec.nheads, tiles_q)
     numbers = BiasGradientNumbers(
-        **_numbers(spec, shapes),
+        **_numbers(spec, shapes, sharing),
         num_m_blocks=backward.numbers.num_m_blocks,
         entries=slots[0],
         sequences_an_entry=slots[1],
@@ -194,18 +225,33 @@ def plan_bias_gradient(
         sums_queries=sums_queries,
         sums_keys=sums_keys,
     )
-    return BiasGradientPlan(config, numbers)
+    size = 0
+    if spec.has_mask:
+        blocks = -(-shapes.scores.mask_keys // config.tile_n)
+        size = workspace_bytes(config.mask_tile.parts(math.prod(sharing), blocks))
+    return BiasGradientPlan(config, numbers, size)
 
 
-def _numbers(spec: AttentionSpec, shapes: Shapes) -> dict[str, float]:
-    """Those of both passes."""
+def _sharing(spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int) -> tuple[int, int, int]:
+    """How many lists of blocks a mask makes over the batch, heads and tiles of queries; 1 where all share them."""
+    by_batch, by_head, by_query = shapes.scores.mask_varies
+    if shapes.packed:
+        return 1, heads if by_head else 1, tiles_q
+    has_window = spec.window_left is not None or spec.window_right is not None
+    return shapes.q[0] if by_batch else 1, heads if by_head else 1, tiles_q if by_query or has_window else 1
+
+
+def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
+    """Those of all passes."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
+    lists = sharing if spec.has_mask else (None, None, None)
     return {
         "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
         "softcap": spec.softcap,
-        "window_left": min(spec.window_left or 0, shapes.k[-3]),
-        "window_right": min(spec.window_right or 0, shapes.q[-3]),
+        "window_left": shapes.k[-3] if spec.window_left is None else min(spec.window_left, shapes.k[-3]),
+        "window_right": shapes.q[-3] if spec.window_right is None else min(spec.window_right, shapes.q[-3]),
         "rows_a_slot": shapes.scores.rows_a_slot,
+        **dict(zip(("lists_batch", "lists_heads", "lists_tiles"), lists, strict=True)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Tiles of mask and bias on their way through shared memory, row by row, whatever their alignment.
+"""Tiles of a bias on their way through shared memory, row by row, whatever their alignment.
 
 Copies that pass the registers by move vectors of 16 bytes. So a row of a tile is copied from the vector that its first
 element is in, and lies in shared memory as many bytes behind a vector's start as it does in global memory: those who
@@ -28,7 +28,7 @@ _THREADS_A_ROW = 8
 
 @dataclass(frozen=True)
 class RowsOfScores:
-    """Which rows of mask and bias a tile has: ``first`` .. ``first + num`` of a sequence, or of some heads of it.
+    """Which rows of a bias a tile has: ``first`` .. ``first + num`` of a sequence, or of some heads of it.
 
     ``heads_a_row`` rows that follow each other are heads of one query.
     """
@@ -46,64 +46,61 @@ class RowsOfScores:
 
 
 @dataclass(frozen=True)
-class SharedScores:
-    """Tiles of mask and bias in stages, and what guards them: an arrival of each thread that loads fills one."""
+class SharedBias:
+    """Tiles of the bias in stages, and what guards them: an arrival of each thread that loads fills one."""
 
-    tensors: ScoreTensors
+    tensors: ScoreTensors | None
     ring: Ring
     place: cute.Pointer
     tile_rows: cutlass.Constexpr
-    pitches: cutlass.Constexpr  # of mask and bias, 0 without one
+    pitch: cutlass.Constexpr  # from row to row; 0 if it does not come through shared memory
     paired: cutlass.Constexpr  # whether two elements from an even column on lie in an aligned word
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
-        """By all threads that load: a tile of each tensor, when all have read what was in the stage."""
+        """By all threads that load: a tile, when all have read what was in the stage."""
         self.ring.wait_empty(step)  # from the mma warps
-        for which, mX in enumerate((self.tensors.mask, self.tensors.bias)):
-            if const_expr(mX is not None):
-                gX, place = self.tensors.of_sequence(mX, rows.q, rows.batch), self._tile(which, step)
-                pitch, num_bytes = self.pitches[which], num_columns * (mX.element_type.width // 8)
-                for row in cutlass.range(
-                    thread // _THREADS_A_ROW, self._num_rows(mX, rows), LOADING_THREADS // _THREADS_A_ROW, unroll=1
-                ):
-                    start = (rows.of(gX, row).iterator + first_column).toint()
-                    shift = Int32(start & (VECTOR - 1))
-                    for i in cutlass.range_constexpr(-(-pitch // (VECTOR * _THREADS_A_ROW))):
-                        offset = (thread % _THREADS_A_ROW + i * _THREADS_A_ROW) * VECTOR
-                        if offset < shift + num_bytes:
-                            copy_vector(place + row * pitch + offset, start - shift + offset)
+        mX = self.tensors.bias
+        gX, place = self.tensors.of_sequence(mX, rows.q, rows.batch), self._tile(step)
+        num_bytes = num_columns * (mX.element_type.width // 8)
+        for row in cutlass.range(
+            thread // _THREADS_A_ROW, self._num_rows(rows), LOADING_THREADS // _THREADS_A_ROW, unroll=1
+        ):
+            start = (rows.of(gX, row).iterator + first_column).toint()
+            shift = Int32(start & (VECTOR - 1))
+            for i in cutlass.range_constexpr(-(-self.pitch // (VECTOR * _THREADS_A_ROW))):
+                offset = (thread % _THREADS_A_ROW + i * _THREADS_A_ROW) * VECTOR
+                if offset < shift + num_bytes:
+                    copy_vector(place + row * self.pitch + offset, start - shift + offset)
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
     @cute.jit
-    def _num_rows(self, mX: cute.Tensor, rows: RowsOfScores) -> Int32:
+    def _num_rows(self, rows: RowsOfScores) -> Int32:
         """How many rows of a tile are copied."""
         num_rows = rows.num * rows.heads_a_row
         if const_expr(rows.heads_a_row == 1):
-            num_rows = Int32(1) if mX.stride[2] == 0 else num_rows
+            num_rows = Int32(1) if self.tensors.bias.stride[2] == 0 else num_rows
         return num_rows
 
-    def _tile(self, which: int, step: Int32) -> Int32:
-        """Where a tile of the mask (0) or the bias (1) is in shared memory."""
-        stage = self.ring.stage(step) * (self.tile_rows * sum(self.pitches))
-        return Int32(self.place.toint()) + stage + (self.tile_rows * self.pitches[0] if which else 0)
+    def _tile(self, step: Int32) -> Int32:
+        """Where a tile is in shared memory."""
+        return Int32(self.place.toint()) + self.ring.stage(step) * (self.tile_rows * self.pitch)
 
     @cute.jit
-    def row(self, which: cutlass.Constexpr, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
+    def row(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
         """A row of a tile from a column on, the first of which is that of a block of keys."""
-        mX = self.tensors.bias if const_expr(which) else self.tensors.mask
+        mX = self.tensors.bias
         size = mX.element_type.width // 8
         gX = self.tensors.of_sequence(mX, rows.q, rows.batch)
         # All blocks of keys begin at multiples of a vector from each other.
         shift = Int32(rows.of(gX, row).iterator.toint() & (VECTOR - 1))
-        place = self._tile(which, step) + shift + column * size
-        pitch = Int32(self.pitches[which])
+        pitch = Int32(self.pitch)
         if const_expr(rows.heads_a_row == 1):
             pitch = Int32(0) if mX.stride[2] == 0 else pitch
         pointer: Any = cute.make_ptr(
             mX.element_type,
-            place + row * pitch,
+            self._tile(step) + shift + column * size + row * pitch,
             cute.AddressSpace.smem,
             assumed_align=2 * size if self.paired else size,
         )
-        return cute.make_tensor(pointer, cute.make_layout(self.pitches[which] // size))
+        return cute.make_tensor(pointer, cute.make_layout(self.pitch // size))

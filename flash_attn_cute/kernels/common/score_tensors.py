@@ -26,8 +26,8 @@ class ScoreTensors:
 
     @staticmethod
     def of(features: Any, arguments: Any) -> "ScoreTensors | None":
-        """Those of the arguments of either pass; None without any."""
-        if not features.tensors:
+        """Those of the arguments of any pass; None without any."""
+        if not (features.mask or features.bias):
             return None
         return ScoreTensors(arguments.mMask, arguments.mBias, arguments.numbers.rows_a_slot, features.packed)
 

@@ -3,15 +3,14 @@
 A table is read from the top; the first row whose head dimension and features fit is taken. Needs no cutlass.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from flash_attn_cute.kernels.arguments import MaskSizes, workspace_bytes
 from flash_attn_cute.kernels.features import Case, Features, PassName
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
-PART_ALIGN = 128  # bytes of which each part of a backward pass's workspace takes a multiple
 
 _SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers
 
@@ -28,12 +27,43 @@ class Sm90Config:
     features: Features
 
 
-def score_pitches(features: Features, columns: int) -> tuple[int, int]:
-    """Bytes of a row of a tile of mask and of bias in shared memory; 0 without, or if they do not come through it."""
-    through = not features.strided_scores
-    mask, bias = features.mask and through, features.bias and through
-    bias_bytes = 4 if features.float32_bias else 2
-    return pitch_of(columns, 1) if mask else 0, pitch_of(columns, bias_bytes) if bias else 0
+@dataclass(frozen=True)
+class MaskTile:
+    """The tiles into which a mask is cut for a kernel: those of its warpgroups' scores."""
+
+    queries: int
+    keys: int
+    group: int = 1  # heads of a query that are rows of one tile
+    rows_are_keys: bool = False  # of scores
+
+    @property
+    def rows_of_queries(self) -> int:
+        """Rows of the mask."""
+        return self.queries * self.group
+
+    @property
+    def columns(self) -> int:
+        """Of scores."""
+        return self.queries if self.rows_are_keys else self.keys
+
+    @property
+    def warpgroups(self) -> int:
+        """That have 64 rows of scores each."""
+        return (self.keys if self.rows_are_keys else self.rows_of_queries) // 64
+
+    @property
+    def words(self) -> int:
+        """Of 32 bits, in which a thread's scores are told."""
+        return -(-self.columns // 64)
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """Parts of a workspace, as in ``BackwardConfig.parts``, for so many rows of tiles of so many blocks of keys."""
+        return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
+
+
+def bias_pitch(features: Features, columns: int) -> int:
+    """Bytes of a row of a tile of the bias in shared memory; 0 without one, or if it does not come through it."""
+    return pitch_of(columns, 4 if features.float32_bias else 2) if features.bias and not features.strided_bias else 0
 
 
 def pitch_of(columns: int, element_bytes: int) -> int:
@@ -55,21 +85,31 @@ class ForwardConfig(Sm90Config):
     group: int  # query heads of a key head that are rows of one tile; 1, or a divisor of 64
 
     @property
-    def score_pitches(self) -> tuple[int, int]:
-        """Bytes of a row of a tile of mask and of bias in shared memory; 0 without."""
-        return score_pitches(self.features, self.tile_n)
+    def bias_pitch(self) -> int:
+        """Bytes of a row of a tile of the bias in shared memory; 0 without."""
+        return bias_pitch(self.features, self.tile_n)
 
     @property
-    def score_stages(self) -> int:
-        """Tiles of mask and bias in flight: two if a CTA that works on one tile has room for them."""
+    def bias_stages(self) -> int:
+        """Tiles of the bias in flight: two if a CTA that works on one tile has room for them."""
         return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
 
-    def _bytes(self, tile_stages: int, score_stages: int) -> int:
+    def _bytes(self, tile_stages: int, bias_stages: int) -> int:
         """Of shared memory: O takes the place of Q if there is only one of them."""
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * rows + score_stages * self.tile_m * sum(self.score_pitches)
+        return 2 * rows + bias_stages * self.tile_m * self.bias_pitch
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut."""
+        return MaskTile(self.tile_m // self.group, self.tile_n, self.group)
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
+        tables = {"mLists": (lists, 2), "mEntries": (lists * blocks, 2)}
+        return tables | self.mask_tile.parts(lists, blocks)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -79,7 +119,7 @@ class ForwardConfig(Sm90Config):
     @property
     def persistent(self) -> bool:
         """Whether a CTA works on many tiles: if shared memory has room for two tiles of Q and one of O."""
-        return self._bytes(2, self.score_stages) <= _SHARED_MEMORY
+        return self._bytes(2, self.bias_stages) <= _SHARED_MEMORY
 
     @property
     def tile_stages(self) -> int:
@@ -89,7 +129,7 @@ class ForwardConfig(Sm90Config):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producer warpgroup and of the others; at most 512 in sum over the warpgroups."""
-        of_two = (40, 232) if any(self.score_pitches) else (24, 240)  # who loads mask and bias has addresses to compute
+        of_two = (40, 232) if self.bias_pitch else (24, 240)  # who loads a bias has addresses to compute
         return of_two if self.num_mma_warpgroups == 2 else (32, 160)
 
 
@@ -106,26 +146,27 @@ class _ForwardTile(NamedTuple):
 
 # Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
 _FORWARD_TILES = (
-    _ForwardTile(64, Case("strided_scores"), 128, 80, 2),  # larger ones spill, here and below
-    _ForwardTile(64, Case("tensors"), 192, 96, 2),
+    _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
+    _ForwardTile(64, Case("bias"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
     _ForwardTile(64, Case(), 192, 128, 3),
-    _ForwardTile(96, Case("strided_scores"), 128, 80, 2),
+    _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
     _ForwardTile(128, Case(without="left right softcap mask"), 192, 80, 2),
-    _ForwardTile(128, Case("strided_scores"), 128, 64, 2),
+    _ForwardTile(128, Case("strided_bias"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
-    _ForwardTile(128, Case("tensors"), 128, 128, 2),
-    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
+    _ForwardTile(128, Case("bias"), 128, 128, 2),
+    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills, and
+    _ForwardTile(128, Case("mask"), 128, 128, 2),  # here too
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
-    _ForwardTile(192, Case("strided_scores"), 128, 48, 2),
+    _ForwardTile(192, Case("strided_bias"), 128, 48, 2),
     _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
-    _ForwardTile(192, Case("tensors"), 128, 80, 2),
+    _ForwardTile(192, Case("bias"), 128, 80, 2),
     _ForwardTile(192, Case(), 128, 96, 2),
-    _ForwardTile(256, Case("strided_scores"), 128, 48, 2),
+    _ForwardTile(256, Case("strided_bias"), 128, 48, 2),
     _ForwardTile(256, Case("float32_bias"), 128, 48, 2),
-    _ForwardTile(256, Case("tensors"), 128, 64, 2),
+    _ForwardTile(256, Case("bias"), 128, 64, 2),
     _ForwardTile(256, Case(), 128, 80, 2),
 )
 
@@ -177,7 +218,14 @@ class BackwardConfig(Sm90Config):
         """Whether the heads of the last section of tiles go the other way round."""
         raise NotImplementedError
 
-    def parts(self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any) -> dict[str, tuple[Any, ...]]:
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut."""
+        return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True)
+
+    def parts(
+        self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
+    ) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
 
         Args:
@@ -185,6 +233,7 @@ class BackwardConfig(Sm90Config):
             num_m_blocks: blocks of queries a head.
             heads_k: of keys.
             num_n_blocks: tiles of keys a head.
+            mask: what there is of the tables that are made of a mask; None without one.
         """
         counters, counters_k = self.counters
         parts: dict[str, tuple[Any, ...]] = {
@@ -193,25 +242,35 @@ class BackwardConfig(Sm90Config):
         }
         if self.features.deterministic:
             parts["mTurnsQ"] = counters, heads, num_m_blocks
+        if mask is not None:
+            rows = mask.sets * mask.rows
+            parts |= self.mask_tile.parts(rows, mask.blocks)
+            parts["mOrder"] = rows, mask.blocks
+            parts["mAdding"] = (rows,)
+            parts["mLists"] = mask.sets * mask.key_tiles, 2
+            parts["mEntries"] = mask.sets * mask.blocks * mask.m_blocks, 3
         if self.features.grouped:
             parts["mTurnsK"] = counters_k, heads_k, num_n_blocks
             parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
         return parts
 
-    def workspace_size(self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, shares: bool) -> int:
-        """Bytes of workspace: of its parts, each a multiple of ``PART_ALIGN``.
+    def workspace_size(
+        self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, mask: MaskSizes | None, shares: bool
+    ) -> int:
+        """Bytes of workspace.
 
         Args:
             heads: as in ``parts``.
             num_m_blocks: as in ``parts``.
             heads_k: as in ``parts``.
             num_n_blocks: as in ``parts``.
+            mask: as in ``parts``.
             shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
         """
-        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks)
+        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask)
         if not shares:
             parts.pop("mdKVaccum", None)
-        return sum(-(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN for shape in parts.values())
+        return workspace_bytes(parts)
 
 
 @dataclass(frozen=True)
@@ -280,7 +339,8 @@ _BACKWARD_TILES = (
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
-    _BackwardTile(128, Case("tensors"), 64, 16, True),
+    _BackwardTile(128, Case("bias"), 64, 16, True),
+    _BackwardTile(128, Case("mask grouped"), 64, 16, True, (40, 232)),  # the lists of several heads
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
@@ -300,8 +360,8 @@ class BackwardClusterConfig(BackwardConfig):
     registers: tuple[int, int, int, int]  # a thread of each warpgroup; 512 in sum
 
     @property
-    def parts_of_scores(self) -> int:
-        """Parts in which mask and bias of a step are read, where registers do not suffice for all of them."""
+    def parts_of_bias(self) -> int:
+        """Parts in which the bias of a step is read, where registers do not suffice for all of it."""
         return 4 if self.tile_d == 256 and not self.features.softcap else 1
 
     @property
@@ -334,8 +394,8 @@ class _ClusterTile(NamedTuple):
 
 _CLUSTER_TILES = (
     # Multi-head latent attention. Narrow values leave registers for K and V: 7 %, as shared memory is what is busiest.
-    _ClusterTile(Case(without="tensors"), 192, 128, 128, 192, True, (24, 184, 208, 96)),
-    _ClusterTile(Case(), 192, 128, 128, 192, False, (24, 200, 192, 96)),  # mask and bias take registers
+    _ClusterTile(Case(without="bias"), 192, 128, 128, 192, True, (24, 184, 208, 96)),
+    _ClusterTile(Case(), 192, 128, 128, 192, False, (24, 200, 192, 96)),  # a bias takes registers
     _ClusterTile(Case(), 192, 192, 192, 192, False, (24, 200, 192, 96)),
     # Shared memory has no room for two blocks of dO, and the assembler refuses products of 256 columns of 512 threads.
     _ClusterTile(Case(), 256, 256, 128, 128, False, (24, 200, 192, 96)),
@@ -346,7 +406,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     # It reads all strides alike.
-    features = replace(features.of_pass("backward"), strided_scores=False, paired_scores=False)
+    features = replace(features.of_pass("backward"), strided_bias=False, paired_bias=False)
     if tile_d > 128:
         features = replace(features, dbias=False)  # others compute it
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
@@ -370,15 +430,20 @@ class BiasGradientConfig(Sm90Config):
     tile_m: ClassVar[int] = 128  # queries a tile
 
     @property
-    def score_pitches(self) -> tuple[int, int]:
+    def bias_pitch(self) -> int:
         """As in ``ForwardConfig``."""
-        return score_pitches(self.features, self.tile_n)
+        return bias_pitch(self.features, self.tile_n)
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut."""
+        return MaskTile(self.tile_m, self.tile_n)
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory: Q, K, dO and V, mask and bias of a tile, and what its warps have summed over queries."""
+        """Of shared memory: Q, K, dO and V, the bias of a tile, and what its warps have summed over queries."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        return operands + self.tile_m * sum(self.score_pitches) + 4 * self.tile_m // 16 * self.tile_n
+        return operands + self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n
 
 
 def bias_gradient_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BiasGradientConfig:
@@ -386,6 +451,6 @@ def bias_gradient_config(dtype: str, head_dim: int, head_dim_v: int, features: F
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
     features = features.of_pass("bias_gradient")
-    widths = (64, 32) if features.strided_scores else (128, 64, 32)  # read one by one, more keys spill
+    widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
     tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in widths)
     return next(tile for tile in tiles if tile.bytes_shared <= _SHARED_MEMORY)

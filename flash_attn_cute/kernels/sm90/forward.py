@@ -2,7 +2,7 @@
 
 Roles (a CTA works on tiles of ``tile_m`` queries of one head, one after the other):
     warpgroup 0         producer. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
-                        Warps 1 to 3 copy the elements of mask and bias that go with a block, unless these are strided.
+                        Warps 1 to 3 copy the elements of a bias that go with a block, unless these are strided.
     warpgroups 1 ..     mma: 64 queries each, independent but for the order in which they use the tensor cores.
 Registers a thread: ``ForwardConfig.registers``.
 
@@ -11,8 +11,8 @@ Pipelines (producer -> consumers, stages, arrive counts):
            tile is done, and one each of warps 1 to 3 that copy for it. A tile of no sequence ends the work.
     k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival an mma warp. A warpgroup releases K
            when its scores are complete and V when O is.
-    scores ``Ring``, ``score_stages`` deep, across tiles: mask and bias. An arrival of each of the 96 threads of warps 1
-           to 3 -> one arrival an mma warp, when its elements are in registers.
+    bias   ``Ring``, ``bias_stages`` deep, across tiles. An arrival of each of the 96 threads of warps 1 to 3 -> one
+           arrival an mma warp, when its elements are in registers.
 
 Steady state of an mma warpgroup (n counts down):
     tensor cores   S(n) = Q K(n)^T, O += P(n+1) V(n+1) |                      | S(n-1) ...
@@ -23,7 +23,9 @@ while the other warpgroups have the tensor cores. So only the first tile of a CT
 memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
 Windows and sequence ends are looked at only in blocks that an edge can cross: the walk over the blocks is cut in parts
-(``Blocks.parts``). Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
+(``Blocks.parts``). Under a mask a tile walks over a list of blocks instead (``common.block_lists``), which kernels
+before this one make of it; with K of a block warp 0 tells which one it is, and where the bits are that hide its scores.
+Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
 zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
 equal size.)
@@ -39,18 +41,21 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
-from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score import ScoreScales, hidden
+from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, apply_rows, cap, hide
+from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -66,6 +71,15 @@ class _Layouts(NamedTuple):
     sK: cute.ComposedLayout  # (tile_n, d, stage)
     sV: cute.ComposedLayout  # (tile_n, d_v, stage)
     sO: cute.ComposedLayout  # (64, d_v, warpgroup)
+
+
+class _Tables(NamedTuple):
+    """What a mask says (``common.block_lists``)."""
+
+    mLists: cute.Tensor  # (list, first entry and how many)
+    mEntries: cute.Tensor  # (entry, block of keys and its code)
+    mCodes: cute.Tensor  # (list, block of keys)
+    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
 
 
 class _Mmas(NamedTuple):
@@ -93,7 +107,7 @@ class _Tile:
     batch: Int32  # index into tensors: 0 if packed
     q: SeqRows
     k: SeqRows
-    blocks: Blocks  # of keys, from the last to the first
+    blocks: Blocks | BlockList  # of keys, from the last to the first
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory."""
@@ -102,11 +116,12 @@ class _Tile:
             fields[i] = value
 
     @staticmethod
-    def read(fields: cute.Tensor) -> "_Tile":
+    def read(config: ForwardConfig, fields: cute.Tensor) -> "_Tile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
         q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
-        return _Tile(first_query, head, batch, q, k, Blocks(*blocks, direction=-1))
+        walk = BlockList(*blocks[:2]) if config.features.mask else Blocks(*blocks, direction=-1)
+        return _Tile(first_query, head, batch, q, k, walk)
 
 
 class ForwardSm90:
@@ -118,7 +133,11 @@ class ForwardSm90:
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
-        self.loads_scores = any(config.score_pitches)
+        self.loads_bias = config.bias_pitch > 0
+        # Warp 0 tells of a block before it knows that its stage of K is released: that of the block before is, so the
+        # scores of the one that comes ``stages`` before that have been read, and what was told of it.
+        self.entry_stages = 2 * config.stages
+        self.mask_tiles, self.row_lists = MaskTiles(config), RowLists()
 
     def _layouts(self) -> "_Layouts":
         """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
@@ -140,20 +159,21 @@ class ForwardSm90:
         c, dtype = self.config, self.dtype
         assert c.tile_dv <= c.tile_d
         elements_O = cute.cosize(layouts.sO) if c.persistent else 0
-        bytes_of_scores = c.score_stages * c.tile_m * sum(c.score_pitches)
+        bytes_of_bias = c.bias_stages * c.tile_m * c.bias_pitch
 
         @cute.struct
         class Storage:
             tile_barriers: cute.struct.MemRange[Int64, 2 * c.tile_stages]
             k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            score_barriers: cute.struct.MemRange[Int64, 2 * c.score_stages if self.loads_scores else 0]
+            bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages if self.loads_bias else 0]
             tiles: cute.struct.MemRange[Int32, _TILE_FIELDS * c.tile_stages]
+            entries: cute.struct.MemRange[Int32, 2 * self.entry_stages if c.features.mask else 0]
             sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
-            scores: cute.struct.Align[cute.struct.MemRange[Uint8, bytes_of_scores], 128]
+            bias: cute.struct.Align[cute.struct.MemRange[Uint8, bytes_of_bias], 128]
 
         return Storage
 
@@ -189,10 +209,16 @@ class ForwardSm90:
             O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        tables = None
+        if const_expr(c.features.mask):
+            blocks = num_blocks(a.mMask, c.tile_n)
+            tables = _Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
+            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
+            self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
         ctas = self._num_tiles(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
-        self.kernel(mmas, tma, mO, mLSE, a, scales).launch(
+        self.kernel(mmas, tma, mO, mLSE, a, tables, scales).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -208,6 +234,7 @@ class ForwardSm90:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         arguments: ForwardArguments,
+        tables: _Tables | None,
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
@@ -221,14 +248,14 @@ class ForwardSm90:
         tile_full = storage.tile_barriers.data_ptr()
         tile_empty = tile_full + c.tile_stages
         mma_warps = 4 * self.warpgroups
-        scores = Ring(storage.score_barriers.data_ptr(), c.score_stages)
+        bias = Ring(storage.bias_barriers.data_ptr(), c.bias_stages)
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.tile_stages):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if self.loads_scores else 0))
-                if const_expr(self.loads_scores):
-                    scores.init(full=LOADING_THREADS, empty=mma_warps)
+                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if self.loads_bias else 0))
+                if const_expr(self.loads_bias):
+                    bias.init(full=LOADING_THREADS, empty=mma_warps)
         pipe_K, pipe_V = (
             tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
             for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
@@ -245,28 +272,29 @@ class ForwardSm90:
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
-            scores=SharedScores(
+            entries=storage.entries.get_tensor(cute.make_layout((2, self.entry_stages))) if c.features.mask else None,
+            bias=SharedBias(
                 ScoreTensors.of(c.features, arguments),
-                scores,
-                storage.scores.data_ptr(),
+                bias,
+                storage.bias.data_ptr(),
                 c.tile_m,
-                c.score_pitches,
-                c.features.paired_scores,
+                c.bias_pitch,
+                c.features.paired_bias,
             ),
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.producer(arguments, tma, shared)
-            if const_expr(self.loads_scores):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                self.producer(arguments, tables, tma, shared)
+            if const_expr(self.loads_bias):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if warp_idx > 0:
-                    self.score_producer(shared)
+                    self.bias_producer(tables, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.mma(arguments, mmas, tma.O, shared, mO, mLSE, scales)
+            self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit
-    def _tile(self, a: ForwardArguments, index: Int32) -> _Tile:
+    def _tile(self, a: ForwardArguments, tables: _Tables | None, index: Int32) -> _Tile:
         """What tile ``index`` is."""
         c, queries = self.config, self.queries * self.warpgroups
         packed = c.features.packed
@@ -282,18 +310,21 @@ class ForwardSm90:
         else:
             k = rows_of(a.mK, None, None, batch)
         num_queries = cutlass.min(q.length - work.first_row, queries)
-        window = Window.of(c.features, a, q.length, k.length)
-        return _Tile(
-            first_query=work.first_row,
-            head=work.head,
-            batch=batch,
-            q=q,
-            k=k,
-            blocks=Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1),
-        )
+        if const_expr(c.features.mask):
+            first, num = Int32(0), Int32(0)
+            if num_queries > 0:
+                # Packed tiles are numbered over all sequences, dense ones within a batch entry.
+                block = work.block if const_expr(packed) else work.first_row // queries
+                number = Sharing.of(a.numbers).number(batch, work.head, block)
+                first, num = tables.mLists[number, 0], tables.mLists[number, 1]
+            blocks = BlockList(first, num)
+        else:
+            window = Window.of(c.features, a, q.length, k.length)
+            blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
+        return _Tile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
 
     @cute.jit
-    def producer(self, a: ForwardArguments, tma: _Tma, shared: "_Shared") -> None:
+    def producer(self, a: ForwardArguments, tables: _Tables | None, tma: _Tma, shared: "_Shared") -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
@@ -302,7 +333,7 @@ class ForwardSm90:
         num_tiles = self._num_tiles(a)
         index, _, _ = cute.arch.block_idx()
         while index < num_tiles:
-            tile = self._tile(a, index)
+            tile = self._tile(a, tables, index)
             index = self._next_tile(a, num_tiles)
             # Rows that only pad are somebody's work if they are to be zeroed.
             stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
@@ -311,7 +342,10 @@ class ForwardSm90:
                 tile_state.advance()
                 head_k = tile.head // heads_a_key_head
                 for i in cutlass.range(tile.blocks.num, unroll=1):
-                    start = tile.blocks.nth(i) * c.tile_n
+                    block = tile.blocks.nth(i)
+                    if const_expr(c.features.mask):
+                        block = self._tell_of_entry(tables, block, shared, state.count)
+                    start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
                     shared.pipe_K.producer_acquire(state)  # from the mma warps: this stage's K is released
@@ -327,8 +361,17 @@ class ForwardSm90:
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
-    def score_producer(self, shared: "_Shared") -> None:
-        """Warps 1 to 3: load the tiles of mask and bias that go with the blocks of keys."""
+    def _tell_of_entry(self, tables: _Tables, entry: Int32, shared: "_Shared", step: Int32) -> Int32:
+        """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
+        block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
+        with cute.arch.elect_one():
+            for i, value in enumerate((block, code)):
+                shared.entries[i, step % self.entry_stages] = value
+        return block
+
+    @cute.jit
+    def bias_producer(self, tables: _Tables | None, shared: "_Shared") -> None:
+        """Warps 1 to 3: load the tiles of the bias that go with the blocks of keys."""
         c, thread = self.config, cute.arch.thread_idx()[0] - 32
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
         step = Int32(0)
@@ -337,12 +380,15 @@ class ForwardSm90:
             cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
             working = shared.tiles[0, state.index] >= 0
             if working:
-                tile = _Tile.read(shared.tiles[None, state.index])
+                tile = _Tile.read(c, shared.tiles[None, state.index])
                 rows = self._rows_of_scores(tile)
                 for i in cutlass.range(tile.blocks.num, unroll=1):
-                    first_column = tile.blocks.nth(i) * c.tile_n
+                    block = tile.blocks.nth(i)
+                    if const_expr(c.features.mask):
+                        block = tables.mEntries[block, 0]
+                    first_column = block * c.tile_n
                     num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
-                    shared.scores.load(step, rows, first_column, num_columns, thread)
+                    shared.bias.load(step, rows, first_column, num_columns, thread)
                     step += 1
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -352,7 +398,7 @@ class ForwardSm90:
                     working = Boolean(False)
 
     def _rows_of_scores(self, tile: _Tile) -> RowsOfScores:
-        """A tile's rows of mask and bias."""
+        """A tile's rows of the bias."""
         num_rows = cutlass.min(tile.q.length - tile.first_query, self.queries * self.warpgroups)
         return RowsOfScores(tile.q, tile.batch, tile.head, tile.first_query, num_rows, self.config.group)
 
@@ -386,6 +432,7 @@ class ForwardSm90:
     def mma(
         self,
         a: ForwardArguments,
+        tables: _Tables | None,
         mmas: _Mmas,
         tO: RowTiles,
         shared: "_Shared",
@@ -408,6 +455,7 @@ class ForwardSm90:
             tSrQ = mmas.S.make_fragment_A(whole_S.partition_A(shared.sQ[None, None, w, None]))
         work = _Work(
             arguments=a,
+            tables=tables,
             warpgroup=w,
             thread=thread,
             mmas=mmas,
@@ -432,7 +480,7 @@ class ForwardSm90:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
         working = shared.tiles[0, 0] >= 0
-        num_blocks = _Tile.read(shared.tiles[None, 0]).blocks.num
+        num_blocks = _Tile.read(c, shared.tiles[None, 0]).blocks.num
         if working and num_blocks > 0:
             self._receive_Q(work, tile_state.index)
             shared.pipe_K.consumer_wait(k_state)
@@ -452,7 +500,7 @@ class ForwardSm90:
             if const_expr(c.persistent):
                 cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
                 working = shared.tiles[0, tile_state.index] >= 0
-                following = _Tile.read(shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
+                following = _Tile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
                 if following > 0:
                     self._receive_Q(work, tile_state.index)
                     shared.pipe_K.consumer_wait(k_state)
@@ -501,28 +549,49 @@ class ForwardSm90:
         Each part of the walk with the masks it needs.
         """
         f = self.config.features
-        blocks = _Tile.read(work.shared.tiles[None, stage]).blocks
-        self._softmax_step(work, stage, blocks.nth(Int32(0)), Edges(left=f.left, right=True), True, v_state.count)
-        for part in blocks.parts(f.left, f.right):
-            for i in cutlass.range(part.first, part.end, unroll=1):
-                self._step(work, stage, blocks.nth(i), part.edges, k_state, v_state)
+        blocks = _Tile.read(self.config, work.shared.tiles[None, stage]).blocks
+        if const_expr(f.mask):
+            entry = self._told_of_entry(work, v_state.count)
+            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count)
+            for _ in cutlass.range(1, blocks.num, unroll=1):
+                self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state)
                 k_state.advance()
                 v_state.advance()
+        else:
+            first = _Entry(blocks.nth(Int32(0)), None, None)
+            self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count)
+            for part in blocks.parts(f.left, f.right):
+                for i in cutlass.range(part.first, part.end, unroll=1):
+                    self._step(work, stage, _Entry(blocks.nth(i), None, None), part.edges, k_state, v_state)
+                    k_state.advance()
+                    v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def _told_of_entry(self, work: "_Work", step: Int32) -> "_Entry":
+        """What warp 0 has told of a step's block, whose K is there; its bits are on their way."""
+        entries, i = work.shared.entries, step % self.entry_stages
+        block, code = entries[0, i], entries[1, i]
+        return _Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread))
 
     @cute.jit
     def _step(
         self,
         work: "_Work",
         stage: Int32,
-        n_block: Int32,
+        entry: "_Entry | None",
         edges: cutlass.Constexpr,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
     ) -> None:
-        """One block of the steady state: its scores, and the output of the block before it."""
+        """One block of the steady state: its scores, and the output of the block before it.
+
+        No ``entry``: warp 0 has told of it.
+        """
         shared = work.shared
         shared.pipe_K.consumer_wait(k_state)
+        if const_expr(entry is None):
+            entry = self._told_of_entry(work, v_state.count + 1)
         self._acquire_tensor_cores(work)
         self._start_S(work, stage, k_state)
         shared.pipe_V.consumer_wait(v_state)
@@ -532,7 +601,7 @@ class ForwardSm90:
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._softmax_step(work, stage, n_block, edges, False, v_state.count + 1)
+        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1)
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
@@ -571,38 +640,42 @@ class ForwardSm90:
         self,
         work: "_Work",
         stage: Int32,
-        n_block: Int32,
+        entry: "_Entry",
         edges: cutlass.Constexpr,
         is_first: cutlass.Constexpr,
         step: Int32,
     ) -> None:
-        """Scores to weights: softcap, mask and bias, edges, softmax. Steps are counted over all tiles of this CTA."""
+        """Scores to weights: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
-        if const_expr(edges.left or edges.right or c.features.tensors):
-            tile = _Tile.read(shared.tiles[None, stage])
+        if const_expr(edges.left or edges.right or c.features.bias):
+            tile = _Tile.read(c, shared.tiles[None, stage])
             place = Place(
                 rows=tile.q,
                 columns=tile.k,
                 head=tile.head,
                 batch=tile.batch,
                 first_row=tile.first_query + self.queries * work.warpgroup,
-                first_column=n_block * c.tile_n,
+                first_column=entry.block * c.tile_n,
                 window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
             )
-            if const_expr(c.features.tensors):
+            if const_expr(c.features.bias):
                 rows, first_row = self._rows_of_scores(tile), 64 * work.warpgroup
-                apply_rows(work.acc_S, work.cS, work.scales, shared.scores, step, rows, place, first_row, edges.right)
+                clips = edges.right or c.features.mask
+                add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
             if const_expr(edges.left or edges.right):
                 hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
+        if const_expr(c.features.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if entry.code >= 0:
+                hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit
     def epilogue(self, work: "_Work", stage: Int32) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
         c, mO, mLSE, thread = self.config, work.mO, work.mLSE, work.thread
-        tile = _Tile.read(work.shared.tiles[None, stage])
+        tile = _Tile.read(c, work.shared.tiles[None, stage])
         first_query = tile.first_query + self.queries * work.warpgroup
         stop = cutlass.min(first_query + self.queries, tile.q.length)
         coordinates = rows_and_columns(work.cS)
@@ -666,6 +739,15 @@ class ForwardSm90:
 
 
 @dataclass(frozen=True)
+class _Entry:
+    """A block of keys, and under a mask what hides some of it."""
+
+    block: Int32
+    code: Int32 | None  # whether there are bits: if not negative
+    words: cute.Tensor | None
+
+
+@dataclass(frozen=True)
 class _Shared:
     """Shared memory and what guards it."""
 
@@ -678,7 +760,8 @@ class _Shared:
     tile_empty: cute.Pointer
     pipe_K: pipeline.PipelineTmaAsync
     pipe_V: pipeline.PipelineTmaAsync
-    scores: SharedScores  # of mask and bias
+    entries: cute.Tensor | None  # (block and code, stage), under a mask
+    bias: SharedBias
 
 
 @dataclass(frozen=True)
@@ -686,6 +769,7 @@ class _Work:
     """An mma warpgroup's operands, accumulators and state, and where results go."""
 
     arguments: ForwardArguments
+    tables: _Tables | None
     warpgroup: Int32
     thread: Int32  # of the warpgroup
     mmas: _Mmas

@@ -6,7 +6,6 @@ another key, and again of the two queries that are eight further on. What belong
 delta, is asked for group by group.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns, weight_of
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -44,23 +43,17 @@ class Place:
 
 
 class Elements:
-    """This thread's elements of mask or bias, for its scores (row, column) as ``rows_and_columns`` has them.
+    """This thread's elements of a bias, for its scores (row, column) as ``rows_and_columns`` has them.
 
     Rows are queries. Read from global memory one by one. Behind a sequence's end stands its last element, for scores
     that nobody sees.
     """
 
     def __init__(
-        self,
-        mX: cute.Tensor,
-        tensors: ScoreTensors,
-        place: Place,
-        coordinates: cute.Tensor,
-        heads_a_row: int,
-        clips_columns: bool,
+        self, tensors: ScoreTensors, place: Place, coordinates: cute.Tensor, heads_a_row: int, clips_columns: bool
     ):
         """``clips_columns``: whether columns may be behind the sequence's end."""
-        gX = tensors.of_sequence(mX, place.rows, place.batch)
+        gX = tensors.of_sequence(tensors.bias, place.rows, place.batch)
         last_row, self.last_column = place.rows.length - 1, place.columns.length - 1
         self.clips_columns = clips_columns
         self.first_column = place.first_column + coordinates[0, 0][1]
@@ -82,18 +75,9 @@ class Elements:
 class SharedElements:
     """The same from shared memory; ``first_row`` is this warpgroup's of the tile."""
 
-    def __init__(
-        self,
-        which: int,
-        shared: SharedScores,
-        step: Int32,
-        rows: RowsOfScores,
-        first_row: Int32,
-        coordinates: cute.Tensor,
-    ):
-        """``which``: the mask's (0) or the bias's (1)."""
+    def __init__(self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_row: Int32, coordinates: cute.Tensor):
         self.rows = [
-            shared.row(which, step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
+            shared.row(step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
             for r in range(cute.size(coordinates, mode=[0]))
         ]
         self.paired = shared.paired
@@ -115,66 +99,60 @@ class SharedElements:
 
 
 @cute.jit
-def apply_tensors(
-    acc_S: cute.Tensor,
-    scales: ScoreScales,
-    mask: cutlass.Constexpr,
-    bias: cutlass.Constexpr,
-    columns: cutlass.Constexpr = None,
+def add_bias(
+    acc_S: cute.Tensor, scales: ScoreScales, bias: cutlass.Constexpr, columns: cutlass.Constexpr = None
 ) -> None:
-    """Adds a bias and hides what a mask does, by selection: ``Elements`` each, or None; in all columns or some."""
-    scores, nothing = rows_and_columns(acc_S), hidden(scales.log2)
+    """Adds a bias, of which (row, column) tells an element, in all columns or some."""
+    scores = rows_and_columns(acc_S)
     chosen = range(cute.size(scores, mode=[1])) if const_expr(columns is None) else columns
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for c in cutlass.range_constexpr(chosen.start, chosen.stop):
-            score = scores[r, c]
-            if const_expr(bias is not None):
-                score = fma(score, scales.bias, bias(r, c).to(Float32))
-            if const_expr(mask is not None):
-                score = cutlass.select_(mask(r, c) != 0, score, nothing)
-            scores[r, c] = score
+            scores[r, c] = fma(scores[r, c], scales.bias, bias(r, c).to(Float32))
 
 
 @cute.jit
-def apply_rows(
+def add_bias_rows(
     acc_S: cute.Tensor,
     cS: cute.Tensor,
     scales: ScoreScales,
-    shared: SharedScores,
+    shared: SharedBias,
     step: Int32,
     rows: RowsOfScores,
     place: Place,
     first_row: Int32,
     clips_columns: cutlass.Constexpr,
 ) -> None:
-    """Mask and bias where rows are queries: from shared memory or, if they are strided, from where they are.
+    """Adds a bias where rows are queries: from shared memory or, if it is strided, from where it is.
 
     Args:
         acc_S: a warpgroup's scores.
         cS: their (row, column) coordinates.
         scales: what they are multiplied by.
-        shared: mask and bias; its stage is released when they are in registers.
+        shared: the bias; its stage is released when it is in registers.
         step: counts what has been in its stages.
         rows: of the CTA's tile.
         place: where the scores are.
         first_row: the warpgroup's, of the tile's.
         clips_columns: whether columns may be behind the sequence's end.
     """
-    coordinates, tensors, is_shared = rows_and_columns(cS), shared.tensors, any(shared.pitches)
-    if const_expr(is_shared):
+    coordinates = rows_and_columns(cS)
+    if const_expr(shared.pitch):
         shared.ring.wait_full(step)  # from those who load
-        mask, bias = (
-            None if x is None else SharedElements(i, shared, step, rows, first_row, coordinates)
-            for i, x in enumerate((tensors.mask, tensors.bias))
-        )
-    else:
-        mask, bias = (
-            None if x is None else Elements(x, tensors, place, coordinates, rows.heads_a_row, clips_columns)
-            for x in (tensors.mask, tensors.bias)
-        )
-    apply_tensors(acc_S, scales, mask, bias)
-    if const_expr(is_shared):
+        add_bias(acc_S, scales, SharedElements(shared, step, rows, first_row, coordinates))
         shared.ring.release(step)  # to those who load
+    else:
+        add_bias(acc_S, scales, Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns))
+
+
+@cute.jit
+def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
+    """Hides scores whose bits are 0, by selection; a thread's bits are those of one row after the other."""
+    scores = rows_and_columns(acc_S)
+    columns = cute.size(scores, mode=[1])
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for c in cutlass.range_constexpr(columns):
+            i = r * columns + c
+            scores[r, c] = cutlass.select_(words[i // 32] & (1 << i % 32) != 0, scores[r, c], nothing)
 
 
 @cute.jit
@@ -228,37 +206,24 @@ class Scores:
 
 
 class Transposed(NamedTuple):
-    """This thread's elements of mask and bias where rows are keys, in registers; None without.
+    """This thread's elements of a bias where rows are keys, in registers.
 
     Of some of the columns, as ``rows_and_columns`` has them.
     """
 
-    mask: cute.Tensor | None  # Int32 of 32 bits each
-    bias: cute.Tensor | None  # (row, column)
+    bias: cute.Tensor  # (row, column)
     columns: range
 
-    @property
-    def sees(self) -> Callable[[int, int], Any] | None:
-        """Tells whether row r sees column c: 0 if not."""
-        if self.mask is None:
-            return None
-        bits, first = self.mask, self.columns.start
-        return lambda r, c: bits[(c - first) // 16] & (1 << (2 * (c - first) + r) % 32)
-
-    @property
-    def added(self) -> Callable[[int, int], Any] | None:
-        """Tells the bias of row r and column c."""
-        if self.bias is None:
-            return None
-        bias, first = self.bias, self.columns.start
-        return lambda r, c: bias[r, c - first]
+    def __call__(self, r: int, c: int) -> Any:
+        """The element of row r and column c."""
+        return self.bias[r, c - self.columns.start]
 
 
 @cute.jit
 def read_transposed(
     scores: Scores, place: Place, part: cutlass.Constexpr = 0, parts: cutlass.Constexpr = 1
 ) -> Transposed:
-    """Reads them from global memory, of all columns or of one of some parts: ahead of time, as that takes long."""
+    """Reads a bias from global memory, of all columns or of one of some parts: ahead of time, as that takes long."""
     t, coordinates = scores.tensors, rows_and_columns(scores.cS)
     num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
     columns = range(part * num_columns, (part + 1) * num_columns)
@@ -266,35 +231,22 @@ def read_transposed(
     last_key, last_query = place.rows.length - 1, place.columns.length - 1
     keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
     first_query = place.first_column + coordinates[0, 0][1] + 4 * columns.start
-    read: list[cute.Tensor | None] = []
-    for mX in (t.mask, t.bias):
-        target = None
-        if const_expr(mX is not None):
-            is_mask, size = mX is t.mask, mX.element_type.width // 8
-            target = cute.make_rmem_tensor((num_rows, num_columns), mX.element_type)
-            if const_expr(is_mask):
-                target = cute.make_rmem_tensor(-(-num_rows * num_columns // 32), Int32)
-                target.fill(0)
-            gX = t.of_sequence(mX, place.columns, place.batch)[place.head, None, None]
-            # From query to query by addition: a product of 64 bits for each would take longer than the loads.
-            address = gX[cutlass.min(first_query, last_query), None].iterator.toint()
-            step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * size * key for key in keys]
-            query = first_query
-            for c in cutlass.range_constexpr(num_columns):
-                for r in cutlass.range_constexpr(num_rows):
-                    pointer = cute.make_ptr(
-                        mX.element_type, address + offsets[r], cute.AddressSpace.gmem, assumed_align=size
-                    )
-                    element = cute.make_tensor(pointer, cute.make_layout(1))[0]
-                    if const_expr(is_mask):
-                        target[c // 16] = target[c // 16] | Int32(element != 0) << (2 * c + r) % 32
-                    else:
-                        target[r, c] = element
-                distance = 1 if const_expr(c % 2 == 0) else 7
-                query += distance
-                address += cutlass.select_(query <= last_query, distance * step, Int64(0))
-        read.append(target)
-    return Transposed(*read, columns)
+    mX = t.bias
+    size = mX.element_type.width // 8
+    target = cute.make_rmem_tensor((num_rows, num_columns), mX.element_type)
+    gX = t.of_sequence(mX, place.columns, place.batch)[place.head, None, None]
+    # From query to query by addition: a product of 64 bits for each would take longer than the loads.
+    address = gX[cutlass.min(first_query, last_query), None].iterator.toint()
+    step, offsets = Int64(gX.stride[0]) * size, [Int64(gX.stride[1]) * size * key for key in keys]
+    query = first_query
+    for c in cutlass.range_constexpr(num_columns):
+        for r in cutlass.range_constexpr(num_rows):
+            pointer = cute.make_ptr(mX.element_type, address + offsets[r], cute.AddressSpace.gmem, assumed_align=size)
+            target[r, c] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+        distance = 1 if const_expr(c % 2 == 0) else 7
+        query += distance
+        address += cutlass.select_(query <= last_query, distance * step, Int64(0))
+    return Transposed(target, columns)
 
 
 @cute.jit
@@ -305,6 +257,7 @@ def weigh(
     place: cutlass.Constexpr,
     lse: cutlass.Constexpr,
     elements: cutlass.Constexpr = (),
+    words: cute.Tensor | None = None,
 ) -> None:
     """Scores to weights.
 
@@ -314,23 +267,27 @@ def weigh(
         hides: whether some of the queries do not see some of the keys.
         place: tells where the scores are; asked only where that matters.
         lse: tells a group's lse, in base 2, or with a bias natural.
-        elements: of mask and bias, ``Transposed``, or what reads it when those before it are not needed any more.
+        elements: of a bias, ``Transposed``, or what reads it when those before it are not needed any more.
+        words: bits that tell, under a mask, what is hidden.
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     scales, nothing = scores.scales, hidden(scores.scales.log2)
     if const_expr(f.softcap):
         cap(acc_S, scales.tanh)
-    if const_expr(f.tensors):
+    if const_expr(f.bias and not f.softcap):
         for given in elements:
-            if const_expr(callable(given)):
+            if const_expr(isinstance(given, Transposed)):
+                part = given
+            else:
                 cute.arch.sync_warp()  # or the compiler reads all parts ahead, and spills
                 part = given()
-            else:
-                part = given
-            apply_tensors(acc_S, scales, part.sees, None if f.softcap else part.added, part.columns)
+            add_bias(acc_S, scales, part, part.columns)
     if hides:
-        edges = Edges(left=f.right, right=f.left)
-        hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
+        if const_expr(f.mask):
+            hide_by_bits(acc_S, words, nothing)
+        else:
+            edges = Edges(left=f.right, right=f.left)
+            hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
         four = lse(i // 8)
@@ -344,7 +301,7 @@ def weigh(
                     fma(
                         z,
                         scales.bias,
-                        cutlass.select_(z != nothing, elements[0].added(r, c + n).to(Float32), Float32(0.0)),
+                        cutlass.select_(z != nothing, elements[0](r, c + n).to(Float32), Float32(0.0)),
                     )
                     for n, z in enumerate((x, y))
                 )

@@ -7,15 +7,15 @@ float32, rounded once, and the same to the bit from run to run; memory is that o
 
 Roles:
     warpgroup 0         warp 0, producer: by TMA Q and K, then dO and V, of one piece after the other: a tile of scores.
-                        Warps 1 to 3 copy its mask and bias, unless these are strided.
+                        Warps 1 to 3 copy its bias, unless that is strided.
     warpgroups 1, 2     mma, 64 queries each.
 
 Pipelines (``Ring`` of one stage; who fills -> who empties):
     qk, dov    warp 0 and the bytes -> one arrival an mma warp. While one pair is multiplied, the other one is loaded.
-    scores     one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
+    bias       one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
-skipped by producer and mma warpgroups alike.
+skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
-from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedScores
+from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
+from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted, workspace_part
+from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, apply_rows, cap, hide
+from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
@@ -72,6 +75,14 @@ class _Piece:
     window: Window
     seen: Boolean  # by some query
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
+    code: Int32 | None  # under a mask: where the bits are that say what is hidden
+
+
+class _Tables(NamedTuple):
+    """What a mask says (``common.block_lists``)."""
+
+    mCodes: cute.Tensor  # (row, block of keys)
+    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
 
 
 class BiasGradientSm90:
@@ -80,6 +91,7 @@ class BiasGradientSm90:
     def __init__(self, config: BiasGradientConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.mask_tiles = _PieceTiles(config, self)
 
     @cute.jit
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -106,23 +118,28 @@ class BiasGradientSm90:
         class Storage:
             qk_barriers: cute.struct.MemRange[Int64, 2]
             dov_barriers: cute.struct.MemRange[Int64, 2]
-            score_barriers: cute.struct.MemRange[Int64, 2]
+            bias_barriers: cute.struct.MemRange[Int64, 2]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
-            scores: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * sum(c.score_pitches)], 128]
+            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * c.bias_pitch], 128]
 
         self.Storage = Storage
         numbers = a.numbers
         shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
-        stats, _ = workspace_part(Float32, a.mWorkspace.iterator.toint(), shape)
+        stats = carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
+        tables = None
+        if const_expr(c.features.mask):
+            rows, blocks = Sharing.of(numbers).total, num_blocks(a.mMask, c.tile_n)
+            tables = _Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
+            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
         positions, heads, blocks = self._owners(a)
-        self.kernel(mma, tma, a, stats, scales).launch(
+        self.kernel(mma, tma, a, tables, stats, scales).launch(
             grid=[positions * heads * blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.jit
-    def _queries(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
+    def queries_of(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
         """Entries of the batch, and tiles of queries of each; user's packed sequences are one entry."""
         entries, blocks = Int32(1), tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
         if const_expr(not self.config.features.packed):
@@ -137,7 +154,7 @@ class BiasGradientSm90:
     def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32]:
         """Tiles of the gradient: over batch and queries, over heads, over keys."""
         n = a.numbers
-        entries, blocks = self._queries(a)
+        entries, blocks = self.queries_of(a)
         positions = Int32(1) if n.sums_batch > 0 else entries
         positions = positions if n.sums_queries > 0 else positions * blocks
         return positions, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], self.config.tile_n)
@@ -145,7 +162,7 @@ class BiasGradientSm90:
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
         """Pieces that a tile is the sum of."""
-        entries, blocks = self._queries(a)
+        entries, blocks = self.queries_of(a)
         positions, heads, _ = self._owners(a)
         return entries * blocks // positions * (a.mQ.shape[-2] // heads) * self._blocks_in(a)
 
@@ -160,6 +177,7 @@ class BiasGradientSm90:
         mma: cute.TiledMma,
         tma: _Tma,
         a: BiasGradientArguments,
+        tables: _Tables | None,
         mStats: cute.Tensor,
         scales: ScoreScales,
     ) -> None:
@@ -168,13 +186,13 @@ class BiasGradientSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         qk, dov = Ring(storage.qk_barriers.data_ptr(), 1), Ring(storage.dov_barriers.data_ptr(), 1)
-        scores = SharedScores(
+        bias = SharedBias(
             ScoreTensors.of(c.features, a),
-            Ring(storage.score_barriers.data_ptr(), 1),
-            storage.scores.data_ptr(),
+            Ring(storage.bias_barriers.data_ptr(), 1),
+            storage.bias.data_ptr(),
             c.tile_m,
-            c.score_pitches,
-            c.features.paired_scores,
+            c.bias_pitch,
+            c.features.paired_bias,
         )
         if warp_idx == 0:
             for rows in tma:
@@ -182,7 +200,7 @@ class BiasGradientSm90:
             with cute.arch.elect_one():
                 for ring in (qk, dov):
                     ring.init(full=1, empty=4 * _WARPGROUPS)
-                scores.ring.init(full=LOADING_THREADS, empty=4 * _WARPGROUPS)
+                bias.ring.init(full=LOADING_THREADS, empty=4 * _WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         operands, place = [], storage.operands.data_ptr()
@@ -193,16 +211,16 @@ class BiasGradientSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
-                self.producer(a, tma, operands, qk, dov)
-            elif const_expr(any(c.score_pitches)):
-                self.score_producer(a, scores)
+                self.producer(a, tables, tma, operands, qk, dov)
+            elif const_expr(c.bias_pitch):
+                self.bias_producer(a, tables, bias)
         else:
             cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-            self.mma(a, mma, mStats, scales, operands, qk, dov, scores, sums)
+            self.mma(a, tables, mma, mStats, scales, operands, qk, dov, bias, sums)
 
     @cute.jit
-    def _piece(self, a: BiasGradientArguments, i: Int32) -> _Piece:
+    def _piece(self, a: BiasGradientArguments, tables: _Tables | None, i: Int32) -> _Piece:
         """The i-th piece of this CTA's tile."""
         c, f, n = self.config, self.config.features, a.numbers
         owner, _, _ = cute.arch.block_idx()
@@ -211,10 +229,45 @@ class BiasGradientSm90:
         n_block = owner % blocks + i % blocks_in
         head = owner // blocks % heads + i // blocks_in % heads_in
         owned, nth = owner // (blocks * heads), i // (blocks_in * heads_in)
-        _, rows = self._queries(a)
+        _, rows = self.queries_of(a)
         rows_in = rows if n.sums_queries > 0 else Int32(1)
         rows_out = Int32(1) if n.sums_queries > 0 else rows
         entry, block = owned // rows_out + nth // rows_in, owned % rows_out + nth % rows_in
+        batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
+        window = Window.of(f, a, q.length, k.length)
+        num_queries = cutlass.min(q.length - first_query, c.tile_m)
+        code = None
+        if const_expr(f.mask):
+            code = Int32(UNSEEN)
+            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
+                row = entry * rows + block if const_expr(f.packed) else block
+                code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
+            seen, hides = code != UNSEEN, num_queries < c.tile_m
+        else:
+            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
+            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
+            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
+        return _Piece(
+            head=head,
+            batch=batch,
+            q=q,
+            k=k,
+            first_query=first_query,
+            first_key=n_block * c.tile_n,
+            first_block=first_block,
+            blind=blind,
+            window=window,
+            seen=seen,
+            hides=hides,
+            code=code,
+        )
+
+    @cute.jit
+    def sequence(
+        self, a: BiasGradientArguments, entry: Int32, block: Int32
+    ) -> tuple[Int32 | int, SeqRows, SeqRows, Int32, Int32, Int32]:
+        """Where a tile of queries of an entry is: batch, queries and keys, first query, first block, blind ones."""
+        c, f, n = self.config, self.config.features, a.numbers
         first_query, first_block, blind = block * c.tile_m, Int32(0), Int32(0)
         if const_expr(f.packed):
             batch = 0
@@ -240,31 +293,24 @@ class BiasGradientSm90:
             batch = entry
             q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
             first_block = batch * cute.ceil_div(q.length, c.stats_m)
-        window = Window.of(f, a, q.length, k.length)
-        num_queries = cutlass.min(q.length - first_query, c.tile_m)
-        seen = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
-        return _Piece(
-            head=head,
-            batch=batch,
-            q=q,
-            k=k,
-            first_query=first_query,
-            first_key=n_block * c.tile_n,
-            first_block=first_block,
-            blind=blind,
-            window=window,
-            seen=num_queries > 0 and n_block >= seen.start and n_block < seen.stop,
-            hides=num_queries < c.tile_m or seen.crosses_left(n_block) or seen.crosses_right(n_block),
-        )
+        return batch, q, k, first_query, first_block, blind
 
     @cute.jit
-    def producer(self, a: BiasGradientArguments, tma: _Tma, operands: list[cute.Tensor], qk: Ring, dov: Ring) -> None:
+    def producer(
+        self,
+        a: BiasGradientArguments,
+        tables: _Tables | None,
+        tma: _Tma,
+        operands: list[cute.Tensor],
+        qk: Ring,
+        dov: Ring,
+    ) -> None:
         """Warp 0: loads what the mma warpgroups multiply."""
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]
         step = Int32(0)
         for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, i)
+            p = self._piece(a, tables, i)
             if p.seen:
                 start = p.q.start + p.first_query
                 stop = p.q.start + cutlass.min(p.first_query + c.tile_m, p.q.length)
@@ -281,19 +327,19 @@ class BiasGradientSm90:
                 step += 1
 
     @cute.jit
-    def score_producer(self, a: BiasGradientArguments, shared: SharedScores) -> None:
-        """Warps 1 to 3: mask and bias of one piece after the other."""
+    def bias_producer(self, a: BiasGradientArguments, tables: _Tables | None, shared: SharedBias) -> None:
+        """Warps 1 to 3: the bias of one piece after the other."""
         c, thread = self.config, cute.arch.thread_idx()[0] - 32
         step = Int32(0)
         for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, i)
+            p = self._piece(a, tables, i)
             if p.seen:
                 num_columns = cutlass.min(p.k.length - p.first_key, c.tile_n)
                 shared.load(step, self._rows(p), p.first_key, num_columns, thread)
                 step += 1
 
     def _rows(self, p: _Piece) -> RowsOfScores:
-        """A piece's rows of mask and bias."""
+        """A piece's rows of the bias."""
         num_rows = cutlass.min(p.q.length - p.first_query, self.config.tile_m)
         return RowsOfScores(p.q, p.batch, p.head, p.first_query, num_rows, 1)
 
@@ -301,13 +347,14 @@ class BiasGradientSm90:
     def mma(
         self,
         a: BiasGradientArguments,
+        tables: _Tables | None,
         mma: cute.TiledMma,
         mStats: cute.Tensor,
         scales: ScoreScales,
         operands: list[cute.Tensor],
         qk: Ring,
         dov: Ring,
-        shared: SharedScores,
+        shared: SharedBias,
         sums: cute.Tensor,
     ) -> None:
         """An mma warpgroup: 64 queries of every piece."""
@@ -328,7 +375,7 @@ class BiasGradientSm90:
         acc_dB.fill(0.0)
         step = Int32(0)
         for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, i)
+            p = self._piece(a, tables, i)
             if p.seen:
                 place = Place(
                     rows=p.q,
@@ -339,6 +386,8 @@ class BiasGradientSm90:
                     first_column=p.first_key,
                     window=p.window,
                 )
+                if const_expr(f.mask):
+                    words = bits_of(tables.mBits, p.code, w, thread)
                 qk.wait_full(step)  # from warp 0
                 gemm(mma, acc_S, tQ, tK, True)
                 dov.wait_full(step)  # from warp 0
@@ -347,14 +396,17 @@ class BiasGradientSm90:
                 qk.release(step)  # to warp 0
                 if const_expr(f.softcap):
                     cap(acc_S, scales.tanh)
-                apply_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
+                add_bias_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
+                if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                    if p.code >= 0:
+                        hide_by_bits(acc_S, words, hidden(scales.log2))
                 if p.hides:
                     hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
                 warpgroup.wait_group(0)
                 dov.release(step)  # to warp 0
                 self._add(acc_S, acc_dP, acc_dB, mStats, p, place.first_row, coordinates, scales)
                 step += 1
-        self._write(a, acc_dB, coordinates, w, sums)
+        self._write(a, tables, acc_dB, coordinates, w, sums)
 
     @cute.jit
     def _add(
@@ -383,13 +435,19 @@ class BiasGradientSm90:
 
     @cute.jit
     def _write(
-        self, a: BiasGradientArguments, acc_dB: cute.Tensor, coordinates: cute.Tensor, w: Int32, sums: cute.Tensor
+        self,
+        a: BiasGradientArguments,
+        tables: _Tables | None,
+        acc_dB: cute.Tensor,
+        coordinates: cute.Tensor,
+        w: Int32,
+        sums: cute.Tensor,
     ) -> None:
         """The tile, summed over its queries or keys if the bias was broadcast over them."""
         c, n, mdBias = self.config, a.numbers, a.mdBias
         total = rows_and_columns(acc_dB)
         num_rows, num_columns = cute.size(total, mode=[0]), cute.size(total, mode=[1])
-        p = self._piece(a, Int32(0))
+        p = self._piece(a, tables, Int32(0))
         lane = cute.arch.lane_idx()
         if n.sums_keys > 0:
             for r in cutlass.range_constexpr(num_rows):
@@ -433,3 +491,23 @@ class BiasGradientSm90:
                         column = first_column + (i // 2 * 8 + i % 2)
                         if column < mdBias.shape[3]:
                             gR[column] = total[r, i].to(mdBias.element_type)
+
+
+class _PieceTiles(MaskTiles):
+    """The mask of all pieces: those of an entry are numbered within it."""
+
+    def __init__(self, config: BiasGradientConfig, pieces: BiasGradientSm90):
+        super().__init__(config)
+        self.pieces = pieces
+
+    def tiles_a_set(self, a: BiasGradientArguments) -> Int32:
+        """See ``MaskTiles``."""
+        return Sharing.of(a.numbers).tiles
+
+    @cute.jit
+    def tile_of(self, a: BiasGradientArguments, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
+        """See ``MaskTiles``."""
+        _, rows = self.pieces.queries_of(a)
+        entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
+        _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)
+        return q, k, first_query, tile

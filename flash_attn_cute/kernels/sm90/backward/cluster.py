@@ -8,7 +8,7 @@ Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registe
     warp 0              producer of K, then of Q, lse and delta block by block.
     warp 1              producer of V, then of dO block by block.
     warps 2, 3          if deterministic, wait for turns to add to dQ, and pass them on.
-    warpgroup 1         scores: P' = exp2(S' - lse), and dV. Mask and bias it reads from global memory by itself.
+    warpgroup 1         scores: P' = exp2(S' - lse), and dV. A bias it reads from global memory by itself.
     warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
     warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
 Rank 0 loads Q for both CTAs by multicast, and rank 1 dO; each its own keys, lse and delta. For dQ a CTA also holds the
@@ -34,7 +34,9 @@ behind both.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
+Under a mask the walk is one over a list of blocks of queries (``backward.lists``), which every role reads by itself.
+
+Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
 """
 
@@ -50,6 +52,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
+from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
@@ -57,6 +60,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.sm90.backward.lists import list_of
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
@@ -275,7 +279,7 @@ class BackwardClusterSm90:
     def producer(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
         """Warp 0 or 1: keys or values once, and Q or dO block by block."""
         c, rows, ring = self.config, loads.rows, loads.ring
-        tile = key_tile(c, a, index)
+        tile, entries = self._tile(a, ws, index)
         if tile.blocks.num > 0:
             num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
             with cute.arch.elect_one():
@@ -290,7 +294,7 @@ class BackwardClusterSm90:
         num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = tile.blocks.nth(step)
+            m_block = self._m_block(ws, tile, entries, step)
             for part in cutlass.range_constexpr(parts):
                 fill = step * parts + part
                 full, stage = ring.full(fill), ring.stage(fill)
@@ -316,22 +320,39 @@ class BackwardClusterSm90:
     def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
         c = self.config
-        tile = key_tile(c, a, index)
+        tile, entries = self._tile(a, ws, index)
         for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = tile.blocks.nth(step)
+            m_block = self._m_block(ws, tile, entries, step)
             counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            shared.turns.call(step, counter, tile.turn(c, m_block))
+            turn = ws.mEntries[entries + step, 2] if const_expr(c.features.mask) else tile.turn(c, m_block)
+            shared.turns.call(step, counter, turn)
 
     @cute.jit
     def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
         """Warp 3: passes turns on to the tiles that come after."""
-        c = self.config
-        tile = key_tile(c, a, index)
+        tile, entries = self._tile(a, ws, index)
         step = Int32(0)
         while step < tile.blocks.num:
-            block = tile.first_block + tile.blocks.nth(step)
-            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, block)
-            step += shared.turns.pass_on(step, counters, step + 1 < tile.blocks.num)
+            m_block = self._m_block(ws, tile, entries, step)
+            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
+            another = step + 1 < tile.blocks.num
+            if const_expr(self.config.features.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if another:  # its counter has to be the next one
+                    another = self._m_block(ws, tile, entries, step + 1) == m_block + 1
+            step += shared.turns.pass_on(step, counters, another)
+
+    @cute.jit
+    def _tile(self, a: BackwardArguments, ws: Workspace, index: Int32) -> tuple[KeyTile, Int32]:
+        """The tile, and under a mask the first entry of its list."""
+        tile, entries = key_tile(self.config, a, ws, index), Int32(0)
+        if const_expr(self.config.features.mask):  # noqa: SIM102 (as above)
+            if tile.blocks.num > 0:
+                entries, _ = list_of(self.config, a, ws, tile.batch, tile.head, tile.block)
+        return tile, entries
+
+    def _m_block(self, ws: Workspace, tile: KeyTile, entries: Int32, step: Int32) -> Int32:
+        """The block of queries of a step."""
+        return ws.mEntries[entries + step, 0] if self.config.features.mask else tile.blocks.nth(step)
 
     @cute.jit
     def score(
@@ -348,7 +369,7 @@ class BackwardClusterSm90:
         """Warpgroup 1: weights, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile = key_tile(c, a, index)
+        tile, entries = self._tile(a, ws, index)
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
@@ -377,17 +398,20 @@ class BackwardClusterSm90:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
             self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
-                stage = shared.q.stage(step)
+                stage, words, m_block = shared.q.stage(step), None, self._m_block(ws, tile, entries, step)
+                if const_expr(c.features.mask):
+                    code = ws.mEntries[entries + step, 1]
+                    words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
+                else:
+                    hides = tile.blocks.crosses_left(m_block)
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
-                m_block = tile.blocks.nth(step)
                 elements: tuple[Any, ...] = ()
-                if const_expr(c.features.tensors):
+                if const_expr(c.features.bias):
                     elements = self._read_elements(scores, tile.place(c, 0, self._first_key(tile), m_block))
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
-                hides = tile.blocks.crosses_left(m_block)
-                if const_expr(c.features.hides_last_queries):
+                if const_expr(c.features.hides_last_queries and not c.features.mask):
                     hides = hides or tile.blocks.crosses_right(m_block)
                 weigh(
                     c,
@@ -396,6 +420,7 @@ class BackwardClusterSm90:
                     lambda m_block=m_block: tile.place(c, 0, self._first_key(tile), m_block),
                     lambda i, lse=lse: self._four(lse, quad, i),
                     elements,
+                    words,
                 )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.p.wait_empty(step)  # warpgroup 2 has read the last weights
@@ -435,8 +460,8 @@ class BackwardClusterSm90:
             cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(operand))
 
     def _read_elements(self, scores: Scores, place: Place) -> tuple[Any, ...]:
-        """Those of mask and bias: now, as it takes long, or part by part when there are registers for them."""
-        parts = self.config.parts_of_scores
+        """Those of a bias: now, as it takes long, or part by part when there are registers for them."""
+        parts = self.config.parts_of_bias
         if parts == 1:
             return (read_transposed(scores, place),)
         return tuple(partial(read_transposed, scores, place, part, parts) for part in range(parts))
@@ -466,7 +491,7 @@ class BackwardClusterSm90:
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile = key_tile(c, a, index)
+        tile, _ = self._tile(a, ws, index)
         mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -544,7 +569,7 @@ class BackwardClusterSm90:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile = key_tile(c, a, index)
+        tile, entries = self._tile(a, ws, index)
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
         tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
@@ -554,13 +579,14 @@ class BackwardClusterSm90:
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
         for step in cutlass.range(num_steps, unroll=1):
+            m_block = self._m_block(ws, tile, entries, step)
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
-            block = ws.mdQaccum[tile.head, tile.first_block + tile.blocks.nth(step), None]
+            block = ws.mdQaccum[tile.head, tile.first_block + m_block, None]
             is_first = None
             if const_expr(c.features.deterministic):
                 is_first = shared.turns.wait(step)

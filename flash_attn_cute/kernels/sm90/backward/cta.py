@@ -30,9 +30,12 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
                        (at once, if steps are not short)
-With mask or bias a thread's elements of a step are read from global memory behind the start of S', into the registers
-that dP' would have, which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is
-stored from registers, too.
+With a bias a thread's elements of a step are read from global memory behind the start of S', into the registers that
+dP' would have, which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored
+from registers, too.
+
+Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``backward.lists``); with Q of a
+block warp 0 tells which one it is, and where the bits are that hide its scores (``common.block_lists``).
 
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
@@ -52,6 +55,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
@@ -64,6 +68,7 @@ from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     TILE_STAGES,
     Shared,
     layouts_of,
+    num_step_fields,
     piece_number,
     storage_of,
 )
@@ -185,7 +190,7 @@ class BackwardCtaSm90:
             },
             stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
-            step_fields=storage.step_fields.get_tensor(cute.make_layout((2, STEP_STAGES))),
+            step_fields=storage.step_fields.get_tensor(cute.make_layout((num_step_fields(c), STEP_STAGES))),
             tiles=tiles,
             steps=steps,
             k=k,
@@ -204,9 +209,9 @@ class BackwardCtaSm90:
                 self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
             # Every dense key is seen if there is no window.
             f = c.features
-            if const_expr(f.packed or f.left or f.right):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if const_expr(f.packed or f.left or f.right or f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if warp_idx == 3:
-                    self.transfers.zero(a, mdK, mdV)
+                    self.transfers.zero(a, ws, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.mma(a, ws, mmas, shared, scales)
@@ -270,13 +275,14 @@ class BackwardCtaSm90:
         while shared.has_tile(walk):
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            if const_expr(c.features.grouped):
+            if const_expr(c.features.grouped and not c.features.mask):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
                     tile = shared.tile_again(c, a, walk)
                     step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
-                self._share_dKV(work, shared.tile_again(c, a, walk))
-            else:
+            else:  # under a mask a tile's blocks are those of all its heads
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
+            if const_expr(c.features.grouped):
+                self._share_dKV(work, shared.tile_again(c, a, walk))
             self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
@@ -348,11 +354,14 @@ class BackwardCtaSm90:
         """
         shared, stage = work.shared, work.shared.q.stage(step)
         blocks = tile.blocks
-        m_block = blocks.at(n)
+        m_block, words, code = blocks.at(n), None, None
         if is_first:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
+        if const_expr(self.config.features.mask):
+            m_block, nth, code = shared.told_of_scores(step)
+            words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.short_steps):
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
@@ -364,16 +373,16 @@ class BackwardCtaSm90:
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Transposed, ...] = ()
-        if const_expr(self.config.features.tensors):
+        if const_expr(self.config.features.bias):
             # In the registers that dP would have.
             elements = (read_transposed(work.scores, self._place(work, walk, nth, m_block)),)
         else:
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
-        warpgroup.wait_group(0 if self.config.features.tensors else 1)  # the scores are there
-        hides = blocks.position_crosses_left(n)
-        if const_expr(self.config.features.hides_last_queries):
+        warpgroup.wait_group(0 if self.config.features.bias else 1)  # the scores are there
+        hides = code >= 0 if const_expr(self.config.features.mask) else blocks.position_crosses_left(n)
+        if const_expr(self.config.features.hides_last_queries and not self.config.features.mask):
             again = work.shared.tile_again(self.config, work.arguments, walk)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(
@@ -383,8 +392,9 @@ class BackwardCtaSm90:
             lambda: self._place(work, walk, nth, m_block),
             lambda i: self._stats(work, 0, stage, i),
             elements,
+            words,
         )
-        if const_expr(self.config.features.tensors):
+        if const_expr(self.config.features.bias):
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         self._read_stats(work, 1, stage)
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)

@@ -14,6 +14,7 @@ from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score_tensors import keys_of
+from flash_attn_cute.kernels.sm90.backward.lists import num_adding_of
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
@@ -41,7 +42,11 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
         stop = rows.slot if const_expr(f.zero_padding) else rows.length
         num_adding = Int32(0)
         if work.first_row < rows.length:
-            num_adding = _num_adding(c, a, work, rows.length)
+            if const_expr(f.mask):
+                row = work.block if const_expr(f.packed) else work.first_row // c.tile_m
+                num_adding = num_adding_of(a, ws, Int32(0) if const_expr(f.packed) else work.batch, work.head, row)
+            else:
+                num_adding = _num_adding(c, a, work, rows.length)
         if num_adding > 0:
             turns.wait_for_all(ws.mTurnsQ, work.head, work.block, num_adding)
             round_block(

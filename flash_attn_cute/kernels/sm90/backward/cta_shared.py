@@ -18,6 +18,16 @@ STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before h
 _START, _STOP = BLOCKS_FIELD, BLOCKS_FIELD + 3  # of a tile's blocks, among its fields
 
 
+class StepFields(NamedTuple):
+    """What warp 0 tells of a step. The last three are told under a mask alone, for the mma warpgroups."""
+
+    block: Int32  # of dQ, counted over all heads
+    turn: Int32  # the tile's, to add to it
+    m_block: Int32
+    nth: Int32  # head of the tile
+    code: Int32 | None  # where the bits are that hide scores (``common.block_lists``)
+
+
 class Layouts(NamedTuple):
     """Of operands."""
 
@@ -43,6 +53,11 @@ def layouts_of(config: BackwardCtaConfig, dtype: type) -> Layouts:
     )
 
 
+def num_step_fields(config: BackwardCtaConfig) -> int:
+    """Int32 in shared memory that describe a step."""
+    return 5 if config.features.mask else 2
+
+
 def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     c = config
@@ -58,7 +73,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
         out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
         step_barriers: cute.struct.MemRange[Int64, 2 * STEP_STAGES]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
-        step_fields: cute.struct.MemRange[Int32, 2 * STEP_STAGES]
+        step_fields: cute.struct.MemRange[Int32, num_step_fields(c) * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
@@ -83,7 +98,7 @@ class Shared:
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
-    step_fields: cute.Tensor  # (block and turn, stage of steps)
+    step_fields: cute.Tensor  # (field, stage of steps)
     tiles: Ring
     steps: Ring
     k: Ring
@@ -113,15 +128,20 @@ class Shared:
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
             cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
 
-    def tell_of_step(self, step: Int32, block: Int32, turn: Int32) -> None:
-        """By one thread of warp 0, before Q is there: a step's block of dQ, counted over all heads, and its turn."""
-        for i, value in enumerate((block, turn)):
-            self.step_fields[i, self.steps.stage(step)] = value
+    def tell_of_step(self, step: Int32, told: StepFields) -> None:
+        """By one thread of warp 0, before it announces Q."""
+        for i in range(self.step_fields.shape[0]):
+            self.step_fields[i, self.steps.stage(step)] = told[i]
         cute.arch.mbarrier_arrive(self.steps.full(step))  # to warps 1 and 2
 
     def told_of(self, step: Int32) -> tuple[Int32, Int32]:
         """What has been told: to who has found that it has, or has the step's dQ."""
         return self.step_fields[0, self.steps.stage(step)], self.step_fields[1, self.steps.stage(step)]
+
+    def told_of_scores(self, step: Int32) -> tuple[Int32, Int32, Int32]:
+        """Under a mask, to who has Q: a step's m_block, head and code."""
+        m_block, nth, code = (self.step_fields[i, self.steps.stage(step)] for i in range(2, 5))
+        return m_block, nth, code
 
     @cute.jit
     def tell_of_end(self, walk: Int32) -> None:

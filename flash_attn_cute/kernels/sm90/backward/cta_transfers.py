@@ -14,7 +14,8 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, piece_number
+from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
+from flash_attn_cute.kernels.sm90.backward.lists import list_of
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
@@ -47,25 +48,35 @@ class Transfers:
         index = take_tile(a.mNextTile, num_questions)
         walk, step = Int32(0), Int32(0)
         while index < num_tiles:
-            tile = key_tile(c, a, index)
-            num_blocks = tile.blocks.num
-            if num_blocks > 0:  # the others are nobody's but warp 3's
+            tile = key_tile(c, a, ws, index)
+            if tile.blocks.num > 0:  # the others are nobody's but warp 3's
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
+                first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                    head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
+                    if const_expr(c.features.mask):
+                        first, num_blocks = list_of(c, a, ws, tile.batch, head, tile.block)
                     for i in cutlass.range(num_blocks, unroll=1):
-                        self._load_queries(a, ws, tile, tma, shared, tile.head + nth, tile.blocks.nth(i), step)
-                        step += 1
-                        if nth == 0 and i == 0:
+                        if const_expr(c.features.mask):
+                            m_block, code, turn = (ws.mEntries[first + i, j] for j in range(3))
+                        else:
+                            m_block, code = tile.blocks.nth(i), None
+                            turn = tile.turn(c, m_block)
+                        block = head * ws.mdQaccum.shape[1] + tile.first_block + m_block
+                        told = StepFields(block, turn, m_block, nth, code)
+                        self._load_queries(ws, tile, tma, shared, head, m_block, told, step)
+                        if step == first_step:
                             # Behind the first queries, for which there is room before there is for V.
                             self._load_keys(tile, tma.V, shared.sV, shared.v, walk)
+                        step += 1
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = take_tile(a.mNextTile, num_questions)
         shared.tell_of_end(walk)
 
     @cute.jit
-    def zero(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
+    def zero(self, a: BackwardArguments, ws: Workspace, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
         """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
         c = self.config
         num_tiles = num_key_tiles(c, a)
@@ -73,9 +84,9 @@ class Transfers:
         for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
             index, _, _ = cute.arch.block_idx()
             while index < num_tiles:
-                tile = key_tile(c, a, index)
+                tile = key_tile(c, a, ws, index)
                 first = cutlass.max(tile.first_key, tile.k.length)
-                if tile.blocks.num == 0:
+                if tile.is_unseen if const_expr(c.features.mask) else tile.blocks.num == 0:
                     first = tile.first_key
                 stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
@@ -102,18 +113,17 @@ class Transfers:
     @cute.jit
     def _load_queries(
         self,
-        a: BackwardArguments,
         ws: Workspace,
         tile: KeyTile,
         tma: Tma,
         shared: Shared,
         head: Int32,
         m_block: Int32,
+        told: StepFields,
         step: Int32,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries; warps 1 and 2 are told which one it is, and the tile's turn."""
-        c = self.config
-        turn, block = tile.turn(c, m_block), tile.first_block + m_block
+        """Q, dO, lse and delta of a block of queries, and what others are told of it."""
+        c, block = self.config, tile.first_block + m_block
         start = m_block * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)
         start += tile.q.start
@@ -123,7 +133,7 @@ class Transfers:
             ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():
                 if const_expr(i == 0):
-                    shared.tell_of_step(step, head * ws.mdQaccum.shape[1] + block, turn)
+                    shared.tell_of_step(step, told)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
@@ -140,7 +150,9 @@ class Transfers:
         step, walk, come = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for _ in cutlass.range(heads_a_tile(c, a) * num_blocks, unroll=1):
+            # Under a mask the blocks are those of all heads.
+            num_steps = num_blocks if const_expr(c.features.mask) else heads_a_tile(c, a) * num_blocks
+            for _ in cutlass.range(num_steps, unroll=1):
                 if step > 0:  # of the step before
                     come = self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
                 step += 1

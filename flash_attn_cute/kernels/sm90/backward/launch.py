@@ -7,12 +7,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
+from flash_attn_cute.kernels.sm90.backward.lists import KeyLists, mask_sizes
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, workspace_part
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
+from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
+
+_SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of the workspace that are float32
 
 
 class BackwardPassSm90:
@@ -22,6 +27,7 @@ class BackwardPassSm90:
         self.config = c = config
         packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c)
+        self.mask_tiles, self.key_lists = (MaskTiles(c), KeyLists(c)) if c.features.mask else (None, None)
         self.main: BackwardCtaSm90 | BackwardClusterSm90
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
@@ -39,7 +45,11 @@ class BackwardPassSm90:
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels."""
         a, w = arguments, self._workspace(arguments)
+        if const_expr(self.mask_tiles is not None):
+            self.mask_tiles(a, w.mCodes, w.mBits, stream)
         self.preprocess(a, w, stream)
+        if const_expr(self.key_lists is not None):
+            self.key_lists(a, w, stream)
         self.main(a, w, stream)
         if const_expr(self.postprocess is not None):
             self.postprocess(
@@ -75,9 +85,7 @@ class BackwardPassSm90:
 
     def _workspace(self, a: BackwardArguments) -> Workspace:
         """The workspace in its parts; None for those that the configuration does without."""
-        parts: dict[str, cute.Tensor | None] = dict.fromkeys(Workspace._fields)
-        place = a.mWorkspace.iterator.toint()
-        shapes = self.config.parts(a.mQ.shape[-2], a.numbers.num_m_blocks, a.mK.shape[-2], a.numbers.num_n_blocks)
-        for name, shape in shapes.items():
-            parts[name], place = workspace_part(Int32 if name.startswith("mTurns") else Float32, place, shape)
-        return Workspace(**parts)
+        n, sizes = a.numbers, mask_sizes(self.config, a)
+        shapes = self.config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes)
+        given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
+        return Workspace(**(dict.fromkeys(Workspace._fields) | given))

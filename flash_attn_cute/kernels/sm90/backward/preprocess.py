@@ -12,6 +12,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
+from flash_attn_cute.kernels.sm90.backward.lists import order_row
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
@@ -20,6 +21,8 @@ _THREADS = 256
 
 class Preprocess:
     """One CTA a block of ``tile_m`` queries of one head; a row by a power of 2 of threads, a vector of 16 bytes each.
+
+    Under a mask it also finds out in which order tiles add to the block's dQ.
 
     Zeroed are the counters of turns, and where there are none, as additions have no order, the sums of dQ.
     """
@@ -77,6 +80,11 @@ class Preprocess:
                 delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
                 ws.mStats[0, work.head, work.block, permuted(within)] = lse
                 ws.mStats[1, work.head, work.block, permuted(within)] = delta
+        if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if thread < 32:
+                # Packed blocks are numbered over all sequences, dense ones within a batch entry.
+                row = work.block if const_expr(self.packed) else work.first_row // self.tile_m
+                order_row(a, ws, batch, work.head, row)
         if const_expr(ws.mTurnsQ is not None):
             if thread < ws.mTurnsQ.shape[0]:
                 ws.mTurnsQ[thread, work.head, work.block] = Int32(0)

@@ -27,7 +27,8 @@ from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import known_keys
-from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
+from flash_attn_cute.kernels.sm90.backward.lists import list_of
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.scores import Place
 
@@ -43,13 +44,15 @@ class KeyTile:
     head: Int32
     head_k: Int32
     batch: Int32 | int  # 0, if packed
-    block: Int32 | int  # in the workspace of dK and dV, if grouped; else 0
+    block: Int32 | int  # among the tiles of a head, over all sequences, if grouped or under a mask; else 0
     q: SeqRows
     k: SeqRows
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # transposed: which queries see a key
-    blocks: Blocks  # of queries; all tiles of a head walk in the same direction
-    earlier: Int32 | int  # tiles of the same keys and of other heads that are taken before, and see as many queries,
+    # Of queries; all tiles of a head walk in the same direction. Under a mask these are entries of lists instead, those
+    # of all heads of the tile, one head after the other.
+    blocks: Blocks
+    earlier: Int32 | int  # tiles of the same keys and of other heads that are taken before, and are seen, too,
     later: Int32 | int  # and that are taken after: none, if not grouped
 
     def write(self, fields: cute.Tensor) -> None:
@@ -74,7 +77,7 @@ class KeyTile:
             head=head,
             head_k=head_k,
             batch=0 if f.packed else batch,
-            block=block if f.grouped else 0,
+            block=block if f.grouped or f.mask else 0,
             q=SeqRows(shared if f.packed else 0, q_length),
             k=SeqRows(k_start, k_length),
             first_block=first_block,
@@ -109,6 +112,11 @@ class KeyTile:
         """Whether it is the last one of its keys: dK and dV are whole at its end."""
         return self.later == 0
 
+    @property
+    def is_unseen(self) -> Boolean | bool:
+        """Whether nobody sees its keys, by any head."""
+        return self.blocks.num + self.earlier + self.later == 0
+
     @cute.jit
     def await_turn(self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
         """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first tile.
@@ -131,7 +139,7 @@ def num_key_tiles(config: BackwardConfig, a: BackwardArguments) -> Int32:
 
 
 @cute.jit
-def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> KeyTile:
+def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
     """What tile ``index`` is."""
     c, f = config, config.features
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
@@ -163,28 +171,68 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, index: Int32) -> K
     direction = 1
     if const_expr(c.reverses_last):
         direction = Int32(-1) if work.in_last else Int32(1)
-    blocks = Blocks.of(first_key, num_keys, q.length, window, c.tile_m)
+    earlier, later = nth, parts - 1 - nth
+    if const_expr(f.mask):
+        blocks, earlier, later = _listed(c, a, ws, work.head, batch, block, num_keys, nth, parts)
+    else:
+        blocks = _in_window(c, Blocks.of(first_key, num_keys, q.length, window, c.tile_m), num_keys, direction)
     return KeyTile(
         first_key=first_key,
         head=(work.head * parts + nth) * heads_a_tile(c, a),
         head_k=work.head,
         batch=batch,
-        block=block if f.grouped else 0,
+        block=block if f.grouped or f.mask else 0,
         q=q,
         k=k,
         first_block=first_block,
         window=window,
-        blocks=Blocks(
-            start=blocks.start,
-            # Keys behind the sequence are hidden in every block.
-            full_start=blocks.full_start if num_keys == c.tile_n else blocks.stop,
-            full_stop=blocks.full_stop if const_expr(f.hides_last_queries) else blocks.stop,
-            stop=cutlass.max(blocks.stop, blocks.start),
-            direction=direction,
-        ),
-        earlier=nth,
-        later=parts - 1 - nth,
+        blocks=blocks,
+        earlier=earlier,
+        later=later,
     )
+
+
+@cute.jit
+def _in_window(
+    config: cutlass.Constexpr, blocks: Blocks, num_keys: Int32, direction: cutlass.Constexpr | Int32
+) -> Blocks:
+    """The blocks of queries that see a tile of so many real keys."""
+    return Blocks(
+        start=blocks.start,
+        # Keys behind the sequence are hidden in every block.
+        full_start=blocks.full_start if num_keys == config.tile_n else blocks.stop,
+        full_stop=blocks.full_stop if const_expr(config.features.hides_last_queries) else blocks.stop,
+        stop=cutlass.max(blocks.stop, blocks.start),
+        direction=direction,
+    )
+
+
+@cute.jit
+def _listed(
+    config: cutlass.Constexpr,
+    a: BackwardArguments,
+    ws: Workspace,
+    head_k: Int32,
+    batch: Int32 | int,
+    block: Int32,
+    num_keys: Int32,
+    nth: Int32 | int,
+    parts: Int32 | int,
+) -> tuple[Blocks, Int32, Int32]:
+    """As many blocks as the lists of the nth tile of some keys have, and how many of the others are seen."""
+    own, earlier, later = Int32(0), Int32(0), Int32(0)
+    if num_keys > 0:
+        for i in cutlass.range(parts, unroll=1):
+            seen = Int32(0)
+            for j in cutlass.range(heads_a_tile(config, a), unroll=1):
+                head = (head_k * parts + i) * heads_a_tile(config, a) + j
+                seen += list_of(config, a, ws, batch, head, block)[1]
+            if i == nth:
+                own = seen
+            elif seen > 0:
+                earlier += Int32(i < nth)
+                later += Int32(i > nth)
+    return Blocks(Int32(0), Int32(0), own, own), earlier, later
 
 
 def key_tiles_of(

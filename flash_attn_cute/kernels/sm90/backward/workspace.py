@@ -14,10 +14,9 @@ thread finds those of the queries that are its columns four at a time.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import add_four
-from flash_attn_cute.kernels.sm90.config import PART_ALIGN
 
 
 class Workspace(NamedTuple):
@@ -26,23 +25,15 @@ class Workspace(NamedTuple):
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
+    # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
+    mCodes: cute.Tensor | None  # (row, block of keys)
+    mBits: cute.Tensor | None  # (tile, warpgroup, thread, word)
+    mOrder: cute.Tensor | None  # (row, block of keys): how many tiles add to the row's dQ before that block's does
+    mAdding: cute.Tensor | None  # (row,): how many tiles add
+    mLists: cute.Tensor | None  # (list, first entry and how many)
+    mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
     mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
-
-
-def workspace_part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
-    """A compact part of the workspace, and where the next one begins. Its first and last size may be constants."""
-    row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
-    strides: list[Int64 | int] = [1]
-    for size in shape[:0:-1]:
-        static = isinstance(size, int) and isinstance(strides[0], int)
-        strides.insert(0, size * strides[0] if static else cute.assume(Int64(size) * strides[0], divby=row))
-    part = cute.make_tensor(
-        cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=PART_ALIGN),
-        cute.make_layout(shape, stride=tuple(strides)),
-    )
-    num_bytes = Int64(shape[0]) * strides[0] * 4
-    return part, place + (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:

@@ -1,0 +1,71 @@
+"""Which blocks a tile sees, as tables in global memory say: lists of blocks, and bits where some scores are hidden.
+
+A list is the blocks that one tile sees, in ascending order: of keys for a tile of queries, or of queries for a tile of
+keys. Batch entries, heads or tiles that see alike share lists. An entry of a list names its block and says where its
+bits are, or that it has none, being seen whole. What nobody sees is in no list.
+
+Bits lie as a warpgroup's registers hold scores, so that a thread reads its own, a word or two, at one place: those of a
+tile one warpgroup after the other, 128 threads each.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+WHOLE, UNSEEN = -1, -2  # in the place of where a block's bits are
+
+
+class Sharing(NamedTuple):
+    """How many lists there are, or rows of codes: over the batch, heads and tiles; 1 where all share them."""
+
+    batch: Int32
+    heads: Int32
+    tiles: Int32
+
+    @staticmethod
+    def of(numbers: object) -> "Sharing":
+        """That of a pass, from the numbers among its arguments."""
+        return Sharing(*(getattr(numbers, f"lists_{name}") for name in Sharing._fields))
+
+    @property
+    def total(self) -> Int32:
+        """Of all."""
+        return self.batch * self.heads * self.tiles
+
+    def number(self, batch: Int32 | int, head: Int32, tile: Int32) -> Int32:
+        """That of a tile."""
+        return (batch % self.batch * self.heads + head % self.heads) * self.tiles + tile % self.tiles
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list; ``nth`` walks over its entries from the last to the first, or from the first to the last."""
+
+    first: Int32
+    num: Int32
+    direction: cutlass.Constexpr = -1
+
+    @property
+    def fields(self) -> tuple[Int32, ...]:
+        """What those who do not know the tile have to be told, in the order in which ``BlockList`` takes it."""
+        return self.first, self.num
+
+    def nth(self, i: Int32) -> Int32:
+        """The i-th entry of the walk."""
+        return self.first + (i if self.direction > 0 else self.num - 1 - i)
+
+
+def num_blocks(mMask: cute.Tensor, keys: int) -> Int32:
+    """Blocks of so many keys that a query can see; one, if a mask is of none."""
+    return cute.ceil_div(cutlass.max(mMask.shape[3], 1), keys)
+
+
+@cute.jit
+def bits_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32, thread: Int32) -> cute.Tensor:
+    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word): of the first one, if it has none."""
+    words = cute.make_rmem_tensor(mBits.shape[3], Int32)
+    cute.autovec_copy(mBits[Int64(cutlass.max(code, 0)), warpgroup, thread, None], words)
+    return words

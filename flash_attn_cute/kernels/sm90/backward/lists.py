@@ -1,0 +1,117 @@
+"""Under a mask: which blocks of queries see a tile of keys, and in which order tiles add to a block's dQ.
+
+Tiles are taken from the last keys to the first (``backward.tiles``), so a tile's turn at a block of queries is how many
+blocks of keys behind it that block sees.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments, MaskSizes
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, num_blocks
+from flash_attn_cute.kernels.common.lengths import rows_of
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
+
+_WARPS = 8
+
+
+def mask_sizes(config: BackwardConfig, a: BackwardArguments) -> MaskSizes | None:
+    """Of the tables; None without a mask."""
+    if not config.features.mask:
+        return None
+    sharing, blocks = Sharing.of(a.numbers), num_blocks(a.mMask, config.tile_n)
+    sets, packed = sharing.batch * sharing.heads, config.features.packed
+    m_blocks = a.numbers.num_m_blocks if packed else cute.ceil_div(a.mQ.shape[1], config.tile_m)
+    return MaskSizes(sets, sharing.tiles, m_blocks, blocks, a.numbers.num_n_blocks if packed else blocks)
+
+
+@cute.jit
+def order_row(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, row: Int32) -> None:
+    """By one warp: the order of additions to a block of queries, if its row of codes has not another one's number."""
+    sharing, lane = Sharing.of(a.numbers), cute.arch.lane_idx()
+    if batch < sharing.batch and head < sharing.heads and row < sharing.tiles:
+        number, blocks, num = sharing.number(batch, head, row), ws.mCodes.shape[1], Int32(0)
+        for start in cutlass.range(0, blocks, 32, unroll=1):
+            block, code = blocks - 1 - start - lane, Int32(UNSEEN)
+            if block >= 0:
+                code = ws.mCodes[number, block]
+            seen = cute.arch.vote_ballot_sync(code != UNSEEN)
+            if block >= 0:
+                ws.mOrder[number, block] = num + cute.arch.popc(seen & ((1 << lane) - 1))
+            num += cute.arch.popc(seen)
+        if lane == 0:
+            ws.mAdding[number] = num
+
+
+def num_adding_of(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, row: Int32) -> Int32:
+    """How many tiles add to a block of queries."""
+    return ws.mAdding[Sharing.of(a.numbers).number(batch, head, row)]
+
+
+def list_of(
+    config: BackwardConfig, a: BackwardArguments, ws: Workspace, batch: Int32 | int, head: Int32, tile: Int32
+) -> tuple[Int32, Int32]:
+    """The first entry and the length of the list of a tile of keys, which is numbered over all sequences."""
+    sharing, sizes = Sharing.of(a.numbers), mask_sizes(config, a)
+    number = (batch % sharing.batch * sharing.heads + head % sharing.heads) * sizes.key_tiles + tile % sizes.key_tiles
+    return ws.mLists[number, 0], ws.mLists[number, 1]
+
+
+class KeyLists:
+    """The kernel that makes the lists, of codes and of the order of additions. One warp a list."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        grid = cute.ceil_div(self._tiles_a_set(a) * mask_sizes(self.config, a).sets, _WARPS)
+        self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
+
+    def _tiles_a_set(self, a: BackwardArguments) -> Int32:
+        """Tiles of keys, those of no sequence among them."""
+        if self.config.features.packed:
+            return tiles.num_tiles(a.mK, 1, a.mCuSeqlensK, self.config.tile_n)
+        return mask_sizes(self.config, a).key_tiles
+
+    @cute.kernel
+    def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
+        """Of as many lists as there are warps."""
+        c, sizes, sharing = self.config, mask_sizes(self.config, a), Sharing.of(a.numbers)
+        index, _, _ = cute.arch.block_idx()
+        index = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane, tiles_a_set = cute.arch.lane_idx(), self._tiles_a_set(a)
+        which = index // tiles_a_set
+        tile, block, first_block, num = index % tiles_a_set, Int32(0), Int32(0), Int32(0)
+        if which < sizes.sets:
+            if const_expr(c.features.packed):
+                order = tiles.Order(last_first=False)
+                work, _ = tiles.row_tile(tile, a.mK, 1, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order)
+                tile, block = Int32(-1), work.first_row // c.tile_n
+                if work.batch >= 0:
+                    q = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, work.batch)
+                    first_block = packed_block(q.start, work.batch, c.tile_m)
+                    num = cute.ceil_div(cutlass.max(q.length, 0), c.tile_m) if block < sizes.blocks else Int32(0)
+                    tile = work.block
+            else:
+                block, num = tile, sizes.m_blocks
+            if tile >= 0:
+                first, listed = (which * sizes.blocks + block) * sizes.m_blocks + first_block, Int32(0)
+                for start in cutlass.range(0, num, 32, unroll=1):
+                    m_block, code, turn = start + lane, Int32(UNSEEN), Int32(0)
+                    if m_block < num:
+                        row = which * sharing.tiles + (first_block + m_block) % sharing.tiles
+                        code, turn = ws.mCodes[row, block], ws.mOrder[row, block]
+                    seen = cute.arch.vote_ballot_sync(code != UNSEEN)
+                    if code != UNSEEN:
+                        place = first + listed + cute.arch.popc(seen & ((1 << lane) - 1))
+                        for i, value in enumerate((m_block, code, turn)):
+                            ws.mEntries[place, i] = value
+                    listed += cute.arch.popc(seen)
+                if lane == 0:
+                    number = which * sizes.key_tiles + tile
+                    ws.mLists[number, 0], ws.mLists[number, 1] = first, listed

@@ -1,0 +1,192 @@
+"""A mask, cut into the tiles that a kernel works on: what it hides of each, and bits for those that it hides a part of.
+
+Every element is read once, whatever its strides, and never by the kernels that multiply: for them a mask that many
+batch entries or heads share costs nothing but a select where it hides something, and tiles that it hides cost nothing.
+Windows and ends of sequences are written into the bits, too, so those kernels look at no edge.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
+from flash_attn_cute.kernels.sm90.config import Sm90Config
+
+_WARPS = 8
+_AT_ONCE = 4  # rows of a warp, whose elements are read together
+
+
+class MaskTiles:
+    """The kernel that reads the mask of one configuration's pass. One CTA a tile."""
+
+    def __init__(self, config: Sm90Config):
+        self.config, self.tile = config, config.mask_tile
+        self.words_a_row = -(-self.tile.keys // 32)
+
+    @cute.jit
+    def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel.
+
+        Args:
+            a: the pass's arguments.
+            mCodes: (row of tiles, block of keys), what a mask leaves of it: ``WHOLE``, ``UNSEEN``, or a tile of bits.
+            mBits: (tile, warpgroup, thread, word).
+            stream: where.
+        """
+        sharing = Sharing.of(a.numbers)
+        grid = sharing.batch * sharing.heads * self.tiles_a_set(a) * mCodes.shape[1]
+        self.kernel(a, mCodes, mBits).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
+
+    def tiles_a_set(self, a: Any) -> Int32:
+        """Tiles of queries, of one head and, if dense, of one batch entry."""
+        if self.config.features.packed:
+            return tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.tile.queries)
+        return Sharing.of(a.numbers).tiles
+
+    @cute.jit
+    def tile_of(self, a: Any, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
+        """Of such a tile: its sequence's queries and keys, its first query, and its number among rows of codes."""
+        if const_expr(self.config.features.packed):
+            order = tiles.Order(last_first=False)
+            work, q = tiles.row_tile(tile, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile.queries, order)
+            length, k = Int32(0), SeqRows(Int32(0), Int32(0), Int32(0))
+            if work.batch >= 0:
+                length, k = q.length, keys_of(a, work.batch)
+            return SeqRows(q.start, length), k, work.first_row, work.block
+        else:
+            q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
+            return q, k, tile * self.tile.queries, tile
+
+    @cute.kernel
+    def kernel(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor) -> None:
+        """One tile."""
+        index, _, _ = cute.arch.block_idx()
+        sharing, blocks, tiles_a_set = Sharing.of(a.numbers), mCodes.shape[1], self.tiles_a_set(a)
+        block, tile, which = index % blocks, index // blocks % tiles_a_set, index // (blocks * tiles_a_set)
+        head, batch = which % sharing.heads, which // sharing.heads
+        q, k, first_query, row = self.tile_of(a, tile, batch)
+        if first_query < q.length:
+            gMask = ScoreTensors.of(self.config.features, a).of_sequence(a.mMask, q, batch)
+            number = which * sharing.tiles + row
+            self._cut(a, gMask, mCodes, mBits, number, block, head, q.length, k.length, first_query)
+
+    @cute.jit
+    def _cut(
+        self,
+        a: Any,
+        gMask: cute.Tensor,
+        mCodes: cute.Tensor,
+        mBits: cute.Tensor,
+        number: Int32,
+        block: Int32,
+        head: Int32,
+        q_length: Int32,
+        k_length: Int32,
+        first_query: Int32,
+    ) -> None:
+        """A tile of real queries: into its code, and its bits if that says so."""
+        t = self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        smem = cutlass.memory.SmemAllocator()
+        sRows = smem.allocate_tensor(Int32, cute.make_layout((t.rows_of_queries, self.words_a_row)))
+        sFound = smem.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)))
+        first_key, shift = block * t.keys, k_length - q_length
+        some, every = Boolean(False), Boolean(True)
+        for i in cutlass.range_constexpr(0, t.rows_of_queries // _WARPS, _AT_ONCE):
+            seen = []
+            for j in cutlass.range_constexpr(_AT_ONCE):
+                r = (i + j) * _WARPS + warp
+                query = first_query + r // t.group
+                gRow = gMask[head * t.group + r % t.group, cutlass.min(query, q_length - 1), None]
+                stop = cutlass.min(k_length, query + shift + a.numbers.window_right + 1)
+                stop = cutlass.min(stop, first_key + t.keys) if query < q_length else Int32(0)
+                start = query + shift - a.numbers.window_left
+                for w in cutlass.range_constexpr(self.words_a_row):
+                    key = first_key + 32 * w + lane
+                    shown = Int32(0)
+                    if key >= start and key < stop:
+                        shown = Int32(gRow[key])
+                    seen.append(shown)
+            for j in cutlass.range_constexpr(_AT_ONCE):
+                r = (i + j) * _WARPS + warp
+                # A row that is none hides nothing of a tile of queries, which does not store what becomes of it.
+                is_real = Boolean(True) if const_expr(t.rows_are_keys) else first_query + r // t.group < q_length
+                for w in cutlass.range_constexpr(self.words_a_row):
+                    word = cute.arch.vote_ballot_sync(seen[j * self.words_a_row + w] != 0)
+                    whole = -1 if const_expr(t.keys >= 32 * (w + 1)) else (1 << t.keys % 32) - 1
+                    some = some or word != 0
+                    every = every and (word == Int32(whole) or not is_real)
+                    if lane == w:
+                        sRows[r, w] = word
+        if lane == 0:
+            sFound[warp, 0], sFound[warp, 1] = Int32(some), Int32(every)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(_WARPS):
+            some, every = some or sFound[i, 0] != 0, every and sFound[i, 1] != 0
+        tile = number * mCodes.shape[1] + block
+        if thread == 0:
+            code = Int32(WHOLE) if every else tile
+            mCodes[number, block] = code if some else Int32(UNSEEN)
+        if some and not every:
+            self._write_bits(sRows, mBits, tile, thread)
+
+    @cute.jit
+    def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
+        """A tile's bits, in the order of a thread's scores: rows 8 apart, each with pairs of columns 8 apart."""
+        t = self.tile
+        columns_a_row = t.columns // 4  # of a thread
+        for first in cutlass.range(thread // 128, t.warpgroups, _WARPS // 4, unroll=1):
+            within = thread % 128
+            words = cute.make_rmem_tensor(t.words, Int32)
+            words.fill(0)
+            for r in cutlass.range_constexpr(2):
+                row = 64 * first + within // 32 * 16 + within % 32 // 4 + 8 * r
+                for c in cutlass.range_constexpr(columns_a_row):
+                    column, i = c // 2 * 8 + c % 2 + within % 4 * 2, r * columns_a_row + c
+                    query, key = (column, row) if const_expr(t.rows_are_keys) else (row, column)
+                    bit = sRows[query, key // 32] >> (key % 32) & 1
+                    words[i // 32] = words[i // 32] | bit << i % 32
+            cute.autovec_copy(words, mBits[Int64(tile), first, within, None])
+
+
+class RowLists:
+    """The kernel that lists the blocks of keys which tiles of queries see. One warp a list."""
+
+    @cute.jit
+    def __call__(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel.
+
+        Args:
+            mCodes: as ``MaskTiles`` leaves them.
+            mLists: (list, first entry and how many).
+            mEntries: (entry, block and its code).
+            stream: where.
+        """
+        grid = cute.ceil_div(mLists.shape[0], _WARPS)
+        self.kernel(mCodes, mLists, mEntries).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor) -> None:
+        """Of as many lists as there are warps."""
+        index, _, _ = cute.arch.block_idx()
+        number = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane, blocks = cute.arch.lane_idx(), mCodes.shape[1]
+        if number < mLists.shape[0]:
+            first, num = number * blocks, Int32(0)
+            for start in cutlass.range(0, blocks, 32, unroll=1):
+                block, code = start + lane, Int32(UNSEEN)
+                if block < blocks:
+                    code = mCodes[number, block]
+                listed = cute.arch.vote_ballot_sync(code != UNSEEN)
+                if code != UNSEEN:
+                    place = first + num + cute.arch.popc(listed & ((1 << lane) - 1))
+                    mEntries[place, 0], mEntries[place, 1] = block, code
+                num += cute.arch.popc(listed)
+            if lane == 0:
+                mLists[number, 0], mLists[number, 1] = first, num
