@@ -21,7 +21,6 @@ from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 
-LOADING_THREADS = 96  # three warps
 VECTOR = 16  # bytes
 _THREADS_A_ROW = 8
 
@@ -54,6 +53,7 @@ class SharedBias:
     place: cute.Pointer
     tile_rows: cutlass.Constexpr
     pitch: cutlass.Constexpr  # from row to row; 0 if it does not come through shared memory
+    threads: cutlass.Constexpr  # that load
     paired: cutlass.Constexpr  # whether two elements from an even column on lie in an aligned word
 
     @cute.jit
@@ -64,7 +64,7 @@ class SharedBias:
         gX, place = self.tensors.of_sequence(mX, rows.q, rows.batch), self._tile(step)
         num_bytes = num_columns * (mX.element_type.width // 8)
         for row in cutlass.range(
-            thread // _THREADS_A_ROW, self._num_rows(rows), LOADING_THREADS // _THREADS_A_ROW, unroll=1
+            thread // _THREADS_A_ROW, self._num_rows(rows), self.threads // _THREADS_A_ROW, unroll=1
         ):
             start = (rows.of(gX, row).iterator + first_column).toint()
             shift = Int32(start & (VECTOR - 1))
@@ -89,10 +89,17 @@ class SharedBias:
     @cute.jit
     def row(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
         """A row of a tile from a column on, the first of which is that of a block of keys."""
+        return self.rows_apart(step, rows, row, column)[0, None]
+
+    @cute.jit
+    def rows_apart(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
+        """(row, column): every eighth row of a tile from a row on, from a column on.
+
+        Eight rows from each other begin at multiples of a vector, and so do all blocks of keys.
+        """
         mX = self.tensors.bias
         size = mX.element_type.width // 8
         gX = self.tensors.of_sequence(mX, rows.q, rows.batch)
-        # All blocks of keys begin at multiples of a vector from each other.
         shift = Int32(rows.of(gX, row).iterator.toint() & (VECTOR - 1))
         pitch = Int32(self.pitch)
         if const_expr(rows.heads_a_row == 1):
@@ -103,4 +110,5 @@ class SharedBias:
             cute.AddressSpace.smem,
             assumed_align=2 * size if self.paired else size,
         )
-        return cute.make_tensor(pointer, cute.make_layout(self.pitch // size))
+        apart = 8 * pitch // size
+        return cute.make_tensor(pointer, cute.make_layout((8, self.pitch // size), stride=(apart, 1)))

@@ -293,6 +293,21 @@ class BackwardCtaConfig(BackwardConfig):
         return self.tile_n // 64
 
     @property
+    def bias_pitch(self) -> int:
+        """As in ``ForwardConfig``."""
+        return bias_pitch(self.features, self.tile_n)
+
+    @property
+    def bias_stages(self) -> int:
+        """Tiles of the bias in shared memory."""
+        return 1 if self.tile_d == 128 else 2
+
+    @property
+    def k_stages(self) -> int:
+        """Tiles of K in shared memory: one, where a bias leaves no room for two."""
+        return 1 if self.tile_d == 128 and self.bias_pitch else 2
+
+    @property
     def columns_dQ(self) -> int:
         """Those that a warpgroup computes, for 64 queries: all of them if there are queries for each."""
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
@@ -333,14 +348,14 @@ class _BackwardTile(NamedTuple):
 # is told when it can be, but full ones slower.
 _BACKWARD_TILES = (
     _BackwardTile(64, Case("softcap"), 64, 16, True),  # 128 queries spill
-    _BackwardTile(64, Case("bias"), 64, 16, True),  # with a mask, too, or its gradient, likewise
+    _BackwardTile(64, Case("bias"), 64, 16, True),  # likewise
     _BackwardTile(64, Case("right", without="grouped"), 128, 64, False),
     _BackwardTile(64, Case("right"), 128, 16, False),  # to add to what others have left takes registers
     _BackwardTile(64, Case(without="grouped"), 128, 64, True),
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
-    _BackwardTile(128, Case("bias"), 64, 16, True),
-    _BackwardTile(128, Case("mask grouped"), 64, 16, True, (40, 232)),  # the lists of several heads
+    _BackwardTile(128, Case("strided_bias"), 64, 16, True),
+    _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
 )
@@ -405,17 +420,20 @@ _CLUSTER_TILES = (
 def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
-    # It reads all strides alike.
-    features = replace(features.of_pass("backward"), strided_bias=False, paired_bias=False)
+    features = replace(features.of_pass("backward"), paired_bias=False)
     if tile_d > 128:
-        features = replace(features, dbias=False)  # others compute it
+        # It reads all strides alike, and others compute the bias's gradient.
+        features = replace(features, strided_bias=False, dbias=False)
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
         return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
     row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     features = replace(features, deterministic=True)
-    return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, row.registers)
+    # Who copies a bias, or looks after the lists of several heads, has more to keep.
+    is_busy = bias_pitch(features, 128) > 0 or (features.mask and features.grouped)
+    registers = (40, 232) if is_busy else row.registers
+    return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedBias
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
@@ -63,6 +63,7 @@ from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 _BARRIER_TENSOR_CORES = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
+_LOADING_THREADS = 96  # of warps 1 to 3
 _TILE_FIELDS = 12  # Int32 in shared memory that describe a tile: see ``_Tile``
 
 
@@ -255,7 +256,7 @@ class ForwardSm90:
                     cute.arch.mbarrier_init(tile_full + i, 1)
                     cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if self.loads_bias else 0))
                 if const_expr(self.loads_bias):
-                    bias.init(full=LOADING_THREADS, empty=mma_warps)
+                    bias.init(full=_LOADING_THREADS, empty=mma_warps)
         pipe_K, pipe_V = (
             tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
             for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
@@ -279,6 +280,7 @@ class ForwardSm90:
                 storage.bias.data_ptr(),
                 c.tile_m,
                 c.bias_pitch,
+                _LOADING_THREADS,
                 c.features.paired_bias,
             ),
         )

@@ -219,6 +219,27 @@ class Transposed(NamedTuple):
         return self.bias[r, c - self.columns.start]
 
 
+class SharedTransposed:
+    """This thread's elements of a bias where rows are keys, from shared memory, where its rows are queries.
+
+    Of 16-bit or wider numbers, rows 8 apart lie alike within vectors of 16 bytes.
+    """
+
+    def __init__(
+        self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_key: Int32, cS: cute.Tensor
+    ):
+        """``first_key``: the warpgroup's, of the tile's."""
+        coordinates = rows_and_columns(cS)
+        key, query = first_key + coordinates[0, 0][0], coordinates[0, 0][1]
+        self.columns = range(cute.size(coordinates, mode=[1]))
+        # A row of the tile, and eight further on the next that this thread reads: as one tensor.
+        self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(2)]
+
+    def __call__(self, r: int, c: int) -> Any:
+        """The element of row r and column c."""
+        return self.pairs[c % 2][c // 2, 8 * r]
+
+
 @cute.jit
 def read_transposed(
     scores: Scores, place: Place, part: cutlass.Constexpr = 0, parts: cutlass.Constexpr = 1
@@ -276,7 +297,7 @@ def weigh(
         cap(acc_S, scales.tanh)
     if const_expr(f.bias and not f.softcap):
         for given in elements:
-            if const_expr(isinstance(given, Transposed)):
+            if const_expr(isinstance(given, (Transposed, SharedTransposed))):
                 part = given
             else:
                 cute.arch.sync_warp()  # or the compiler reads all parts ahead, and spills

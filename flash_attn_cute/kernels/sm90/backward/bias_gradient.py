@@ -35,7 +35,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
-from flash_attn_cute.kernels.common.score_rows import LOADING_THREADS, RowsOfScores, SharedBias
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
@@ -48,6 +48,7 @@ from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
 _THREADS = 128 * (_WARPGROUPS + 1)
+_LOADING_THREADS = 96  # of warps 1 to 3
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
@@ -192,6 +193,7 @@ class BiasGradientSm90:
             storage.bias.data_ptr(),
             c.tile_m,
             c.bias_pitch,
+            _LOADING_THREADS,
             c.features.paired_bias,
         )
         if warp_idx == 0:
@@ -200,7 +202,7 @@ class BiasGradientSm90:
             with cute.arch.elect_one():
                 for ring in (qk, dov):
                     ring.init(full=1, empty=4 * _WARPGROUPS)
-                bias.ring.init(full=LOADING_THREADS, empty=4 * _WARPGROUPS)
+                bias.ring.init(full=_LOADING_THREADS, empty=4 * _WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         operands, place = [], storage.operands.data_ptr()

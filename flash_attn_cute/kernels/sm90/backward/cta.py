@@ -6,7 +6,7 @@ it, from the first to the last or, under a right bound, for some heads the other
                         block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
                         the workspace, in turn, over which the first to come writes; dK and dV are stored.
-                        Warp 3 writes zeros into dK and dV where nothing else is to be.
+                        Warp 3 copies what a bias adds, then writes zeros into dK and dV where nothing else is to be.
     warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``cta_rounding``).
 Registers a thread: ``BackwardCtaConfig.registers``.
 
@@ -15,6 +15,8 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
            warps 1, 2 and the mma ones. Only tiles that some query sees are told of.
     k      2 stages: warp 0 and the bytes -> one arrival an mma warp, after the tile's last dQ.
     v      1 stage: the same, after the tile's last dP.
+    bias   1 stage at d = 128, where there is but one of K, too: each tile then computes its own last dQ. Else 2 stages.
+           An arrival of each thread of warp 3 -> one arrival an mma warp, when its elements are in registers.
     q, do  2 stages: warp 0 and the bytes -> one arrival an mma warp. With Q comes lse, with dO comes delta =
            rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
     steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. Nobody says that it has been read, as Q
@@ -30,9 +32,9 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
                        (at once, if steps are not short)
-With a bias a thread's elements of a step are read from global memory behind the start of S', into the registers that
-dP' would have, which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored
-from registers, too.
+A bias comes through shared memory: warp 3 copies that of every step. A strided one a thread reads from global memory
+behind the start of S', into the registers that dP' would have, which so starts behind P'. Where every score has a bias
+of its own, dS' is its gradient, and is stored from registers.
 
 Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``backward.lists``); with Q of a
 block warp 0 tells which one it is, and where the bits are that hide its scores (``common.block_lists``).
@@ -45,7 +47,7 @@ and how they are ordered, is ``workspace``'s business.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -60,6 +62,7 @@ from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm90.backward.cta_rounding import round_blocks
@@ -80,7 +83,7 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_
 from flash_attn_cute.kernels.sm90.scores import (
     Place,
     Scores,
-    Transposed,
+    SharedTransposed,
     differentiate,
     read_transposed,
     store_transposed,
@@ -165,14 +168,25 @@ class BackwardCtaSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)
         steps = Ring(storage.step_barriers.data_ptr(), STEP_STAGES)
-        k, v = Ring(storage.k_barriers.data_ptr(), 2), Ring(storage.v_barriers.data_ptr(), 1)
+        k, v = Ring(storage.k_barriers.data_ptr(), c.k_stages), Ring(storage.v_barriers.data_ptr(), 1)
         q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
         out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
         ds_barriers = storage.ds_barriers.data_ptr()
+        bias = SharedBias(
+            ScoreTensors.of(c.features, a),
+            Ring(storage.bias_barriers.data_ptr(), c.bias_stages),
+            storage.bias.data_ptr(),
+            c.tile_m,
+            c.bias_pitch,
+            32,
+            paired=False,
+        )
         mma_warps = 4 * self.warpgroups
         if warp_idx == 0:
             with cute.arch.elect_one():
-                tiles.init(full=1, empty=mma_warps + self.warpgroups)
+                tiles.init(full=1, empty=mma_warps + self.warpgroups + (1 if c.bias_pitch else 0))
+                if const_expr(c.bias_pitch):
+                    bias.ring.init(full=32, empty=mma_warps)
                 for ring in (k, v, q, do):
                     ring.init(full=1, empty=mma_warps)
                 for i in cutlass.range_constexpr(2):
@@ -200,6 +214,7 @@ class BackwardCtaSm90:
             sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
             q=q,
             do=do,
+            bias=bias,
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -207,10 +222,12 @@ class BackwardCtaSm90:
                 self.transfers.producer(a, ws, tma, shared)
             elif warp_idx <= self.warpgroups:
                 self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
-            # Every dense key is seen if there is no window.
             f = c.features
-            if const_expr(f.packed or f.left or f.right or f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-                if warp_idx == 3:
+            if warp_idx == 3:
+                if const_expr(c.bias_pitch):
+                    self.transfers.load_bias(a, shared)
+                # Every dense key is seen if there is neither window nor mask.
+                if const_expr(f.packed or f.left or f.right or f.mask):
                     self.transfers.zero(a, ws, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
@@ -234,7 +251,7 @@ class BackwardCtaSm90:
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         wholes = _Mmas(*(mma.get_slice(0) for mma in mmas))
         parts_a_row = c.tile_d // c.columns_dQ
-        sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups, 2), (0, w % parts_a_row, 0, 0))
+        sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0))
         sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
         acc_S = cute.make_rmem_tensor(slices.S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
@@ -283,18 +300,30 @@ class BackwardCtaSm90:
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
             if const_expr(c.features.grouped):
                 self._share_dKV(work, shared.tile_again(c, a, walk))
-            self._put_out_dKV(work, piece_number(step, walk), shared.tile_again(c, a, walk).is_last)
+            piece = piece_number(step, walk)
+            if const_expr(c.k_stages == 1):
+                self._finish_dQ(work, step, walk, piece)
+                shared.k.release(walk)  # to warp 0
+                piece += 1
+            self._put_out_dKV(work, piece, shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
+        if const_expr(c.k_stages == 2):
+            self._finish_dQ(work, step, walk - 1, piece_number(step, walk))
+
+    @cute.jit
+    def _finish_dQ(self, work: "_Work", step: Int32, walk: Int32, piece: Int32) -> None:
+        """That of the last step before ``step``, if there was one."""
+        shared = work.shared
         if step > 0:
             # From all mma warps: the last step's dS is there.
             cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
-        self._start_dQ(work, step - 1, walk - 1)
+        self._start_dQ(work, step - 1, walk)
         warpgroup.wait_group(0)
         if step > 0:
-            self._put_out_dQ(work, piece_number(step, walk))
+            self._put_out_dQ(work, piece)
             if const_expr(self.config.short_steps):
-                self._hand_out(work, piece_number(step, walk))
+                self._hand_out(work, piece)
 
     @cute.jit
     def _walk(
@@ -339,8 +368,9 @@ class BackwardCtaSm90:
     ) -> None:
         """One block of queries, and dQ of the one before.
 
-        What comes before the first block of a tile is the last one of the tile before. The very first step computes a
-        dQ of anything, as the compiler lets products overlap only where none is under a condition.
+        What comes before the first block of a tile is the last one of the tile before. The very first step, or where
+        shared memory has but one K every tile's first, computes a dQ of anything, as the compiler lets products overlap
+        only where none is under a condition.
 
         Args:
             work: this warpgroup's operands.
@@ -372,15 +402,21 @@ class BackwardCtaSm90:
             shared.v.wait_full(walk)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
-        elements: tuple[Transposed, ...] = ()
-        if const_expr(self.config.features.bias):
+        elements: tuple[Any, ...] = ()
+        strided_bias = self.config.features.bias and self.config.features.strided_bias
+        if const_expr(strided_bias):
             # In the registers that dP would have.
             elements = (read_transposed(work.scores, self._place(work, walk, nth, m_block)),)
         else:
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
+        if const_expr(self.config.bias_pitch):
+            rows = shared.tile_again(self.config, work.arguments, walk).rows_of_bias(self.config, nth, m_block)
+            elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
-        warpgroup.wait_group(0 if self.config.features.bias else 1)  # the scores are there
+        warpgroup.wait_group(0 if strided_bias else 1)  # the scores are there
+        if const_expr(self.config.bias_pitch):
+            shared.bias.ring.wait_full(step)  # from warp 3
         hides = code >= 0 if const_expr(self.config.features.mask) else blocks.position_crosses_left(n)
         if const_expr(self.config.features.hides_last_queries and not self.config.features.mask):
             again = work.shared.tile_again(self.config, work.arguments, walk)
@@ -394,7 +430,9 @@ class BackwardCtaSm90:
             elements,
             words,
         )
-        if const_expr(self.config.features.bias):
+        if const_expr(self.config.bias_pitch):
+            shared.bias.ring.release(step)  # to warp 3
+        if const_expr(strided_bias):
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         self._read_stats(work, 1, stage)
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
@@ -420,12 +458,13 @@ class BackwardCtaSm90:
         self._start_dQ(work, step - 1, walk_before)
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
-        if is_first and walk > 0:
-            shared.k.release(walk_before)  # to warp 0
+        if const_expr(self.config.k_stages == 2):  # noqa: SIM102 (as elsewhere)
+            if is_first and walk > 0:
+                shared.k.release(walk_before)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
         # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
-        if step > 0:
+        if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
             self._put_out_dQ(work, piece_number(step, walk))
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.sm90.backward.tiles import BLOCKS_FIELD, NUM_FIELDS, KeyTile
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
@@ -31,7 +32,7 @@ class StepFields(NamedTuple):
 class Layouts(NamedTuple):
     """Of operands."""
 
-    sK: cute.ComposedLayout  # (64, d, warpgroup, 2)
+    sK: cute.ComposedLayout  # (64, d, warpgroup, stage)
     sV: cute.ComposedLayout  # (64, d, warpgroup)
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
     sdO: cute.ComposedLayout  # (tile_m, d, stage)
@@ -44,7 +45,7 @@ def layouts_of(config: BackwardCtaConfig, dtype: type) -> Layouts:
     c, warpgroups = config, config.num_mma_warpgroups
     return Layouts(
         # No swizzled atom of K may hold columns of two parts of dQ.
-        sK=swizzled(dtype, c.columns_dQ, (64, c.tile_d, warpgroups, 2)),
+        sK=swizzled(dtype, c.columns_dQ, (64, c.tile_d, warpgroups, c.k_stages)),
         sV=swizzled(dtype, c.tile_d, (64, c.tile_d, warpgroups)),
         sQ=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
         sdO=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
@@ -65,16 +66,18 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
     @cute.struct
     class Storage:
         tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
-        k_barriers: cute.struct.MemRange[Int64, 4]
+        k_barriers: cute.struct.MemRange[Int64, 2 * c.k_stages]
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
         ds_barriers: cute.struct.MemRange[Int64, 2]
         out_barriers: cute.struct.MemRange[Int64, 2 * c.num_mma_warpgroups]
+        bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages if c.bias_pitch else 0]
         step_barriers: cute.struct.MemRange[Int64, 2 * STEP_STAGES]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
         step_fields: cute.struct.MemRange[Int32, num_step_fields(c) * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
+        bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.tile_m * c.bias_pitch], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
@@ -89,7 +92,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
 class Shared:
     """Shared memory and what guards it."""
 
-    sK: cute.Tensor  # (64, d, warpgroup, 2)
+    sK: cute.Tensor  # (64, d, warpgroup, stage)
     sV: cute.Tensor  # (64, d, warpgroup)
     sQ: cute.Tensor  # (tile_m, d, stage)
     sdO: cute.Tensor  # (tile_m, d, stage)
@@ -107,6 +110,7 @@ class Shared:
     out_barriers: cute.Pointer
     q: Ring
     do: Ring
+    bias: SharedBias
 
     def out(self, warpgroup: Int32) -> Ring:
         """What guards its part of sOut."""
@@ -160,5 +164,8 @@ class Shared:
 
 
 def piece_number(step: Int32, walk: Int32) -> Int32:
-    """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile."""
+    """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile.
+
+    Where shared memory has but one K, the tile's last dQ comes before these.
+    """
     return step - 1 + 2 * walk

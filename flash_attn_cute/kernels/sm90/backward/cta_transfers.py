@@ -76,6 +76,28 @@ class Transfers:
         shared.tell_of_end(walk)
 
     @cute.jit
+    def load_bias(self, a: BackwardArguments, shared: Shared) -> None:
+        """Warp 3: the bias of every step."""
+        c, lane = self.config, cute.arch.lane_idx()
+        step, walk = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            tile = shared.tile(c, a, walk)
+            num_blocks = tile.blocks.num
+            num_keys = cutlass.min(tile.k.length - tile.first_key, c.tile_n)
+            # Under a mask the blocks are those of all heads, and warp 0 tells of each.
+            for head in cutlass.range(1 if const_expr(c.features.mask) else heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    m_block, nth = tile.blocks.nth(i), head
+                    if const_expr(c.features.mask):
+                        shared.steps.wait_full(step)  # from warp 0
+                        m_block, nth, _ = shared.told_of_scores(step)
+                    rows = tile.rows_of_bias(c, nth, m_block)
+                    shared.bias.load(step, rows, tile.first_key, num_keys, lane)
+                    step += 1
+            shared.tiles.release(walk)  # to warp 0
+            walk += 1
+
+    @cute.jit
     def zero(self, a: BackwardArguments, ws: Workspace, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
         """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
         c = self.config
@@ -149,18 +171,22 @@ class Transfers:
         c, out = self.config, shared.out(w)
         step, walk, come = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
-            num_blocks = shared.tile(c, a, walk).blocks.num
+            num_blocks, first_step = shared.tile(c, a, walk).blocks.num, step
             # Under a mask the blocks are those of all heads.
             num_steps = num_blocks if const_expr(c.features.mask) else heads_a_tile(c, a) * num_blocks
             for _ in cutlass.range(num_steps, unroll=1):
-                if step > 0:  # of the step before
+                if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
                     come = self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
                 step += 1
+            last = piece_number(step, walk)
+            if const_expr(c.k_stages == 1):  # dQ of the last step is not for the next tile to compute
+                come = self._add_dQ(ws, shared, w, last, step - 1, come)
+                last += 1
             tile = shared.tile_again(c, a, walk)
             start = tile.first_key + 64 * w
             stop = cutlass.min(start + 64, tile.k.length)
             for i, t in enumerate((tma.dV, tma.dK)):
-                piece = piece_number(step, walk) + i
+                piece = last + i
                 out.wait_full(piece)  # from warpgroup w
                 if start < stop and tile.is_last:
                     g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
@@ -170,8 +196,9 @@ class Transfers:
                 out.release(piece)  # to warpgroup w
             shared.tiles.release(walk)  # to warp 0
             walk += 1
-        if step > 0:
-            self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
+        if const_expr(c.k_stages == 2):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if step > 0:
+                self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
 
     @cute.jit
     def _add_dQ(self, ws: Workspace, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:

@@ -26,6 +26,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import known_keys
 from flash_attn_cute.kernels.sm90.backward.lists import list_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
@@ -106,6 +107,12 @@ class KeyTile:
             first_column=m_block * config.tile_m,
             window=self.window,
         )
+
+    def rows_of_bias(self, config: BackwardConfig, nth: Int32 | int, m_block: Int32) -> RowsOfScores:
+        """The rows of a bias for a block of queries of the tile's nth head."""
+        first = m_block * config.tile_m
+        num = cutlass.min(self.q.length - first, config.tile_m)
+        return RowsOfScores(self.q, self.batch, self.head + nth, first, num, 1)
 
     @property
     def is_last(self) -> Boolean | bool:
@@ -222,16 +229,17 @@ def _listed(
     """As many blocks as the lists of the nth tile of some keys have, and how many of the others are seen."""
     own, earlier, later = Int32(0), Int32(0), Int32(0)
     if num_keys > 0:
-        for i in cutlass.range(parts, unroll=1):
-            seen = Int32(0)
-            for j in cutlass.range(heads_a_tile(config, a), unroll=1):
-                head = (head_k * parts + i) * heads_a_tile(config, a) + j
-                seen += list_of(config, a, ws, batch, head, block)[1]
-            if i == nth:
-                own = seen
-            elif seen > 0:
-                earlier += Int32(i < nth)
-                later += Int32(i > nth)
+        seen, heads = Int32(0), heads_a_tile(config, a)
+        for i in cutlass.range(parts * heads, unroll=1):
+            seen += list_of(config, a, ws, batch, head_k * parts * heads + i, block)[1]
+            if i % heads == heads - 1:
+                other = i // heads - nth
+                if other == 0:
+                    own = seen
+                elif seen > 0:
+                    earlier += Int32(other < 0)
+                    later += Int32(other > 0)
+                seen = Int32(0)
     return Blocks(Int32(0), Int32(0), own, own), earlier, later
 
 
