@@ -169,6 +169,7 @@ class BiasGradientNumbers(NamedTuple):
     sums_batch: Annotated[Any, _INT]  # 1 if the bias is broadcast over the batch, else 0
     sums_queries: Annotated[Any, _INT]
     sums_keys: Annotated[Any, _INT]
+    splits: Annotated[Any, _INT]  # CTAs a tile of the gradient
 
 
 class BiasGradientArguments(NamedTuple):
@@ -187,6 +188,7 @@ class BiasGradientArguments(NamedTuple):
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
     mTables: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
+    mSums: Annotated[Any, Argument(BYTES, when="split")]  # and for the sums of CTAs that share a tile
     numbers: BiasGradientNumbers
 
 

@@ -298,7 +298,6 @@ class CuteBackend:
         """The gradient of a bias, in its own shape."""
         inputs, given = done.inputs, done.arguments
         shape = (*[1] * (4 - bias.ndim), *bias.shape)
-        summed = tuple(n == 1 for n in (shape[0], *shape[2:]))
         entries = sequences = 0
         if inputs.cu_seqlens_q is not None and not spec.packed:
             entries = given.mBias.shape[0]
@@ -311,12 +310,12 @@ class CuteBackend:
             done.layout,
             done.plan,
             (entries, sequences),
-            summed,
+            shape,
+            inputs.q.device,
         )
         dbias = bias.new_empty(shape)
-        tables = None
-        if launch.plan.tables_size:
-            tables = torch.empty(launch.plan.tables_size, dtype=torch.uint8, device=bias.device)
+        sizes = launch.plan.tables_size, launch.plan.sums_size
+        tables, sums = (torch.empty(n, dtype=torch.uint8, device=bias.device) if n else None for n in sizes)
         launch.kernel(
             BiasGradientArguments(
                 mQ=given.mQ,
@@ -332,6 +331,7 @@ class CuteBackend:
                 mMask=given.mMask,
                 mBias=given.mBias,
                 mTables=tables,
+                mSums=sums,
                 numbers=launch.plan.numbers,
             )
         )
@@ -373,10 +373,14 @@ class CuteBackend:
         scores: plan.ScoreLayout,
         backward: plan.BackwardPlan,
         slots: tuple[int, int],
-        summed: tuple[bool, ...],
+        bias_shape: tuple[int, ...],
+        device: torch.device,
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0, scores=scores)
-        return _Launch.of(plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, summed))
+        num_sms = _num_sms(device)
+        return _Launch.of(
+            plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, bias_shape, num_sms)
+        )
 
 
 class _Launch(NamedTuple):

@@ -31,6 +31,7 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
+_MAX_SPLITS = 16  # of what a tile of a bias's gradient is the sum of
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -85,6 +86,7 @@ class BiasGradientPlan(NamedTuple):
     config: Any
     numbers: BiasGradientNumbers
     tables_size: int  # bytes; none without a mask
+    sums_size: int  # bytes; none, if a tile of the gradient is one CTA's
 
 
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
@@ -190,7 +192,8 @@ def plan_bias_gradient(
     shapes: Shapes,
     backward: BackwardPlan,
     slots: tuple[int, int],
-    summed: tuple[bool, ...],
+    bias_shape: tuple[int, ...],
+    num_sms: int,
 ) -> BiasGradientPlan:
     """The plan of a bias's gradient behind a backward pass.
 
@@ -200,36 +203,57 @@ def plan_bias_gradient(
         shapes: as the backward pass had them.
         backward: the plan of that pass.
         slots: entries of a dense batch that the kernels get packed, and sequences of each; (0, 0) of other calls.
-        summed: whether the bias is broadcast over the batch, queries and keys.
+        bias_shape: of the bias as the user gave it, with four dimensions.
+        num_sms: of the GPU.
     """
-    config = architecture.passes["bias_gradient"].configure(
-        DTYPES[spec.dtype],
-        spec.head_dim,
-        spec.head_dim_v,
-        features_of(spec, shapes),
-    )
-    sums_batch, sums_queries, sums_keys = (int(x) for x in summed)
+    given = DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes)
+    configure = architecture.passes["bias_gradient"].configure
+    config = configure(*given)
     if slots[0]:
-        tiles_q = slots[0] * -(-shapes.scores.rows_a_slot // config.tile_m)
+        entries, blocks = slots[0], -(-shapes.scores.rows_a_slot // config.tile_m)
     elif shapes.packed:
-        tiles_q = shapes.q[-3] // config.tile_m + shapes.num_sequences + 2
+        entries, blocks = 1, shapes.q[-3] // config.tile_m + shapes.num_sequences + 2
     else:
-        tiles_q = -(-shapes.q[-3] // config.tile_m)
-    sharing = _sharing(spec, shapes, spec.nheads, tiles_q)
+        entries, blocks = shapes.q[0], -(-shapes.q[-3] // config.tile_m)
+    sums_batch, sums_queries, sums_keys = (bias_shape[i] == 1 for i in (0, 2, 3))
+    n_blocks = -(-bias_shape[3] // config.tile_n)
+    # Neighbours share what they load, where there are some: of packed tiles nobody knows whose sequences they are of.
+    clustered = not (shapes.packed or sums_queries or sums_keys) and min(blocks, n_blocks) > 1
+    by_queries, by_keys = (-(-n // 2) * 2 if clustered else n for n in (blocks, n_blocks))
+    owners = (1 if sums_batch else entries) * (1 if sums_queries else by_queries) * bias_shape[1] * by_keys
+    pieces = spec.nheads // bias_shape[1] * (entries if sums_batch else 1) * (blocks if sums_queries else 1)
+    splits = _splits(owners, pieces, num_sms)
+    config = configure(*given, clustered=clustered, split=splits > 1)
+    rows = entries * blocks if shapes.packed else blocks
+    sharing = _sharing(spec, shapes, spec.nheads, rows)
     numbers = BiasGradientNumbers(
         **_numbers(spec, shapes, sharing),
         num_m_blocks=backward.numbers.num_m_blocks,
         entries=slots[0],
         sequences_an_entry=slots[1],
-        sums_batch=sums_batch,
-        sums_queries=sums_queries,
-        sums_keys=sums_keys,
+        sums_batch=int(sums_batch),
+        sums_queries=int(sums_queries),
+        sums_keys=int(sums_keys),
+        splits=splits,
     )
-    size = 0
+    tables = sums = 0
     if spec.has_mask:
-        blocks = -(-shapes.scores.mask_keys // config.tile_n)
-        size = workspace_bytes(config.mask_tile.parts(math.prod(sharing), blocks))
-    return BiasGradientPlan(config, numbers, size)
+        tables = workspace_bytes(
+            config.mask_tile.parts(math.prod(sharing), -(-shapes.scores.mask_keys // config.tile_n))
+        )
+    if splits > 1:
+        sums = 4 * owners * splits * config.tile_m * config.tile_n
+    return BiasGradientPlan(config, numbers, tables, sums)
+
+
+def _splits(owners: int, pieces: int, num_sms: int) -> int:
+    """How many CTAs share the pieces of a tile: where there are few tiles, as many as make the most of the SMs."""
+    best, best_time = 1, 1.0 * -(-owners // num_sms)
+    for splits in range(2, min(_MAX_SPLITS, pieces // 2) + 1):
+        time = -(-owners * splits // num_sms) / splits
+        if owners < num_sms and time < 0.95 * best_time:
+            best, best_time = splits, time
+    return best
 
 
 def _sharing(spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int) -> tuple[int, int, int]:

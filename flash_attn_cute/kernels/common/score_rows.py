@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import copy_vector
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -61,17 +61,29 @@ class SharedBias:
         """By all threads that load: a tile, when all have read what was in the stage."""
         self.ring.wait_empty(step)  # from the mma warps
         mX = self.tensors.bias
-        gX, place = self.tensors.of_sequence(mX, rows.q, rows.batch), self._tile(step)
-        num_bytes = num_columns * (mX.element_type.width // 8)
-        for row in cutlass.range(
-            thread // _THREADS_A_ROW, self._num_rows(rows), self.threads // _THREADS_A_ROW, unroll=1
-        ):
+        gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
+        num_rows, num_bytes = self._num_rows(rows), num_columns * (mX.element_type.width // 8)
+        # Rows that are a multiple of eight apart begin alike within a vector: from one to the next by addition.
+        apart = at_once if const_expr(at_once % 8 == 0) else 2 * at_once
+        assert apart % 8 == 0
+        between = Int64(mX.stride[2]) * (mX.element_type.width // 8 * apart)
+        within = thread % _THREADS_A_ROW * VECTOR
+        for first in cutlass.range_constexpr(0, apart, at_once):
+            row = first + thread // _THREADS_A_ROW
             start = (rows.of(gX, row).iterator + first_column).toint()
             shift = Int32(start & (VECTOR - 1))
-            for i in cutlass.range_constexpr(-(-self.pitch // (VECTOR * _THREADS_A_ROW))):
-                offset = (thread % _THREADS_A_ROW + i * _THREADS_A_ROW) * VECTOR
-                if offset < shift + num_bytes:
-                    copy_vector(place + row * self.pitch + offset, start - shift + offset)
+            source, stop = start - shift + within, shift + num_bytes - within
+            target = self._tile(step) + row * self.pitch + within
+            for i in cutlass.range(row, num_rows, apart, unroll=1):
+                if const_expr(rows.heads_a_row > 1):  # rows are of heads in turn
+                    start = (rows.of(gX, i).iterator + first_column).toint()
+                    shift = Int32(start & (VECTOR - 1))
+                    source, stop = start - shift + within, shift + num_bytes - within
+                for j in cutlass.range_constexpr(-(-self.pitch // (VECTOR * _THREADS_A_ROW))):
+                    offset = j * VECTOR * _THREADS_A_ROW
+                    if offset < stop:
+                        copy_vector(target + offset, source + offset)
+                source, target = source + between, target + apart * self.pitch
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
     @cute.jit

@@ -294,8 +294,8 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def bias_pitch(self) -> int:
-        """As in ``ForwardConfig``."""
-        return bias_pitch(self.features, self.tile_n)
+        """As in ``ForwardConfig``; at d = 128 there is no room for float32."""
+        return _backward_bias_pitch(self.tile_d, self.features)
 
     @property
     def bias_stages(self) -> int:
@@ -328,6 +328,10 @@ class BackwardCtaConfig(BackwardConfig):
         return _REVERSES_LAST.fits(self.features)
 
 
+def _backward_bias_pitch(tile_d: int, features: Features) -> int:
+    return 0 if tile_d == 128 and features.float32_bias else bias_pitch(features, BackwardConfig.tile_n)
+
+
 # Packed sequences and grouped heads lose by it.
 _REVERSES_LAST = Case("right", without="packed grouped")
 
@@ -355,6 +359,7 @@ _BACKWARD_TILES = (
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
     _BackwardTile(128, Case("strided_bias"), 64, 16, True),
+    _BackwardTile(128, Case("float32_bias"), 64, 16, True),
     _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
@@ -431,7 +436,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     features = replace(features, deterministic=True)
     # Who copies a bias, or looks after the lists of several heads, has more to keep.
-    is_busy = bias_pitch(features, 128) > 0 or (features.mask and features.grouped)
+    is_busy = _backward_bias_pitch(tile_d, features) > 0 or (features.mask and features.grouped)
     registers = (40, 232) if is_busy else row.registers
     return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers)
 
@@ -445,6 +450,8 @@ class BiasGradientConfig(Sm90Config):
     tile_dv: int  # columns of v
     tile_n: int  # keys a tile
     stats_m: int  # queries a block of lse and delta, as the backward pass leaves them
+    clustered: bool  # CTAs of neighbouring tiles share what they load
+    split: bool  # several CTAs share a tile
     tile_m: ClassVar[int] = 128  # queries a tile
 
     @property
@@ -458,17 +465,40 @@ class BiasGradientConfig(Sm90Config):
         return MaskTile(self.tile_m, self.tile_n)
 
     @property
+    def parts_a_load(self) -> int:
+        """In which an operand is loaded: by so many CTAs of a cluster."""
+        return 2 if self.clustered else 1
+
+    @property
+    def stages(self) -> int:
+        """Pieces whose operands are in shared memory."""
+        return 2 if self._bytes(2, 1) <= _SHARED_MEMORY else 1
+
+    @property
+    def bias_stages(self) -> int:
+        """Pieces whose bias is."""
+        return 2 if self._bytes(self.stages, 2) <= _SHARED_MEMORY else 1
+
+    @property
     def bytes_shared(self) -> int:
-        """Of shared memory: Q, K, dO and V, the bias of a tile, and what its warps have summed over queries."""
+        """Of shared memory."""
+        return self._bytes(self.stages, self.bias_stages)
+
+    def _bytes(self, stages: int, bias_stages: int) -> int:
+        """Of Q, K, dO and V, the bias of a tile, and what its warps have summed over queries."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        return operands + self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n
+        return stages * operands + bias_stages * self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n
 
 
-def bias_gradient_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BiasGradientConfig:
+def bias_gradient_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, clustered: bool = False, split: bool = False
+) -> BiasGradientConfig:
     """The configuration that serves a call, from the features of its backward pass."""
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
     features = features.of_pass("bias_gradient")
     widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
-    tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m) for tile_n in widths)
-    return next(tile for tile in tiles if tile.bytes_shared <= _SHARED_MEMORY)
+    tiles = (
+        BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, clustered, split) for tile_n in widths
+    )
+    return next(tile for tile in tiles if tile._bytes(1, 1) <= _SHARED_MEMORY)

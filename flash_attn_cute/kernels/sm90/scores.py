@@ -225,9 +225,7 @@ class SharedTransposed:
     Of 16-bit or wider numbers, rows 8 apart lie alike within vectors of 16 bytes.
     """
 
-    def __init__(
-        self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_key: Int32, cS: cute.Tensor
-    ):
+    def __init__(self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_key: Int32, cS: cute.Tensor):
         """``first_key``: the warpgroup's, of the tile's."""
         coordinates = rows_and_columns(cS)
         key, query = first_key + coordinates[0, 0][0], coordinates[0, 0][1]

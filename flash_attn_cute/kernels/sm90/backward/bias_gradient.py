@@ -3,16 +3,22 @@
 A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of (the
 batch entries, heads, queries or keys over which the bias was broadcast), computes their gradients once more, from the
 lse and delta that the backward pass has left, sums them in registers and writes the tile once. So the sums are in
-float32, rounded once, and the same to the bit from run to run; memory is that of the result.
+float32, rounded once, and the same to the bit from run to run. Where a bias has fewer tiles than the GPU has SMs, a
+tile's pieces are split between CTAs, which leave float32 sums; a small kernel adds them up in their order.
+
+What limits it is how fast operands come from the L2 cache: 128 KB a piece at d = 128, twice what the tensor cores have
+time for. So where tiles have neighbours, of queries and of keys, four make a cluster (``_Cluster``) and share what they
+load. All four go through the same pieces, those that any of them sees.
 
 Roles:
     warpgroup 0         warp 0, producer: by TMA Q and K, then dO and V, of one piece after the other: a tile of scores.
                         Warps 1 to 3 copy its bias, unless that is strided.
     warpgroups 1, 2     mma, 64 queries each.
 
-Pipelines (``Ring`` of one stage; who fills -> who empties):
-    qk, dov    warp 0 and the bytes -> one arrival an mma warp. While one pair is multiplied, the other one is loaded.
-    bias       one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
+Pipelines (``Ring``; who fills -> who empties):
+    qk, dov    ``stages`` deep: warp 0, once, and the bytes, in clusters from three CTAs -> one arrival an mma warp of
+               all CTAs that the CTA loads for. Of one stage, one pair is loaded while the other is multiplied.
+    bias       ``bias_stages`` deep: one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
 skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
@@ -75,8 +81,41 @@ class _Piece:
     blind: Int32  # so many first queries are not in the workspace: they see no key
     window: Window
     seen: Boolean  # by some query
+    taken: Boolean  # by the cluster: seen, or a neighbour's is
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
     code: Int32 | None  # under a mask: where the bits are that say what is hidden
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A CTA's tile of the gradient, and its share of what that is the sum of."""
+
+    entry: Int32
+    block: Int32  # of queries
+    head: Int32
+    n_block: Int32
+    first: Int32  # piece
+    stop: Int32
+    rank: Int32 | int  # in the cluster
+
+
+class _Cluster:
+    """Two tiles of queries by two of keys: what a CTA loads, and who else gets it.
+
+    Each operand is loaded in two halves, by the two CTAs that need it, for both.
+    """
+
+    shape = (4, 1, 1)
+
+    @staticmethod
+    def half(rank: Int32, of_keys: bool) -> Int32:
+        """Which half of Q and dO, or of K and V, a CTA loads."""
+        return rank // 2 if of_keys else rank % 2
+
+    @staticmethod
+    def mask(rank: Int32, of_keys: bool) -> Int32:
+        """The CTAs that get it."""
+        return Int32(0b101) << rank % 2 if of_keys else Int32(0b11) << rank // 2 * 2
 
 
 class _Tables(NamedTuple):
@@ -101,28 +140,23 @@ class BiasGradientSm90:
         mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
         k_major = OperandMajorMode.K
         mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma = _Tma(
-            *(
-                make_row_tiles(load, x, swizzled(dtype, columns, (rows, columns)), (rows, columns), packed)
-                for x, rows, columns in (
-                    (mQ, c.tile_m, c.tile_d),
-                    (mK, c.tile_n, c.tile_d),
-                    (mdO, c.tile_m, c.tile_dv),
-                    (mV, c.tile_n, c.tile_dv),
-                )
-            )
-        )
-        elements = (c.tile_m + c.tile_n) * (c.tile_d + c.tile_dv)
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.clustered else cpasync.CopyBulkTensorTileG2SOp()
+        tma = []
+        for x, rows, columns in zip((mQ, mK, mdO, mV), *self._shapes(), strict=True):
+            layout, box = swizzled(dtype, columns, (rows, columns)), (rows // c.parts_a_load, columns)
+            half = cute.get(cute.zipped_divide(layout.outer, box), mode=[0])
+            layout = cute.make_composed_layout(layout.inner, 0, half)
+            tma.append(make_row_tiles(op, x, layout, box, packed))
+        elements = c.stages * (c.tile_m + c.tile_n) * (c.tile_d + c.tile_dv)
 
         @cute.struct
         class Storage:
-            qk_barriers: cute.struct.MemRange[Int64, 2]
-            dov_barriers: cute.struct.MemRange[Int64, 2]
-            bias_barriers: cute.struct.MemRange[Int64, 2]
+            qk_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+            bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * c.bias_pitch], 128]
+            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.tile_m * c.bias_pitch], 128]
 
         self.Storage = Storage
         numbers = a.numbers
@@ -134,10 +168,25 @@ class BiasGradientSm90:
             rows, blocks = Sharing.of(numbers).total, num_blocks(a.mMask, c.tile_n)
             tables = _Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
-        positions, heads, blocks = self._owners(a)
-        self.kernel(mma, tma, a, tables, stats, scales).launch(
-            grid=[positions * heads * blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        ctas = self._num_owners(a)
+        partial_sums = None
+        if const_expr(c.split):
+            shape = ctas * numbers.splits, c.tile_n // 8, 128 * _WARPGROUPS, 4
+            partial_sums = carved(a.mSums, {"": shape}, Float32)[""]
+        self.kernel(mma, _Tma(*tma), a, tables, stats, partial_sums, scales).launch(
+            grid=[ctas * numbers.splits, 1, 1],
+            block=[_THREADS, 1, 1],
+            cluster=_Cluster.shape if c.clustered else None,
+            stream=stream,
+            min_blocks_per_mp=1,
         )
+        if const_expr(c.split):
+            self.add_up(mma, a, partial_sums).launch(grid=[ctas, 1, 1], block=[128 * _WARPGROUPS, 1, 1], stream=stream)
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows and columns of a tile of Q, K, dO and V."""
+        c = self.config
+        return (c.tile_m, c.tile_n) * 2, (c.tile_d, c.tile_d, c.tile_dv, c.tile_dv)
 
     @cute.jit
     def queries_of(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
@@ -152,20 +201,48 @@ class BiasGradientSm90:
         return entries, blocks
 
     @cute.jit
-    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32]:
-        """Tiles of the gradient: over batch and queries, over heads, over keys."""
-        n = a.numbers
+    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
+        """Tiles of the gradient, or groups of them that are a cluster's: over batch, queries, heads and keys."""
+        c, n = self.config, a.numbers
         entries, blocks = self.queries_of(a)
-        positions = Int32(1) if n.sums_batch > 0 else entries
-        positions = positions if n.sums_queries > 0 else positions * blocks
-        return positions, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], self.config.tile_n)
+        entries = Int32(1) if n.sums_batch > 0 else entries
+        blocks = Int32(1) if n.sums_queries > 0 else blocks
+        n_blocks = cute.ceil_div(a.mdBias.shape[3], c.tile_n)
+        if const_expr(c.clustered):
+            blocks, n_blocks = cute.ceil_div(blocks, 2), cute.ceil_div(n_blocks, 2)
+        return entries, blocks, a.mdBias.shape[1], n_blocks
+
+    @cute.jit
+    def _num_owners(self, a: BiasGradientArguments) -> Int32:
+        """CTAs, but for splits."""
+        entries, blocks, heads, n_blocks = self._owners(a)
+        return entries * blocks * heads * n_blocks * (4 if const_expr(self.config.clustered) else 1)
+
+    @cute.jit
+    def _owner(self, a: BiasGradientArguments) -> _Owner:
+        """What this CTA has to do."""
+        index, _, _ = cute.arch.block_idx()
+        rank = 0
+        if const_expr(self.config.clustered):
+            index, rank = index // 4, index % 4
+        entries, blocks, heads, n_blocks = self._owners(a)
+        n_block, index = index % n_blocks, index // n_blocks
+        head, index = index % heads, index // heads
+        block, index = index % blocks, index // blocks
+        entry, split = index % entries, index // entries
+        if const_expr(self.config.clustered):
+            block, n_block = 2 * block + rank // 2, 2 * n_block + rank % 2
+        pieces, splits = self._num_pieces(a), a.numbers.splits
+        return _Owner(entry, block, head, n_block, pieces * split // splits, pieces * (split + 1) // splits, rank)
 
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
         """Pieces that a tile is the sum of."""
+        n = a.numbers
         entries, blocks = self.queries_of(a)
-        positions, heads, _ = self._owners(a)
-        return entries * blocks // positions * (a.mQ.shape[-2] // heads) * self._blocks_in(a)
+        pieces = a.mQ.shape[-2] // a.mdBias.shape[1] * self._blocks_in(a)
+        pieces *= entries if n.sums_batch > 0 else Int32(1)
+        return pieces * (blocks if n.sums_queries > 0 else Int32(1))
 
     @cute.jit
     def _blocks_in(self, a: BiasGradientArguments) -> Int32:
@@ -180,16 +257,17 @@ class BiasGradientSm90:
         a: BiasGradientArguments,
         tables: _Tables | None,
         mStats: cute.Tensor,
+        partial_sums: cute.Tensor | None,
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and barriers, then splits into roles."""
         c, dtype = self.config, self.dtype
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        qk, dov = Ring(storage.qk_barriers.data_ptr(), 1), Ring(storage.dov_barriers.data_ptr(), 1)
+        qk, dov = (Ring(x.data_ptr(), c.stages) for x in (storage.qk_barriers, storage.dov_barriers))
         bias = SharedBias(
             ScoreTensors.of(c.features, a),
-            Ring(storage.bias_barriers.data_ptr(), 1),
+            Ring(storage.bias_barriers.data_ptr(), c.bias_stages),
             storage.bias.data_ptr(),
             c.tile_m,
             c.bias_pitch,
@@ -201,15 +279,18 @@ class BiasGradientSm90:
                 cpasync.prefetch_descriptor(rows.atom)
             with cute.arch.elect_one():
                 for ring in (qk, dov):
-                    ring.init(full=1, empty=4 * _WARPGROUPS)
+                    ring.init(full=1, empty=4 * _WARPGROUPS * (3 if c.clustered else 1))
                 bias.ring.init(full=_LOADING_THREADS, empty=4 * _WARPGROUPS)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(c.clustered):
+            self._sync_cluster()  # the barriers of all stand
+        else:
+            cute.arch.sync_threads()
         operands, place = [], storage.operands.data_ptr()
-        for rows, columns in ((c.tile_m, c.tile_d), (c.tile_n, c.tile_d), (c.tile_m, c.tile_dv), (c.tile_n, c.tile_dv)):
-            layout = swizzled(dtype, columns, (rows, columns))
+        for rows, columns in zip(*self._shapes(), strict=True):
+            layout = swizzled(dtype, columns, (rows, columns, c.stages))
             operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer))
-            place = place + rows * columns
+            place = place + c.stages * rows * columns
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
@@ -219,36 +300,36 @@ class BiasGradientSm90:
         else:
             cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-            self.mma(a, tables, mma, mStats, scales, operands, qk, dov, bias, sums)
+            self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, bias, sums)
+        if const_expr(c.clustered):
+            self._sync_cluster()  # shared memory and barriers live until others write and arrive there no more
+
+    @staticmethod
+    def _sync_cluster() -> None:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
-    def _piece(self, a: BiasGradientArguments, tables: _Tables | None, i: Int32) -> _Piece:
+    def _piece(self, a: BiasGradientArguments, tables: _Tables | None, owner: _Owner, i: Int32) -> _Piece:
         """The i-th piece of this CTA's tile."""
         c, f, n = self.config, self.config.features, a.numbers
-        owner, _, _ = cute.arch.block_idx()
-        _, heads, blocks = self._owners(a)
-        heads_in, blocks_in = a.mQ.shape[-2] // heads, self._blocks_in(a)
-        n_block = owner % blocks + i % blocks_in
-        head = owner // blocks % heads + i // blocks_in % heads_in
-        owned, nth = owner // (blocks * heads), i // (blocks_in * heads_in)
+        heads_in, blocks_in = a.mQ.shape[-2] // a.mdBias.shape[1], self._blocks_in(a)
+        n_block, head = owner.n_block + i % blocks_in, owner.head + i // blocks_in % heads_in
+        nth = i // (blocks_in * heads_in)
         _, rows = self.queries_of(a)
         rows_in = rows if n.sums_queries > 0 else Int32(1)
-        rows_out = Int32(1) if n.sums_queries > 0 else rows
-        entry, block = owned // rows_out + nth // rows_in, owned % rows_out + nth % rows_in
+        entry, block = owner.entry + nth // rows_in, owner.block + nth % rows_in
         batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
         window = Window.of(f, a, q.length, k.length)
-        num_queries = cutlass.min(q.length - first_query, c.tile_m)
-        code = None
-        if const_expr(f.mask):
-            code = Int32(UNSEEN)
-            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
-                row = entry * rows + block if const_expr(f.packed) else block
-                code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
-            seen, hides = code != UNSEEN, num_queries < c.tile_m
-        else:
-            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
-            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
-            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
+        row = entry * rows + block if const_expr(f.packed) else block
+        seen, hides, code = self._looks(a, tables, q, k, window, first_query, batch, head, row, n_block)
+        taken = seen
+        if const_expr(c.clustered):
+            for other in cutlass.range_constexpr(1, 4):
+                down, right = block ^ (other // 2), n_block ^ (other % 2)
+                first = first_query + (down - block) * c.tile_m
+                sees, _, _ = self._looks(a, tables, q, k, window, first, batch, head, down, right)
+                taken = taken or sees
         return _Piece(
             head=head,
             batch=batch,
@@ -260,9 +341,37 @@ class BiasGradientSm90:
             blind=blind,
             window=window,
             seen=seen,
+            taken=taken,
             hides=hides,
             code=code,
         )
+
+    @cute.jit
+    def _looks(
+        self,
+        a: BiasGradientArguments,
+        tables: _Tables | None,
+        q: SeqRows,
+        k: SeqRows,
+        window: Window,
+        first_query: Int32,
+        batch: Int32 | int,
+        head: Int32,
+        row: Int32,
+        n_block: Int32,
+    ) -> tuple[Boolean, Boolean, Int32 | None]:
+        """Whether some query of a tile sees some key, whether any is hidden, and under a mask its code."""
+        c, num_queries, code = self.config, cutlass.min(q.length - first_query, self.config.tile_m), None
+        if const_expr(c.features.mask):
+            code = Int32(UNSEEN)
+            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
+                code = tables.mCodes[Sharing.of(a.numbers).number(batch, head, row), n_block]
+            return code != UNSEEN, num_queries < c.tile_m, code
+        else:
+            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
+            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
+            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
+            return seen, hides, code
 
     @cute.jit
     def sequence(
@@ -310,31 +419,49 @@ class BiasGradientSm90:
         """Warp 0: loads what the mma warpgroups multiply."""
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]
-        step = Int32(0)
-        for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, tables, i)
-            if p.seen:
-                start = p.q.start + p.first_query
-                stop = p.q.start + cutlass.min(p.first_query + c.tile_m, p.q.length)
-                start_k = p.k.start + p.first_key
-                stop_k = p.k.start + cutlass.min(p.first_key + c.tile_n, p.k.length)
+        step, owner = Int32(0), self._owner(a)
+        for i in cutlass.range(owner.first, owner.stop, unroll=1):
+            p = self._piece(a, tables, owner, i)
+            if p.taken:
                 for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
                     ring.wait_empty(step)  # from the mma warps: these operands are read no more
                     with cute.arch.elect_one():
                         num_bytes = 2 * (c.tile_m + c.tile_n) * columns
                         cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
-                    rows, keys = tma[2 * j], tma[2 * j + 1]
-                    rows.load(rows.at(start, stop, p.head, p.batch), operands[2 * j], ring.full(step))
-                    keys.load(keys.at(start_k, stop_k, p.head // group, p.batch), operands[2 * j + 1], ring.full(step))
+                    for of_keys, head in enumerate((p.head, p.head // group)):
+                        which = 2 * j + of_keys
+                        sX = operands[which][None, None, ring.stage(step)]
+                        self._load(tma[which], sX, p, head, owner.rank, ring.full(step), bool(of_keys))
                 step += 1
+
+    @cute.jit
+    def _load(
+        self,
+        t: RowTiles,
+        sX: cute.Tensor,
+        p: _Piece,
+        head: Int32,
+        rank: Int32 | int,
+        full: cute.Pointer,
+        of_keys: cutlass.Constexpr,
+    ) -> None:
+        """An operand of a piece; in clusters the CTA's half of it, for all that need it."""
+        rows, first = (p.k, p.first_key) if const_expr(of_keys) else (p.q, p.first_query)
+        half, mask = 0, None
+        if const_expr(self.config.clustered):
+            half, mask = _Cluster.half(rank, of_keys), _Cluster.mask(rank, of_keys)
+        first = first + half * t.tile_rows
+        stop = cutlass.max(cutlass.min(first + t.tile_rows, rows.length), first)
+        part = cute.local_tile(sX, (t.tile_rows, t.tile_columns), (half, 0))
+        t.load(t.at(rows.start + first, rows.start + stop, head, p.batch), part, full, mask)
 
     @cute.jit
     def bias_producer(self, a: BiasGradientArguments, tables: _Tables | None, shared: SharedBias) -> None:
         """Warps 1 to 3: the bias of one piece after the other."""
         c, thread = self.config, cute.arch.thread_idx()[0] - 32
-        step = Int32(0)
-        for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, tables, i)
+        step, owner = Int32(0), self._owner(a)
+        for i in cutlass.range(owner.first, owner.stop, unroll=1):
+            p = self._piece(a, tables, owner, i)
             if p.seen:
                 num_columns = cutlass.min(p.k.length - p.first_key, c.tile_n)
                 shared.load(step, self._rows(p), p.first_key, num_columns, thread)
@@ -352,6 +479,7 @@ class BiasGradientSm90:
         tables: _Tables | None,
         mma: cute.TiledMma,
         mStats: cute.Tensor,
+        partial_sums: cute.Tensor | None,
         scales: ScoreScales,
         operands: list[cute.Tensor],
         qk: Ring,
@@ -365,50 +493,106 @@ class BiasGradientSm90:
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         whole, own = mma.get_slice(0), mma.get_slice(thread)
         tQ, tK, tdO, tV = (
-            mma.make_fragment_A(whole.partition_A(cute.local_tile(x, (64, columns), (w, 0))))
+            mma.make_fragment_A(whole.partition_A(cute.local_tile(x, (64, columns, c.stages), (w, 0, 0))))
             if i % 2 == 0
             else mma.make_fragment_B(whole.partition_B(x))
-            for i, (x, columns) in enumerate(zip(operands, (c.tile_d, c.tile_d, c.tile_dv, c.tile_dv), strict=True))
+            for i, (x, columns) in enumerate(zip(operands, self._shapes()[1], strict=True))
         )
         acc_S = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
         acc_dP, acc_dB = cute.make_rmem_tensor_like(acc_S), cute.make_rmem_tensor_like(acc_S)
         cS = own.partition_C(cute.make_identity_tensor((64, c.tile_n)))
         coordinates = rows_and_columns(cS)
         acc_dB.fill(0.0)
-        step = Int32(0)
-        for i in cutlass.range(self._num_pieces(a), unroll=1):
-            p = self._piece(a, tables, i)
-            if p.seen:
-                place = Place(
-                    rows=p.q,
-                    columns=p.k,
-                    head=p.head,
-                    batch=p.batch,
-                    first_row=p.first_query + 64 * w,
-                    first_column=p.first_key,
-                    window=p.window,
-                )
+        step, bias_step, owner = Int32(0), Int32(0), self._owner(a)
+        for i in cutlass.range(owner.first, owner.stop, unroll=1):
+            p = self._piece(a, tables, owner, i)
+            if p.taken:
+                words = None
                 if const_expr(f.mask):
                     words = bits_of(tables.mBits, p.code, w, thread)
+                stage = qk.stage(step)
                 qk.wait_full(step)  # from warp 0
-                gemm(mma, acc_S, tQ, tK, True)
+                gemm(mma, acc_S, tQ[None, None, None, stage], tK[None, None, None, stage], True)
                 dov.wait_full(step)  # from warp 0
-                gemm(mma, acc_dP, tdO, tV, True)
+                gemm(mma, acc_dP, tdO[None, None, None, stage], tV[None, None, None, stage], True)
                 warpgroup.wait_group(1)
-                qk.release(step)  # to warp 0
-                if const_expr(f.softcap):
-                    cap(acc_S, scales.tanh)
-                add_bias_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
-                if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-                    if p.code >= 0:
-                        hide_by_bits(acc_S, words, hidden(scales.log2))
-                if p.hides:
-                    hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
+                self._release(qk, step, owner.rank)  # to warp 0
+                if p.seen:
+                    place = Place(
+                        rows=p.q,
+                        columns=p.k,
+                        head=p.head,
+                        batch=p.batch,
+                        first_row=p.first_query + 64 * w,
+                        first_column=p.first_key,
+                        window=p.window,
+                    )
+                    self._score(acc_S, cS, scales, shared, bias_step, p, place, w, words)
+                    bias_step += 1
                 warpgroup.wait_group(0)
-                dov.release(step)  # to warp 0
-                self._add(acc_S, acc_dP, acc_dB, mStats, p, place.first_row, coordinates, scales)
+                self._release(dov, step, owner.rank)  # to warp 0
+                if p.seen:
+                    self._add(acc_S, acc_dP, acc_dB, mStats, p, p.first_query + 64 * w, coordinates, scales)
                 step += 1
-        self._write(a, tables, acc_dB, coordinates, w, sums)
+        if const_expr(c.split):
+            index, _, _ = cute.arch.block_idx()
+            part = partial_sums[index, None, cute.arch.thread_idx()[0] - 128, None]
+            numbers = cute.make_tensor(acc_dB.iterator, cute.make_layout((c.tile_n // 8, 4), stride=(4, 1)))
+            for i in cutlass.range_constexpr(c.tile_n // 8):
+                cute.autovec_copy(numbers[i, None], part[i, None])
+        else:
+            self._write(a, owner, acc_dB, coordinates, cute.arch.thread_idx()[0] - 128, sums)
+
+    @cute.jit
+    def _score(
+        self,
+        acc_S: cute.Tensor,
+        cS: cute.Tensor,
+        scales: ScoreScales,
+        shared: SharedBias,
+        step: Int32,
+        p: _Piece,
+        place: Place,
+        w: Int32,
+        words: cute.Tensor | None,
+    ) -> None:
+        """Products to scores, but for their factor."""
+        f = self.config.features
+        if const_expr(f.softcap):
+            cap(acc_S, scales.tanh)
+        add_bias_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
+        if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if p.code >= 0:
+                hide_by_bits(acc_S, words, hidden(scales.log2))
+        if p.hides:
+            hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
+
+    def _release(self, ring: Ring, step: Int32, rank: Int32 | int) -> None:
+        """By a warp: it has read a stage, which is filled by this CTA, or in a cluster by three of them."""
+        if const_expr(self.config.clustered):
+            ring.release_by_neighbours(step, rank)
+        else:
+            ring.release(step)
+
+    @cute.kernel
+    def add_up(self, mma: cute.TiledMma, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
+        """Sums of CTAs that share a tile, in their order, and writes it."""
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        own = mma.get_slice(thread % 128)
+        acc_dB = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
+        coordinates = rows_and_columns(own.partition_C(cute.make_identity_tensor((64, c.tile_n))))
+        acc_dB.fill(0.0)
+        numbers = cute.make_tensor(acc_dB.iterator, cute.make_layout((c.tile_n // 8, 4), stride=(4, 1)))
+        four = cute.make_rmem_tensor(4, Float32)
+        index, _, _ = cute.arch.block_idx()
+        for split in cutlass.range(a.numbers.splits, unroll=1):
+            part = partial_sums[split * cute.arch.grid_dim()[0] + index, None, thread, None]
+            for i in cutlass.range_constexpr(c.tile_n // 8):
+                cute.autovec_copy(part[i, None], four)
+                for j in cutlass.range_constexpr(4):
+                    numbers[i, j] = numbers[i, j] + four[j]
+        sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
+        self._write(a, self._owner(a), acc_dB, coordinates, thread, sums)
 
     @cute.jit
     def _add(
@@ -439,18 +623,18 @@ class BiasGradientSm90:
     def _write(
         self,
         a: BiasGradientArguments,
-        tables: _Tables | None,
+        owner: _Owner,
         acc_dB: cute.Tensor,
         coordinates: cute.Tensor,
-        w: Int32,
+        thread: Int32,
         sums: cute.Tensor,
     ) -> None:
-        """The tile, summed over its queries or keys if the bias was broadcast over them."""
+        """The tile, summed over its queries or keys if the bias was broadcast over them; by the threads of ``mma``."""
         c, n, mdBias = self.config, a.numbers, a.mdBias
         total = rows_and_columns(acc_dB)
         num_rows, num_columns = cute.size(total, mode=[0]), cute.size(total, mode=[1])
-        p = self._piece(a, tables, Int32(0))
-        lane = cute.arch.lane_idx()
+        batch, q, _, first_query, _, _ = self.sequence(a, owner.entry, owner.block)
+        lane, w = cute.arch.lane_idx(), thread // 128
         if n.sums_keys > 0:
             for r in cutlass.range_constexpr(num_rows):
                 row_sum = total[r, 0]
@@ -460,15 +644,16 @@ class BiasGradientSm90:
                 for j in cutlass.range_constexpr(2):
                     row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << j)
                 total[r, 0] = row_sum if lane % 4 == 0 else Float32(0.0)
-        entry, first_row, last_row = p.batch, p.first_query, p.q.slot
+        entry, first_row, last_row = batch, first_query, q.slot
         if const_expr(c.features.packed):
-            entry = p.q.start // n.rows_a_slot
-            offset = p.q.start - entry * n.rows_a_slot
+            entry = q.start // n.rows_a_slot
+            offset = q.start - entry * n.rows_a_slot
             first_row, last_row = first_row + offset, last_row + offset
         entry = entry if n.sums_batch == 0 else Int32(0)
-        first_column = p.first_key + coordinates[0, 0][1]
+        first_key = owner.n_block * c.tile_n
+        first_column = first_key + coordinates[0, 0][1]
         if n.sums_queries > 0:
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+            warp = thread // 32
             for i in cutlass.range_constexpr(num_columns):
                 column_sum = total[0, i]
                 for r in cutlass.range_constexpr(1, num_rows):
@@ -478,17 +663,17 @@ class BiasGradientSm90:
                 if lane < 4:
                     sums[coordinates[0, 0][1] + (i // 2 * 8 + i % 2), warp] = column_sum
             cute.arch.barrier(barrier_id=_BARRIER_SUMS, number_of_threads=128 * _WARPGROUPS)
-            column = cute.arch.thread_idx()[0] - 128
-            if column < c.tile_n and p.first_key + column < mdBias.shape[3]:
+            column = thread
+            if column < c.tile_n and first_key + column < mdBias.shape[3]:
                 column_sum = sums[column, 0]
                 for j in cutlass.range_constexpr(1, 4 * _WARPGROUPS):
                     column_sum += sums[column, j]
-                mdBias[entry, p.head, 0, p.first_key + column] = column_sum.to(mdBias.element_type)
+                mdBias[entry, owner.head, 0, first_key + column] = column_sum.to(mdBias.element_type)
         else:
             for r in cutlass.range_constexpr(num_rows):
                 row = first_row + 64 * w + coordinates[r, 0][0]
                 if row < last_row:
-                    gR = mdBias[entry, p.head, row, None]
+                    gR = mdBias[entry, owner.head, row, None]
                     for i in cutlass.range_constexpr(num_columns):
                         column = first_column + (i // 2 * 8 + i % 2)
                         if column < mdBias.shape[3]:

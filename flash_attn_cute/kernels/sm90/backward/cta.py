@@ -32,9 +32,9 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
     dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
                        (at once, if steps are not short)
-A bias comes through shared memory: warp 3 copies that of every step. A strided one a thread reads from global memory
-behind the start of S', into the registers that dP' would have, which so starts behind P'. Where every score has a bias
-of its own, dS' is its gradient, and is stored from registers.
+A bias comes through shared memory: warp 3 copies that of every step. A strided one, or one in float32 at d = 128, for
+which there is no room, threads read from global memory behind the start of S', into the registers that dP' would have,
+which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored from registers.
 
 Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``backward.lists``); with Q of a
 block warp 0 tells which one it is, and where the bits are that hide its scores (``common.block_lists``).
@@ -251,7 +251,9 @@ class BackwardCtaSm90:
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         wholes = _Mmas(*(mma.get_slice(0) for mma in mmas))
         parts_a_row = c.tile_d // c.columns_dQ
-        sK_part = cute.local_tile(shared.sK, (64, c.columns_dQ, self.warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0))
+        sK_part = cute.local_tile(
+            shared.sK, (64, c.columns_dQ, self.warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0)
+        )
         sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
         acc_S = cute.make_rmem_tensor(slices.S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
@@ -403,8 +405,8 @@ class BackwardCtaSm90:
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Any, ...] = ()
-        strided_bias = self.config.features.bias and self.config.features.strided_bias
-        if const_expr(strided_bias):
+        reads_bias = self.config.features.bias and not self.config.bias_pitch
+        if const_expr(reads_bias):
             # In the registers that dP would have.
             elements = (read_transposed(work.scores, self._place(work, walk, nth, m_block)),)
         else:
@@ -414,7 +416,7 @@ class BackwardCtaSm90:
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
-        warpgroup.wait_group(0 if strided_bias else 1)  # the scores are there
+        warpgroup.wait_group(0 if reads_bias else 1)  # the scores are there
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.wait_full(step)  # from warp 3
         hides = code >= 0 if const_expr(self.config.features.mask) else blocks.position_crosses_left(n)
@@ -432,7 +434,7 @@ class BackwardCtaSm90:
         )
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.release(step)  # to warp 3
-        if const_expr(strided_bias):
+        if const_expr(reads_bias):
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         self._read_stats(work, 1, stage)
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
