@@ -79,7 +79,7 @@ class Ring:
 
     @cute.jit
     def release_by_neighbours(self, step: Int32, rank: Int32) -> None:
-        """By a warp: it has read what it had to, in the eyes of its CTA and of those whose rank differs in a bit of two."""
+        """By a warp: it has read what it had to, in the eyes of its CTA and of those whose rank differs in one bit."""
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         if lane < 3:

@@ -300,7 +300,14 @@ class BackwardCtaConfig(BackwardConfig):
     @property
     def bias_stages(self) -> int:
         """Tiles of the bias in shared memory."""
-        return 1 if self.tile_d == 128 else 2
+        return 2 if self.bytes_shared(2) <= _SHARED_MEMORY else 1
+
+    def bytes_shared(self, bias_stages: int) -> int:
+        """Of shared memory: K and V, Q and dO, dS in two stages, dQ on its way out, and the bias."""
+        keys, queries = (self.k_stages + 1) * self.tile_n, 2 * self.stages * self.tile_m
+        sums = 2 * self.num_mma_warpgroups * 64 * self.columns_dQ
+        columns = (keys + queries) * self.tile_d + 2 * self.tile_n * self.tile_m + sums
+        return 2 * columns + bias_stages * self.tile_m * self.bias_pitch
 
     @property
     def k_stages(self) -> int:
@@ -485,9 +492,10 @@ class BiasGradientConfig(Sm90Config):
         return self._bytes(self.stages, self.bias_stages)
 
     def _bytes(self, stages: int, bias_stages: int) -> int:
-        """Of Q, K, dO and V, the bias of a tile, and what its warps have summed over queries."""
+        """Of Q, K, dO and V, the bias of a tile, its warps' sums over queries, and 4 KB that tell of pieces."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        return stages * operands + bias_stages * self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n
+        others = 4 * self.tile_m // 16 * self.tile_n + 4096
+        return stages * operands + bias_stages * self.tile_m * self.bias_pitch + others
 
 
 def bias_gradient_config(

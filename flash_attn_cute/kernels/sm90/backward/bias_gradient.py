@@ -11,11 +11,12 @@ time for. So where tiles have neighbours, of queries and of keys, four make a cl
 load. All four go through the same pieces, those that any of them sees.
 
 Roles:
-    warpgroup 0         warp 0, producer: by TMA Q and K, then dO and V, of one piece after the other: a tile of scores.
-                        Warps 1 to 3 copy its bias, unless that is strided.
+    warpgroup 0         warp 0, producer: finds out where pieces are, tiles of scores, a lane for each, and loads by TMA Q
+                        and K, then dO and V, of one after the other. Warps 1 to 3 copy their bias, unless it is strided.
     warpgroups 1, 2     mma, 64 queries each.
 
 Pipelines (``Ring``; who fills -> who empties):
+    pieces     2 stages, of 32 pieces each, what they are: warp 0 -> one arrival a warp that needs to know.
     qk, dov    ``stages`` deep: warp 0, once, and the bytes, in clusters from three CTAs -> one arrival an mma warp of
                all CTAs that the CTA loads for. Of one stage, one pair is loaded while the other is multiplied.
     bias       ``bias_stages`` deep: one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
@@ -55,6 +56,7 @@ from flash_attn_cute.kernels.sm90.shared import swizzled
 _WARPGROUPS = 2  # of mma
 _THREADS = 128 * (_WARPGROUPS + 1)
 _LOADING_THREADS = 96  # of warps 1 to 3
+_PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
@@ -79,11 +81,69 @@ class _Piece:
     first_key: Int32
     first_block: Int32  # of its sequence, in the workspace
     blind: Int32  # so many first queries are not in the workspace: they see no key
-    window: Window
     seen: Boolean  # by some query
     taken: Boolean  # by the cluster: seen, or a neighbour's is
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
-    code: Int32 | None  # under a mask: where the bits are that say what is hidden
+    code: Int32  # under a mask: where the bits are that say what is hidden
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory."""
+        flags = Int32(self.taken) | Int32(self.seen) << 1 | Int32(self.hides) << 2
+        where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.blind
+        rows = self.q.start, self.q.length, self.k.start, self.k.length
+        for i, value in enumerate((flags, self.code, *where, *rows)):
+            fields[i] = value
+
+    @staticmethod
+    def read(packed: bool, fields: cute.Tensor) -> "_Piece":
+        """From shared memory."""
+        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (fields[i] for i in range(12))
+        q_start, q_length, k_start, k_length = rows
+        return _Piece(
+            head=head,
+            batch=0 if packed else batch,
+            q=SeqRows(q_start, q_length),
+            k=SeqRows(k_start, k_length),
+            first_query=first_query,
+            first_key=first_key,
+            first_block=first_block,
+            blind=blind,
+            taken=flags & 1 != 0,
+            seen=flags & 2 != 0,
+            hides=flags & 4 != 0,
+            code=code,
+        )
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """All pieces of a CTA, as those who do not load learn of them: 32 at a time."""
+
+    ring: Ring
+    fields: cute.Tensor  # (field, piece of a stage, stage)
+    packed: cutlass.Constexpr
+
+    def tell(self, nth: Int32, piece: _Piece) -> None:
+        """By some lane of warp 0."""
+        piece.write(self.fields[None, nth % 32, self.ring.stage(nth // 32)])
+
+    @cute.jit
+    def learn(self, nth: Int32) -> _Piece:
+        """By a warp: the nth piece; the first of a batch when warp 0 has told of it."""
+        batch = nth // 32
+        if nth % 32 == 0:
+            self.ring.wait_full(batch)  # from warp 0
+        return self.told(nth)
+
+    def told(self, nth: Int32) -> _Piece:
+        """The nth piece, of which warp 0 has told."""
+        return _Piece.read(self.packed, self.fields[None, nth % 32, self.ring.stage(nth // 32)])
+
+    @cute.jit
+    def forget(self, nth: Int32) -> None:
+        """By a warp, behind the nth piece: with the last of a batch others may come."""
+        if nth % 32 == 31:
+            self.ring.release(nth // 32)  # to warp 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +214,8 @@ class BiasGradientSm90:
             qk_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages]
+            piece_barriers: cute.struct.MemRange[Int64, 4]
+            pieces: cute.struct.MemRange[Int32, _PIECE_FIELDS * 32 * 2]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
             bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.tile_m * c.bias_pitch], 128]
@@ -274,10 +336,16 @@ class BiasGradientSm90:
             _LOADING_THREADS,
             c.features.paired_bias,
         )
+        pieces = _Pieces(
+            Ring(storage.piece_barriers.data_ptr(), 2),
+            storage.pieces.get_tensor(cute.make_layout((_PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * _PIECE_FIELDS))),
+            c.features.packed,
+        )
         if warp_idx == 0:
             for rows in tma:
                 cpasync.prefetch_descriptor(rows.atom)
             with cute.arch.elect_one():
+                pieces.ring.init(full=1, empty=4 * _WARPGROUPS + (3 if c.bias_pitch else 0))
                 for ring in (qk, dov):
                     ring.init(full=1, empty=4 * _WARPGROUPS * (3 if c.clustered else 1))
                 bias.ring.init(full=_LOADING_THREADS, empty=4 * _WARPGROUPS)
@@ -294,13 +362,13 @@ class BiasGradientSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
-                self.producer(a, tables, tma, operands, qk, dov)
+                self.producer(a, tables, tma, operands, qk, dov, pieces)
             elif const_expr(c.bias_pitch):
-                self.bias_producer(a, tables, bias)
+                self.bias_producer(a, pieces, bias)
         else:
             cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-            self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, bias, sums)
+            self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
         if const_expr(c.clustered):
             self._sync_cluster()  # shared memory and barriers live until others write and arrive there no more
 
@@ -339,7 +407,6 @@ class BiasGradientSm90:
             first_key=n_block * c.tile_n,
             first_block=first_block,
             blind=blind,
-            window=window,
             seen=seen,
             taken=taken,
             hides=hides,
@@ -359,11 +426,10 @@ class BiasGradientSm90:
         head: Int32,
         row: Int32,
         n_block: Int32,
-    ) -> tuple[Boolean, Boolean, Int32 | None]:
+    ) -> tuple[Boolean, Boolean, Int32]:
         """Whether some query of a tile sees some key, whether any is hidden, and under a mask its code."""
-        c, num_queries, code = self.config, cutlass.min(q.length - first_query, self.config.tile_m), None
+        c, num_queries, code = self.config, cutlass.min(q.length - first_query, self.config.tile_m), Int32(UNSEEN)
         if const_expr(c.features.mask):
-            code = Int32(UNSEEN)
             if num_queries > 0 and n_block < tables.mCodes.shape[1]:
                 code = tables.mCodes[Sharing.of(a.numbers).number(batch, head, row), n_block]
             return code != UNSEEN, num_queries < c.tile_m, code
@@ -415,13 +481,25 @@ class BiasGradientSm90:
         operands: list[cute.Tensor],
         qk: Ring,
         dov: Ring,
+        pieces: _Pieces,
     ) -> None:
-        """Warp 0: loads what the mma warpgroups multiply."""
+        """Warp 0: tells of pieces, and loads what the mma warpgroups multiply."""
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]
         step, owner = Int32(0), self._owner(a)
-        for i in cutlass.range(owner.first, owner.stop, unroll=1):
-            p = self._piece(a, tables, owner, i)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            if i % 32 == 0:
+                pieces.ring.wait_empty(i // 32)  # from all others
+                if const_expr(c.features.packed):
+                    # One after the other: to find out whose rows they are takes the whole warp.
+                    for j in cutlass.range(cutlass.min(owner.stop - owner.first - i, 32), unroll=1):
+                        pieces.tell(i + j, self._piece(a, tables, owner, owner.first + i + j))
+                else:
+                    # Behind the last one stands any.
+                    j = cute.arch.lane_idx()
+                    pieces.tell(i + j, self._piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
+                pieces.ring.arrive(i // 32)  # to all others
+            p = pieces.told(i)
             if p.taken:
                 for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
                     ring.wait_empty(step)  # from the mma warps: these operands are read no more
@@ -456,16 +534,17 @@ class BiasGradientSm90:
         t.load(t.at(rows.start + first, rows.start + stop, head, p.batch), part, full, mask)
 
     @cute.jit
-    def bias_producer(self, a: BiasGradientArguments, tables: _Tables | None, shared: SharedBias) -> None:
+    def bias_producer(self, a: BiasGradientArguments, pieces: _Pieces, shared: SharedBias) -> None:
         """Warps 1 to 3: the bias of one piece after the other."""
         c, thread = self.config, cute.arch.thread_idx()[0] - 32
         step, owner = Int32(0), self._owner(a)
-        for i in cutlass.range(owner.first, owner.stop, unroll=1):
-            p = self._piece(a, tables, owner, i)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            p = pieces.learn(i)
             if p.seen:
                 num_columns = cutlass.min(p.k.length - p.first_key, c.tile_n)
                 shared.load(step, self._rows(p), p.first_key, num_columns, thread)
                 step += 1
+            pieces.forget(i)
 
     def _rows(self, p: _Piece) -> RowsOfScores:
         """A piece's rows of the bias."""
@@ -484,6 +563,7 @@ class BiasGradientSm90:
         operands: list[cute.Tensor],
         qk: Ring,
         dov: Ring,
+        pieces: _Pieces,
         shared: SharedBias,
         sums: cute.Tensor,
     ) -> None:
@@ -504,9 +584,11 @@ class BiasGradientSm90:
         coordinates = rows_and_columns(cS)
         acc_dB.fill(0.0)
         step, bias_step, owner = Int32(0), Int32(0), self._owner(a)
-        for i in cutlass.range(owner.first, owner.stop, unroll=1):
-            p = self._piece(a, tables, owner, i)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            p = pieces.learn(i)
             if p.taken:
+                # Ahead of time, as both take long to come.
+                stats = self._stats(mStats, p, p.first_query + 64 * w, coordinates)
                 words = None
                 if const_expr(f.mask):
                     words = bits_of(tables.mBits, p.code, w, thread)
@@ -525,15 +607,16 @@ class BiasGradientSm90:
                         batch=p.batch,
                         first_row=p.first_query + 64 * w,
                         first_column=p.first_key,
-                        window=p.window,
+                        window=Window.of(f, a, p.q.length, p.k.length),
                     )
                     self._score(acc_S, cS, scales, shared, bias_step, p, place, w, words)
                     bias_step += 1
                 warpgroup.wait_group(0)
                 self._release(dov, step, owner.rank)  # to warp 0
                 if p.seen:
-                    self._add(acc_S, acc_dP, acc_dB, mStats, p, p.first_query + 64 * w, coordinates, scales)
+                    self._add(acc_S, acc_dP, acc_dB, stats, scales)
                 step += 1
+            pieces.forget(i)
         if const_expr(c.split):
             index, _, _ = cute.arch.block_idx()
             part = partial_sums[index, None, cute.arch.thread_idx()[0] - 128, None]
@@ -595,24 +678,25 @@ class BiasGradientSm90:
         self._write(a, self._owner(a), acc_dB, coordinates, thread, sums)
 
     @cute.jit
+    def _stats(self, mStats: cute.Tensor, p: _Piece, first_row: Int32, coordinates: cute.Tensor) -> cute.Tensor:
+        """(row, lse and delta) of this thread's rows of a piece."""
+        stats = cute.make_rmem_tensor((cute.size(coordinates, mode=[0]), 2), Float32)
+        for r in cutlass.range_constexpr(cute.size(stats, mode=[0])):
+            # Of rows behind the sequence those of its last one: their scores are hidden, like those of blind ones.
+            row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.blind, 0)
+            block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
+            for which in cutlass.range_constexpr(2):
+                stats[r, which] = mStats[which, p.head, block, within]
+        return stats
+
+    @cute.jit
     def _add(
-        self,
-        acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
-        acc_dB: cute.Tensor,
-        mStats: cute.Tensor,
-        p: _Piece,
-        first_row: Int32,
-        coordinates: cute.Tensor,
-        scales: ScoreScales,
+        self, acc_S: cute.Tensor, acc_dP: cute.Tensor, acc_dB: cute.Tensor, stats: cute.Tensor, scales: ScoreScales
     ) -> None:
         """Adds the gradients of a piece's scores."""
         scores, grads, total = (rows_and_columns(x) for x in (acc_S, acc_dP, acc_dB))
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            # Of rows behind the sequence those of its last one: their scores are hidden, like those of blind ones.
-            row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.blind, 0)
-            block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
-            lse, delta = (mStats[which, p.head, block, within] for which in range(2))
+            lse, delta = stats[r, 0], stats[r, 1]
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 weight = weight_of(scores[r, i], lse, scales, has_bias=True)
                 # Padding may have put NaN into gradients of weights that are none.
