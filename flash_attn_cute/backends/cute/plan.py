@@ -217,13 +217,10 @@ def plan_bias_gradient(
         entries, blocks = shapes.q[0], -(-shapes.q[-3] // config.tile_m)
     sums_batch, sums_queries, sums_keys = (bias_shape[i] == 1 for i in (0, 2, 3))
     n_blocks = -(-bias_shape[3] // config.tile_n)
-    # Neighbours share what they load, where there are some: of packed tiles nobody knows whose sequences they are of.
-    clustered = not (shapes.packed or sums_queries or sums_keys) and min(blocks, n_blocks) > 1
-    by_queries, by_keys = (-(-n // 2) * 2 if clustered else n for n in (blocks, n_blocks))
-    owners = (1 if sums_batch else entries) * (1 if sums_queries else by_queries) * bias_shape[1] * by_keys
+    owners = (1 if sums_batch else entries) * (1 if sums_queries else blocks) * bias_shape[1] * n_blocks
     pieces = spec.nheads // bias_shape[1] * (entries if sums_batch else 1) * (blocks if sums_queries else 1)
     splits = _splits(owners, pieces, num_sms)
-    config = configure(*given, clustered=clustered, split=splits > 1)
+    config = configure(*given, split=splits > 1)
     rows = entries * blocks if shapes.packed else blocks
     sharing = _sharing(spec, shapes, spec.nheads, rows)
     numbers = BiasGradientNumbers(

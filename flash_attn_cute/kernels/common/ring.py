@@ -76,11 +76,3 @@ class Ring:
         lane = cute.arch.lane_idx()
         if lane < 2:
             cute.arch.mbarrier_arrive(self._empty(step), lane)
-
-    @cute.jit
-    def release_by_neighbours(self, step: Int32, rank: Int32) -> None:
-        """By a warp: it has read what it had to, in the eyes of its CTA and of those whose rank differs in one bit."""
-        cute.arch.sync_warp()
-        lane = cute.arch.lane_idx()
-        if lane < 3:
-            cute.arch.mbarrier_arrive(self._empty(step), rank ^ lane)

@@ -457,7 +457,6 @@ class BiasGradientConfig(Sm90Config):
     tile_dv: int  # columns of v
     tile_n: int  # keys a tile
     stats_m: int  # queries a block of lse and delta, as the backward pass leaves them
-    clustered: bool  # CTAs of neighbouring tiles share what they load
     split: bool  # several CTAs share a tile
     tile_m: ClassVar[int] = 128  # queries a tile
 
@@ -472,41 +471,28 @@ class BiasGradientConfig(Sm90Config):
         return MaskTile(self.tile_m, self.tile_n)
 
     @property
-    def parts_a_load(self) -> int:
-        """In which an operand is loaded: by so many CTAs of a cluster."""
-        return 2 if self.clustered else 1
-
-    @property
     def stages(self) -> int:
         """Pieces whose operands are in shared memory."""
-        return 2 if self._bytes(2, 1) <= _SHARED_MEMORY else 1
-
-    @property
-    def bias_stages(self) -> int:
-        """Pieces whose bias is."""
-        return 2 if self._bytes(self.stages, 2) <= _SHARED_MEMORY else 1
+        return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
 
     @property
     def bytes_shared(self) -> int:
         """Of shared memory."""
-        return self._bytes(self.stages, self.bias_stages)
+        return self._bytes(self.stages)
 
-    def _bytes(self, stages: int, bias_stages: int) -> int:
+    def _bytes(self, stages: int) -> int:
         """Of Q, K, dO and V, the bias of a tile, its warps' sums over queries, and 4 KB that tell of pieces."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        others = 4 * self.tile_m // 16 * self.tile_n + 4096
-        return stages * operands + bias_stages * self.tile_m * self.bias_pitch + others
+        return stages * operands + self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n + 4096
 
 
 def bias_gradient_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, clustered: bool = False, split: bool = False
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, split: bool = False
 ) -> BiasGradientConfig:
     """The configuration that serves a call, from the features of its backward pass."""
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
     features = features.of_pass("bias_gradient")
     widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
-    tiles = (
-        BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, clustered, split) for tile_n in widths
-    )
-    return next(tile for tile in tiles if tile._bytes(1, 1) <= _SHARED_MEMORY)
+    tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in widths)
+    return next(tile for tile in tiles if tile._bytes(1) <= _SHARED_MEMORY)

@@ -7,19 +7,19 @@ float32, rounded once, and the same to the bit from run to run. Where a bias has
 tile's pieces are split between CTAs, which leave float32 sums; a small kernel adds them up in their order.
 
 What limits it is how fast operands come from the L2 cache: 128 KB a piece at d = 128, twice what the tensor cores have
-time for. So where tiles have neighbours, of queries and of keys, four make a cluster (``_Cluster``) and share what they
-load. All four go through the same pieces, those that any of them sees.
+time for. The bias is the same for all pieces of a tile, and copied once.
 
 Roles:
-    warpgroup 0         warp 0, producer: finds out where pieces are, tiles of scores, a lane for each, and loads by TMA Q
-                        and K, then dO and V, of one after the other. Warps 1 to 3 copy their bias, unless it is strided.
+    warpgroup 0         warp 0, producer: finds out where pieces are, tiles of scores, a lane for each, and loads by TMA
+                        Q and K, then dO and V, of one after the other. Warps 1 to 3 copy the tile's bias, unless it is
+                        strided.
     warpgroups 1, 2     mma, 64 queries each.
 
 Pipelines (``Ring``; who fills -> who empties):
     pieces     2 stages, of 32 pieces each, what they are: warp 0 -> one arrival a warp that needs to know.
-    qk, dov    ``stages`` deep: warp 0, once, and the bytes, in clusters from three CTAs -> one arrival an mma warp of
-               all CTAs that the CTA loads for. Of one stage, one pair is loaded while the other is multiplied.
-    bias       ``bias_stages`` deep: one arrival a thread of warps 1 to 3 -> one arrival an mma warp.
+    qk, dov    ``stages`` deep: warp 0 and the bytes -> one arrival an mma warp. Of one stage, one pair is loaded while
+               the other is multiplied.
+    bias       once: one arrival a thread of warps 1 to 3 -> the mma warps.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
 skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
@@ -50,7 +50,7 @@ from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permut
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
+from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, add_bias, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
@@ -82,13 +82,12 @@ class _Piece:
     first_block: Int32  # of its sequence, in the workspace
     blind: Int32  # so many first queries are not in the workspace: they see no key
     seen: Boolean  # by some query
-    taken: Boolean  # by the cluster: seen, or a neighbour's is
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
     code: Int32  # under a mask: where the bits are that say what is hidden
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory."""
-        flags = Int32(self.taken) | Int32(self.seen) << 1 | Int32(self.hides) << 2
+        flags = Int32(self.seen) | Int32(self.hides) << 1
         where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.blind
         rows = self.q.start, self.q.length, self.k.start, self.k.length
         for i, value in enumerate((flags, self.code, *where, *rows)):
@@ -108,9 +107,8 @@ class _Piece:
             first_key=first_key,
             first_block=first_block,
             blind=blind,
-            taken=flags & 1 != 0,
-            seen=flags & 2 != 0,
-            hides=flags & 4 != 0,
+            seen=flags & 1 != 0,
+            hides=flags & 2 != 0,
             code=code,
         )
 
@@ -156,26 +154,6 @@ class _Owner:
     n_block: Int32
     first: Int32  # piece
     stop: Int32
-    rank: Int32 | int  # in the cluster
-
-
-class _Cluster:
-    """Two tiles of queries by two of keys: what a CTA loads, and who else gets it.
-
-    Each operand is loaded in two halves, by the two CTAs that need it, for both.
-    """
-
-    shape = (4, 1, 1)
-
-    @staticmethod
-    def half(rank: Int32, of_keys: bool) -> Int32:
-        """Which half of Q and dO, or of K and V, a CTA loads."""
-        return rank // 2 if of_keys else rank % 2
-
-    @staticmethod
-    def mask(rank: Int32, of_keys: bool) -> Int32:
-        """The CTAs that get it."""
-        return Int32(0b101) << rank % 2 if of_keys else Int32(0b11) << rank // 2 * 2
 
 
 class _Tables(NamedTuple):
@@ -200,25 +178,25 @@ class BiasGradientSm90:
         mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
         k_major = OperandMajorMode.K
         mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.clustered else cpasync.CopyBulkTensorTileG2SOp()
-        tma = []
-        for x, rows, columns in zip((mQ, mK, mdO, mV), *self._shapes(), strict=True):
-            layout, box = swizzled(dtype, columns, (rows, columns)), (rows // c.parts_a_load, columns)
-            half = cute.get(cute.zipped_divide(layout.outer, box), mode=[0])
-            layout = cute.make_composed_layout(layout.inner, 0, half)
-            tma.append(make_row_tiles(op, x, layout, box, packed))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma = _Tma(
+            *(
+                make_row_tiles(load, x, swizzled(dtype, columns, (rows, columns)), (rows, columns), packed)
+                for x, rows, columns in zip((mQ, mK, mdO, mV), *self._shapes(), strict=True)
+            )
+        )
         elements = c.stages * (c.tile_m + c.tile_n) * (c.tile_d + c.tile_dv)
 
         @cute.struct
         class Storage:
             qk_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages]
+            bias_barriers: cute.struct.MemRange[Int64, 2]
             piece_barriers: cute.struct.MemRange[Int64, 4]
             pieces: cute.struct.MemRange[Int32, _PIECE_FIELDS * 32 * 2]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.tile_m * c.bias_pitch], 128]
+            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * c.bias_pitch], 128]
 
         self.Storage = Storage
         numbers = a.numbers
@@ -235,10 +213,9 @@ class BiasGradientSm90:
         if const_expr(c.split):
             shape = ctas * numbers.splits, c.tile_n // 8, 128 * _WARPGROUPS, 4
             partial_sums = carved(a.mSums, {"": shape}, Float32)[""]
-        self.kernel(mma, _Tma(*tma), a, tables, stats, partial_sums, scales).launch(
+        self.kernel(mma, tma, a, tables, stats, partial_sums, scales).launch(
             grid=[ctas * numbers.splits, 1, 1],
             block=[_THREADS, 1, 1],
-            cluster=_Cluster.shape if c.clustered else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -264,38 +241,30 @@ class BiasGradientSm90:
 
     @cute.jit
     def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
-        """Tiles of the gradient, or groups of them that are a cluster's: over batch, queries, heads and keys."""
+        """Tiles of the gradient: over batch, queries, heads and keys."""
         c, n = self.config, a.numbers
         entries, blocks = self.queries_of(a)
         entries = Int32(1) if n.sums_batch > 0 else entries
         blocks = Int32(1) if n.sums_queries > 0 else blocks
-        n_blocks = cute.ceil_div(a.mdBias.shape[3], c.tile_n)
-        if const_expr(c.clustered):
-            blocks, n_blocks = cute.ceil_div(blocks, 2), cute.ceil_div(n_blocks, 2)
-        return entries, blocks, a.mdBias.shape[1], n_blocks
+        return entries, blocks, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], c.tile_n)
 
     @cute.jit
     def _num_owners(self, a: BiasGradientArguments) -> Int32:
         """CTAs, but for splits."""
         entries, blocks, heads, n_blocks = self._owners(a)
-        return entries * blocks * heads * n_blocks * (4 if const_expr(self.config.clustered) else 1)
+        return entries * blocks * heads * n_blocks
 
     @cute.jit
     def _owner(self, a: BiasGradientArguments) -> _Owner:
         """What this CTA has to do."""
         index, _, _ = cute.arch.block_idx()
-        rank = 0
-        if const_expr(self.config.clustered):
-            index, rank = index // 4, index % 4
         entries, blocks, heads, n_blocks = self._owners(a)
         n_block, index = index % n_blocks, index // n_blocks
         head, index = index % heads, index // heads
         block, index = index % blocks, index // blocks
         entry, split = index % entries, index // entries
-        if const_expr(self.config.clustered):
-            block, n_block = 2 * block + rank // 2, 2 * n_block + rank % 2
         pieces, splits = self._num_pieces(a), a.numbers.splits
-        return _Owner(entry, block, head, n_block, pieces * split // splits, pieces * (split + 1) // splits, rank)
+        return _Owner(entry, block, head, n_block, pieces * split // splits, pieces * (split + 1) // splits)
 
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
@@ -329,7 +298,7 @@ class BiasGradientSm90:
         qk, dov = (Ring(x.data_ptr(), c.stages) for x in (storage.qk_barriers, storage.dov_barriers))
         bias = SharedBias(
             ScoreTensors.of(c.features, a),
-            Ring(storage.bias_barriers.data_ptr(), c.bias_stages),
+            Ring(storage.bias_barriers.data_ptr(), 1),
             storage.bias.data_ptr(),
             c.tile_m,
             c.bias_pitch,
@@ -345,15 +314,12 @@ class BiasGradientSm90:
             for rows in tma:
                 cpasync.prefetch_descriptor(rows.atom)
             with cute.arch.elect_one():
-                pieces.ring.init(full=1, empty=4 * _WARPGROUPS + (3 if c.bias_pitch else 0))
+                pieces.ring.init(full=1, empty=4 * _WARPGROUPS)
                 for ring in (qk, dov):
-                    ring.init(full=1, empty=4 * _WARPGROUPS * (3 if c.clustered else 1))
+                    ring.init(full=1, empty=4 * _WARPGROUPS)
                 bias.ring.init(full=_LOADING_THREADS, empty=4 * _WARPGROUPS)
         cute.arch.mbarrier_init_fence()
-        if const_expr(c.clustered):
-            self._sync_cluster()  # the barriers of all stand
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         operands, place = [], storage.operands.data_ptr()
         for rows, columns in zip(*self._shapes(), strict=True):
             layout = swizzled(dtype, columns, (rows, columns, c.stages))
@@ -364,18 +330,11 @@ class BiasGradientSm90:
             if warp_idx == 0:
                 self.producer(a, tables, tma, operands, qk, dov, pieces)
             elif const_expr(c.bias_pitch):
-                self.bias_producer(a, pieces, bias)
+                self.bias_producer(a, bias)
         else:
             cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
             self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
-        if const_expr(c.clustered):
-            self._sync_cluster()  # shared memory and barriers live until others write and arrive there no more
-
-    @staticmethod
-    def _sync_cluster() -> None:
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
 
     @cute.jit
     def _piece(self, a: BiasGradientArguments, tables: _Tables | None, owner: _Owner, i: Int32) -> _Piece:
@@ -390,14 +349,15 @@ class BiasGradientSm90:
         batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
         window = Window.of(f, a, q.length, k.length)
         row = entry * rows + block if const_expr(f.packed) else block
-        seen, hides, code = self._looks(a, tables, q, k, window, first_query, batch, head, row, n_block)
-        taken = seen
-        if const_expr(c.clustered):
-            for other in cutlass.range_constexpr(1, 4):
-                down, right = block ^ (other // 2), n_block ^ (other % 2)
-                first = first_query + (down - block) * c.tile_m
-                sees, _, _ = self._looks(a, tables, q, k, window, first, batch, head, down, right)
-                taken = taken or sees
+        num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(UNSEEN)
+        if const_expr(f.mask):
+            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
+                code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
+            seen, hides = code != UNSEEN, num_queries < c.tile_m
+        else:
+            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
+            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
+            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
         return _Piece(
             head=head,
             batch=batch,
@@ -408,36 +368,9 @@ class BiasGradientSm90:
             first_block=first_block,
             blind=blind,
             seen=seen,
-            taken=taken,
             hides=hides,
             code=code,
         )
-
-    @cute.jit
-    def _looks(
-        self,
-        a: BiasGradientArguments,
-        tables: _Tables | None,
-        q: SeqRows,
-        k: SeqRows,
-        window: Window,
-        first_query: Int32,
-        batch: Int32 | int,
-        head: Int32,
-        row: Int32,
-        n_block: Int32,
-    ) -> tuple[Boolean, Boolean, Int32]:
-        """Whether some query of a tile sees some key, whether any is hidden, and under a mask its code."""
-        c, num_queries, code = self.config, cutlass.min(q.length - first_query, self.config.tile_m), Int32(UNSEEN)
-        if const_expr(c.features.mask):
-            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
-                code = tables.mCodes[Sharing.of(a.numbers).number(batch, head, row), n_block]
-            return code != UNSEEN, num_queries < c.tile_m, code
-        else:
-            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
-            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
-            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
-            return seen, hides, code
 
     @cute.jit
     def sequence(
@@ -500,56 +433,40 @@ class BiasGradientSm90:
                     pieces.tell(i + j, self._piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
                 pieces.ring.arrive(i // 32)  # to all others
             p = pieces.told(i)
-            if p.taken:
+            if p.seen:
                 for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
                     ring.wait_empty(step)  # from the mma warps: these operands are read no more
                     with cute.arch.elect_one():
                         num_bytes = 2 * (c.tile_m + c.tile_n) * columns
                         cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
-                    for of_keys, head in enumerate((p.head, p.head // group)):
-                        which = 2 * j + of_keys
-                        sX = operands[which][None, None, ring.stage(step)]
-                        self._load(tma[which], sX, p, head, owner.rank, ring.full(step), bool(of_keys))
+                    stage = ring.stage(step)
+                    for t, sX, head, rows, first in (
+                        (tma[2 * j], operands[2 * j], p.head, p.q, p.first_query),
+                        (tma[2 * j + 1], operands[2 * j + 1], p.head // group, p.k, p.first_key),
+                    ):
+                        stop = rows.start + cutlass.min(first + t.tile_rows, rows.length)
+                        gX = t.at(rows.start + first, stop, head, p.batch)
+                        t.load(gX, sX[None, None, stage], ring.full(step))
                 step += 1
 
     @cute.jit
-    def _load(
-        self,
-        t: RowTiles,
-        sX: cute.Tensor,
-        p: _Piece,
-        head: Int32,
-        rank: Int32 | int,
-        full: cute.Pointer,
-        of_keys: cutlass.Constexpr,
-    ) -> None:
-        """An operand of a piece; in clusters the CTA's half of it, for all that need it."""
-        rows, first = (p.k, p.first_key) if const_expr(of_keys) else (p.q, p.first_query)
-        half, mask = 0, None
-        if const_expr(self.config.clustered):
-            half, mask = _Cluster.half(rank, of_keys), _Cluster.mask(rank, of_keys)
-        first = first + half * t.tile_rows
-        stop = cutlass.max(cutlass.min(first + t.tile_rows, rows.length), first)
-        part = cute.local_tile(sX, (t.tile_rows, t.tile_columns), (half, 0))
-        t.load(t.at(rows.start + first, rows.start + stop, head, p.batch), part, full, mask)
+    def bias_producer(self, a: BiasGradientArguments, shared: SharedBias) -> None:
+        """Warps 1 to 3: the tile's bias. All pieces have the same, as it is broadcast over what they differ in."""
+        owner = self._owner(a)
+        num_columns = cutlass.min(a.mBias.shape[3] - owner.n_block * self.config.tile_n, self.config.tile_n)
+        rows = self._rows(a, owner)
+        shared.load(Int32(0), rows, owner.n_block * self.config.tile_n, num_columns, cute.arch.thread_idx()[0] - 32)
 
     @cute.jit
-    def bias_producer(self, a: BiasGradientArguments, pieces: _Pieces, shared: SharedBias) -> None:
-        """Warps 1 to 3: the bias of one piece after the other."""
-        c, thread = self.config, cute.arch.thread_idx()[0] - 32
-        step, owner = Int32(0), self._owner(a)
-        for i in cutlass.range(owner.stop - owner.first, unroll=1):
-            p = pieces.learn(i)
-            if p.seen:
-                num_columns = cutlass.min(p.k.length - p.first_key, c.tile_n)
-                shared.load(step, self._rows(p), p.first_key, num_columns, thread)
-                step += 1
-            pieces.forget(i)
-
-    def _rows(self, p: _Piece) -> RowsOfScores:
-        """A piece's rows of the bias."""
-        num_rows = cutlass.min(p.q.length - p.first_query, self.config.tile_m)
-        return RowsOfScores(p.q, p.batch, p.head, p.first_query, num_rows, 1)
+    def _rows(self, a: BiasGradientArguments, owner: _Owner) -> RowsOfScores:
+        """The tile's rows of the bias: all that its sequence owns."""
+        batch, q, _, first_query, _, _ = self.sequence(a, owner.entry, owner.block)
+        num_rows = cutlass.min(q.slot - first_query, self.config.tile_m)
+        if a.numbers.sums_queries > 0:  # one for all queries, whatever sequence the first tile is of
+            num_rows = Int32(1)
+            if a.numbers.entries == 0:
+                q, first_query = SeqRows(Int32(0), q.length, q.slot), Int32(0)
+        return RowsOfScores(q, batch, owner.head, first_query, num_rows, 1)
 
     @cute.jit
     def mma(
@@ -583,10 +500,13 @@ class BiasGradientSm90:
         cS = own.partition_C(cute.make_identity_tensor((64, c.tile_n)))
         coordinates = rows_and_columns(cS)
         acc_dB.fill(0.0)
-        step, bias_step, owner = Int32(0), Int32(0), self._owner(a)
+        step, owner = Int32(0), self._owner(a)
+        rows = self._rows(a, owner)
+        if const_expr(c.bias_pitch):
+            shared.ring.wait_full(Int32(0))  # from warps 1 to 3
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
             p = pieces.learn(i)
-            if p.taken:
+            if p.seen:
                 # Ahead of time, as both take long to come.
                 stats = self._stats(mStats, p, p.first_query + 64 * w, coordinates)
                 words = None
@@ -598,23 +518,30 @@ class BiasGradientSm90:
                 dov.wait_full(step)  # from warp 0
                 gemm(mma, acc_dP, tdO[None, None, None, stage], tV[None, None, None, stage], True)
                 warpgroup.wait_group(1)
-                self._release(qk, step, owner.rank)  # to warp 0
-                if p.seen:
-                    place = Place(
-                        rows=p.q,
-                        columns=p.k,
-                        head=p.head,
-                        batch=p.batch,
-                        first_row=p.first_query + 64 * w,
-                        first_column=p.first_key,
-                        window=Window.of(f, a, p.q.length, p.k.length),
-                    )
-                    self._score(acc_S, cS, scales, shared, bias_step, p, place, w, words)
-                    bias_step += 1
+                qk.release(step)  # to warp 0
+                place = Place(
+                    rows=p.q,
+                    columns=p.k,
+                    head=p.head,
+                    batch=p.batch,
+                    first_row=p.first_query + 64 * w,
+                    first_column=p.first_key,
+                    window=Window.of(f, a, p.q.length, p.k.length),
+                )
+                if const_expr(f.softcap):
+                    cap(acc_S, scales.tanh)
+                if const_expr(c.bias_pitch):
+                    add_bias(acc_S, scales, SharedElements(shared, Int32(0), rows, 64 * w, coordinates))
+                else:
+                    add_bias(acc_S, scales, Elements(shared.tensors, place, coordinates, 1, True))
+                if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                    if p.code >= 0:
+                        hide_by_bits(acc_S, words, hidden(scales.log2))
+                if p.hides:
+                    hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
                 warpgroup.wait_group(0)
-                self._release(dov, step, owner.rank)  # to warp 0
-                if p.seen:
-                    self._add(acc_S, acc_dP, acc_dB, stats, scales)
+                dov.release(step)  # to warp 0
+                self._add(acc_S, acc_dP, acc_dB, stats, scales)
                 step += 1
             pieces.forget(i)
         if const_expr(c.split):
@@ -625,37 +552,6 @@ class BiasGradientSm90:
                 cute.autovec_copy(numbers[i, None], part[i, None])
         else:
             self._write(a, owner, acc_dB, coordinates, cute.arch.thread_idx()[0] - 128, sums)
-
-    @cute.jit
-    def _score(
-        self,
-        acc_S: cute.Tensor,
-        cS: cute.Tensor,
-        scales: ScoreScales,
-        shared: SharedBias,
-        step: Int32,
-        p: _Piece,
-        place: Place,
-        w: Int32,
-        words: cute.Tensor | None,
-    ) -> None:
-        """Products to scores, but for their factor."""
-        f = self.config.features
-        if const_expr(f.softcap):
-            cap(acc_S, scales.tanh)
-        add_bias_rows(acc_S, cS, scales, shared, step, self._rows(p), place, 64 * w, True)
-        if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-            if p.code >= 0:
-                hide_by_bits(acc_S, words, hidden(scales.log2))
-        if p.hides:
-            hide(acc_S, cS, scales.log2, place, Edges(left=f.left, right=True), hides_rows=True)
-
-    def _release(self, ring: Ring, step: Int32, rank: Int32 | int) -> None:
-        """By a warp: it has read a stage, which is filled by this CTA, or in a cluster by three of them."""
-        if const_expr(self.config.clustered):
-            ring.release_by_neighbours(step, rank)
-        else:
-            ring.release(step)
 
     @cute.kernel
     def add_up(self, mma: cute.TiledMma, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
