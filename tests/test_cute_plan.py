@@ -12,7 +12,7 @@ from flash_attn_cute.backends.cute.plan import Shapes, features_of, plan_backwar
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, bias_gradient_config, forward_config
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, bias_gradient_config, forward_config
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 SM90 = ARCHITECTURES["sm90"]
@@ -183,7 +183,10 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
         assert blocks >= sum(-(-length // rows) for length in lengths)
 
 
-@pytest.mark.parametrize("flags", ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_bias"])
+@pytest.mark.parametrize(
+    "flags",
+    ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_bias", "bias uniform_bias float32_bias"],
+)
 def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
     """Of every pair of head dimensions; a launch that asks for more than a CTA can have fails when it is made."""
     for d, d_v in itertools.product(HEAD_DIMS, repeat=2):
@@ -192,5 +195,8 @@ def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
             forward = forward_config("bfloat16", d, d_v, features)
             assert forward._bytes(forward.tile_stages, forward.bias_stages) <= 224 * 1024, forward
             assert forward.tile_n % 16 == 0
+            backward = backward_config("bfloat16", d, d_v, features)
+            if backward.ctas_a_tile == 1:
+                assert backward.bytes_shared(backward.bias_stages) <= 224 * 1024, backward
             if features.bias:
                 assert bias_gradient_config("bfloat16", d, d_v, features).bytes_shared <= 224 * 1024

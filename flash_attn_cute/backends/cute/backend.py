@@ -459,6 +459,7 @@ def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacke
     assert some is not None
     strided = bias is not None and bias.stride(-1) != 1
     paired = bias is not None and not strided and _is_paired(bias)
+    uniform = bias is not None and bias.stride(-2) == 0
     own_gradients = False
     if bias is not None and wanted is not None:
         # Packed to the kernels, entries of the batch have no tiles of queries in common, and zeros between them.
@@ -471,7 +472,7 @@ def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacke
             size > 1 and step != 0 for size, step in zip(mask.shape[:3], mask.stride(), strict=False)
         )
         varies = batch, heads, queries
-    return plan.ScoreLayout(some.shape[2], is_float32, strided, paired, own_gradients, keys, varies)
+    return plan.ScoreLayout(some.shape[2], is_float32, strided, paired, uniform, own_gradients, keys, varies)
 
 
 def _is_paired(x: Tensor) -> bool:

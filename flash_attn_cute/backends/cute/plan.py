@@ -42,6 +42,7 @@ class ScoreLayout(NamedTuple):
     float32_bias: bool = False
     strided_bias: bool = False  # its keys do not follow each other in memory
     paired_bias: bool = False  # two of an even key and the next lie in one aligned word
+    uniform_bias: bool = False  # the same for all queries
     own_gradients: bool = False  # the bias has a gradient, and an element for every score of its own
     mask_keys: int = 1  # of the mask; at least 1
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
@@ -102,6 +103,8 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),
         float32_bias=scores.float32_bias,
+        uniform_mask=spec.has_mask and not scores.mask_varies[2] and not _has_window(spec),
+        uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
@@ -258,8 +261,11 @@ def _sharing(spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int) -> t
     by_batch, by_head, by_query = shapes.scores.mask_varies
     if shapes.packed:
         return 1, heads if by_head else 1, tiles_q
-    has_window = spec.window_left is not None or spec.window_right is not None
-    return shapes.q[0] if by_batch else 1, heads if by_head else 1, tiles_q if by_query or has_window else 1
+    return shapes.q[0] if by_batch else 1, heads if by_head else 1, tiles_q if by_query or _has_window(spec) else 1
+
+
+def _has_window(spec: AttentionSpec) -> bool:
+    return spec.window_left is not None or spec.window_right is not None
 
 
 def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:

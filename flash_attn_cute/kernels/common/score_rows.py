@@ -3,8 +3,7 @@
 Copies that pass the registers by move vectors of 16 bytes. So a row of a tile is copied from the vector that its first
 element is in, and lies in shared memory as many bytes behind a vector's start as it does in global memory: those who
 read compute these bytes from the row's address, as those who copy do. What is copied beside the row is in vectors that
-hold some of it, so it is in memory that the tensor has a part of. Of a tensor that is the same for all queries one row
-is copied, and read for all.
+hold some of it, so it is in memory that the tensor has a part of.
 
 Rows that are not real, and columns behind the last key, are not copied: anything may stand in their places.
 """
@@ -55,6 +54,7 @@ class SharedBias:
     pitch: cutlass.Constexpr  # from row to row; 0 if it does not come through shared memory
     threads: cutlass.Constexpr  # that load
     paired: cutlass.Constexpr  # whether two elements from an even column on lie in an aligned word
+    uniform: cutlass.Constexpr  # whether it is the same for all queries: one row is copied, and read for all
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
@@ -62,7 +62,8 @@ class SharedBias:
         self.ring.wait_empty(step)  # from the mma warps
         mX = self.tensors.bias
         gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
-        num_rows, num_bytes = self._num_rows(rows), num_columns * (mX.element_type.width // 8)
+        num_rows = Int32(1) if const_expr(self.uniform and rows.heads_a_row == 1) else rows.num * rows.heads_a_row
+        num_bytes = num_columns * (mX.element_type.width // 8)
         # Rows that are a multiple of eight apart begin alike within a vector: from one to the next by addition.
         apart = at_once if const_expr(at_once % 8 == 0) else 2 * at_once
         assert apart % 8 == 0
@@ -86,14 +87,6 @@ class SharedBias:
                 source, target = source + between, target + apart * self.pitch
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
-    @cute.jit
-    def _num_rows(self, rows: RowsOfScores) -> Int32:
-        """How many rows of a tile are copied."""
-        num_rows = rows.num * rows.heads_a_row
-        if const_expr(rows.heads_a_row == 1):
-            num_rows = Int32(1) if self.tensors.bias.stride[2] == 0 else num_rows
-        return num_rows
-
     def _tile(self, step: Int32) -> Int32:
         """Where a tile is in shared memory."""
         return Int32(self.place.toint()) + self.ring.stage(step) * (self.tile_rows * self.pitch)
@@ -112,15 +105,13 @@ class SharedBias:
         mX = self.tensors.bias
         size = mX.element_type.width // 8
         gX = self.tensors.of_sequence(mX, rows.q, rows.batch)
+        row = Int32(0) if const_expr(self.uniform and rows.heads_a_row == 1) else row
         shift = Int32(rows.of(gX, row).iterator.toint() & (VECTOR - 1))
-        pitch = Int32(self.pitch)
-        if const_expr(rows.heads_a_row == 1):
-            pitch = Int32(0) if mX.stride[2] == 0 else pitch
         pointer: Any = cute.make_ptr(
             mX.element_type,
-            self._tile(step) + shift + column * size + row * pitch,
+            self._tile(step) + shift + column * size + row * self.pitch,
             cute.AddressSpace.smem,
             assumed_align=2 * size if self.paired else size,
         )
-        apart = 8 * pitch // size
+        apart = 0 if const_expr(self.uniform) else 8 * self.pitch // size
         return cute.make_tensor(pointer, cute.make_layout((8, self.pitch // size), stride=(apart, 1)))

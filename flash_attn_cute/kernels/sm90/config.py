@@ -90,6 +90,11 @@ class ForwardConfig(Sm90Config):
         return bias_pitch(self.features, self.tile_n)
 
     @property
+    def bias_rows(self) -> int:
+        """Of a tile of the bias in shared memory."""
+        return 1 if self.features.uniform_bias and self.group == 1 else self.tile_m
+
+    @property
     def bias_stages(self) -> int:
         """Tiles of the bias in flight: two if a CTA that works on one tile has room for them."""
         return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
@@ -99,7 +104,7 @@ class ForwardConfig(Sm90Config):
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
-        return 2 * rows + bias_stages * self.tile_m * self.bias_pitch
+        return 2 * rows + bias_stages * self.bias_rows * self.bias_pitch
 
     @property
     def mask_tile(self) -> MaskTile:
@@ -154,11 +159,11 @@ _FORWARD_TILES = (
     _ForwardTile(96, Case(), 128, 128, 2),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
     _ForwardTile(128, Case(without="left right softcap mask"), 192, 80, 2),
+    _ForwardTile(128, Case("uniform_mask", without="softcap bias"), 192, 80, 2),
     _ForwardTile(128, Case("strided_bias"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
     _ForwardTile(128, Case("bias"), 128, 128, 2),
-    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills, and
-    _ForwardTile(128, Case("mask"), 128, 128, 2),  # here too
+    _ForwardTile(128, Case("left softcap"), 128, 128, 2),  # Q in registers spills
     _ForwardTile(128, Case(), 128, 128, 2, q_in_registers=True),  # 1 %; other head dimensions lack the registers
     _ForwardTile(192, Case("strided_bias"), 128, 48, 2),
     _ForwardTile(192, Case("float32_bias"), 128, 64, 2),
@@ -294,8 +299,13 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def bias_pitch(self) -> int:
-        """As in ``ForwardConfig``; at d = 128 there is no room for float32."""
+        """As in ``ForwardConfig``; at d = 128 there is no room for float32, but for a row."""
         return _backward_bias_pitch(self.tile_d, self.features)
+
+    @property
+    def bias_rows(self) -> int:
+        """As in ``ForwardConfig``."""
+        return 1 if self.features.uniform_bias else self.tile_m
 
     @property
     def bias_stages(self) -> int:
@@ -307,12 +317,12 @@ class BackwardCtaConfig(BackwardConfig):
         keys, queries = (self.k_stages + 1) * self.tile_n, 2 * self.stages * self.tile_m
         sums = 2 * self.num_mma_warpgroups * 64 * self.columns_dQ
         columns = (keys + queries) * self.tile_d + 2 * self.tile_n * self.tile_m + sums
-        return 2 * columns + bias_stages * self.tile_m * self.bias_pitch
+        return 2 * columns + bias_stages * self.bias_rows * self.bias_pitch
 
     @property
     def k_stages(self) -> int:
         """Tiles of K in shared memory: one, where a bias leaves no room for two."""
-        return 1 if self.tile_d == 128 and self.bias_pitch else 2
+        return 1 if self.tile_d == 128 and self.bias_pitch and self.bias_rows > 1 else 2
 
     @property
     def columns_dQ(self) -> int:
@@ -336,7 +346,9 @@ class BackwardCtaConfig(BackwardConfig):
 
 
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:
-    return 0 if tile_d == 128 and features.float32_bias else bias_pitch(features, BackwardConfig.tile_n)
+    if tile_d == 128 and features.float32_bias and not features.uniform_bias:
+        return 0
+    return bias_pitch(features, BackwardConfig.tile_n)
 
 
 # Packed sequences and grouped heads lose by it.
@@ -366,7 +378,8 @@ _BACKWARD_TILES = (
     _BackwardTile(64, Case(), 128, 16, True),
     _BackwardTile(96, Case(), 64, 16, True, (40, 232)),
     _BackwardTile(128, Case("strided_bias"), 64, 16, True),
-    _BackwardTile(128, Case("float32_bias"), 64, 16, True),
+    _BackwardTile(128, Case("float32_bias", without="uniform_bias"), 64, 16, True),
+    _BackwardTile(128, Case("uniform_bias"), 64, 16, True),
     _BackwardTile(128, Case("bias"), 64, 16, False),  # where there is but one K, steps of tiles do not overlap
     _BackwardTile(128, Case(without="right grouped"), 64, 64, True),
     _BackwardTile(128, Case(), 64, 16, True),
@@ -442,8 +455,9 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
         return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
     row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     features = replace(features, deterministic=True)
-    # Who copies a bias, or looks after the lists of several heads, has more to keep.
-    is_busy = _backward_bias_pitch(tile_d, features) > 0 or (features.mask and features.grouped)
+    # Who copies rows of a bias, or looks after the lists of several heads, has more to keep.
+    copies = _backward_bias_pitch(tile_d, features) > 0 and not features.uniform_bias
+    is_busy = copies or (features.mask and features.grouped)
     registers = (40, 232) if is_busy else row.registers
     return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers)
 
@@ -466,6 +480,11 @@ class BiasGradientConfig(Sm90Config):
         return bias_pitch(self.features, self.tile_n)
 
     @property
+    def bias_rows(self) -> int:
+        """As in ``ForwardConfig``."""
+        return 1 if self.features.uniform_bias else self.tile_m
+
+    @property
     def mask_tile(self) -> MaskTile:
         """How a mask is cut."""
         return MaskTile(self.tile_m, self.tile_n)
@@ -483,7 +502,7 @@ class BiasGradientConfig(Sm90Config):
     def _bytes(self, stages: int) -> int:
         """Of Q, K, dO and V, the bias of a tile, its warps' sums over queries, and 4 KB that tell of pieces."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
-        return stages * operands + self.tile_m * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n + 4096
+        return stages * operands + self.bias_rows * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n + 4096
 
 
 def bias_gradient_config(

@@ -160,7 +160,7 @@ class ForwardSm90:
         c, dtype = self.config, self.dtype
         assert c.tile_dv <= c.tile_d
         elements_O = cute.cosize(layouts.sO) if c.persistent else 0
-        bytes_of_bias = c.bias_stages * c.tile_m * c.bias_pitch
+        bytes_of_bias = c.bias_stages * c.bias_rows * c.bias_pitch
 
         @cute.struct
         class Storage:
@@ -278,10 +278,11 @@ class ForwardSm90:
                 ScoreTensors.of(c.features, arguments),
                 bias,
                 storage.bias.data_ptr(),
-                c.tile_m,
+                c.bias_rows,
                 c.bias_pitch,
                 _LOADING_THREADS,
                 c.features.paired_bias,
+                c.features.uniform_bias,
             ),
         )
         if warp_idx < 4:

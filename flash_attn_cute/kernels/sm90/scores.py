@@ -80,11 +80,12 @@ class SharedElements:
             shared.row(step, rows, first_row + coordinates[r, 0][0], coordinates[0, 0][1])
             for r in range(cute.size(coordinates, mode=[0]))
         ]
-        self.paired = shared.paired
+        self.paired, self.uniform = shared.paired, shared.uniform and rows.heads_a_row == 1
         self.pairs: dict[tuple[int, int], cute.Tensor] = {}
 
     def __call__(self, r: int, c: int) -> Any:
         """The element of row r and column c."""
+        r = 0 if self.uniform else r  # one read serves both rows
         row = self.rows[r]
         if not self.paired:
             return row[c // 2 * 8 + c % 2]
@@ -231,11 +232,11 @@ class SharedTransposed:
         key, query = first_key + coordinates[0, 0][0], coordinates[0, 0][1]
         self.columns = range(cute.size(coordinates, mode=[1]))
         # A row of the tile, and eight further on the next that this thread reads: as one tensor.
-        self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(2)]
+        self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(1 if shared.uniform else 2)]
 
     def __call__(self, r: int, c: int) -> Any:
         """The element of row r and column c."""
-        return self.pairs[c % 2][c // 2, 8 * r]
+        return self.pairs[c % len(self.pairs)][c // 2, 8 * r]
 
 
 @cute.jit

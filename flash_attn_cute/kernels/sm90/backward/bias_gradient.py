@@ -196,7 +196,7 @@ class BiasGradientSm90:
             pieces: cute.struct.MemRange[Int32, _PIECE_FIELDS * 32 * 2]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.tile_m * c.bias_pitch], 128]
+            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_rows * c.bias_pitch], 128]
 
         self.Storage = Storage
         numbers = a.numbers
@@ -300,10 +300,11 @@ class BiasGradientSm90:
             ScoreTensors.of(c.features, a),
             Ring(storage.bias_barriers.data_ptr(), 1),
             storage.bias.data_ptr(),
-            c.tile_m,
+            c.bias_rows,
             c.bias_pitch,
             _LOADING_THREADS,
             c.features.paired_bias,
+            c.features.uniform_bias,
         )
         pieces = _Pieces(
             Ring(storage.piece_barriers.data_ptr(), 2),

@@ -176,10 +176,11 @@ class BackwardCtaSm90:
             ScoreTensors.of(c.features, a),
             Ring(storage.bias_barriers.data_ptr(), c.bias_stages),
             storage.bias.data_ptr(),
-            c.tile_m,
+            c.bias_rows,
             c.bias_pitch,
             32,
             paired=False,
+            uniform=c.features.uniform_bias,
         )
         mma_warps = 4 * self.warpgroups
         if warp_idx == 0:

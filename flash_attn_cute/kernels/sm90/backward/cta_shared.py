@@ -77,7 +77,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
         step_fields: cute.struct.MemRange[Int32, num_step_fields(c) * STEP_STAGES]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
-        bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.tile_m * c.bias_pitch], 128]
+        bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.bias_rows * c.bias_pitch], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
