@@ -197,19 +197,19 @@ def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]
 
 
 @pytest.mark.parametrize(
-    ("layout", "strided", "paired"),
+    ("layout", "strided", "paired", "uniform"),
     [
-        (lambda x: x, False, True),
-        (lambda x: x.mT.contiguous().mT, True, False),
-        (lambda x: x[..., 1:], False, False),  # odd addresses
-        (lambda x: x[..., 1:, :-1], False, False),  # odd rows
-        (lambda x: x[:1, :, :1], False, False),  # rows behind the only one are odd
-        (lambda x: x[..., :1].expand(-1, -1, -1, 90), True, False),
+        (lambda x: x, False, True, False),
+        (lambda x: x.mT.contiguous().mT, True, False, False),
+        (lambda x: x[..., 1:], False, False, False),  # odd addresses
+        (lambda x: x[..., 1:, :-1], False, False, False),  # odd rows
+        (lambda x: x[:1, :, :1], False, False, True),  # rows behind the only one are odd
+        (lambda x: x[..., :1].expand(-1, -1, -1, 90), True, False, False),
     ],
     ids=["contiguous", "transposed", "address", "rows", "one row", "expanded"],
 )
 def test_layout_of_a_bias(
-    layout: Callable[[Tensor], Tensor], strided: bool, paired: bool, launches: list[Launched]
+    layout: Callable[[Tensor], Tensor], strided: bool, paired: bool, uniform: bool, launches: list[Launched]
 ) -> None:
     odd = paired is False and not strided
     whole = torch.ones(2, 8, 71, 91 if odd else 90, dtype=torch.bfloat16)
@@ -219,7 +219,7 @@ def test_layout_of_a_bias(
     spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
     CuteBackend(ARCHITECTURES["sm90"]).forward(spec, inputs)
     features = launches[0].config.features
-    assert (features.strided_bias, features.paired_bias) == (strided, paired)
+    assert (features.strided_bias, features.paired_bias, features.uniform_bias) == (strided, paired, uniform)
     assert launches[0].arguments.mBias.data_ptr() == bias.data_ptr()
 
 
@@ -241,6 +241,7 @@ def test_lists_of_a_mask(shape: tuple[int, ...], lists: int, causal: bool, launc
         tiles = -(-rows // launched.config.mask_tile.queries)
         assert numbers.lists_batch * numbers.lists_heads * numbers.lists_tiles == lists * tiles
         assert not features.right
+        assert features.uniform_mask == (launched.config.pass_name == "forward" and rows == 1)
         assert launched.arguments.mMask.data_ptr() == mask.data_ptr()
 
 

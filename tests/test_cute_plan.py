@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute.backends.cute.plan import Shapes, features_of, plan_backward, plan_forward
+from flash_attn_cute.backends.cute.plan import Shapes, _splits, features_of, plan_backward, plan_forward
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, backward_config, bias_gradient_config, forward_config
+from flash_attn_cute.kernels.sm90.config import (
+    HEAD_DIMS,
+    BackwardCtaConfig,
+    backward_config,
+    bias_gradient_config,
+    forward_config,
+)
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 SM90 = ARCHITECTURES["sm90"]
@@ -63,7 +69,7 @@ def test_a_pass_forgets_what_it_does_not_read() -> None:
     everything = Features(**dict.fromkeys((f.name for f in dataclasses.fields(Features)), True))
     forward, backward = (everything.of_pass(direction) for direction in ("forward", "backward"))
     assert forward == dataclasses.replace(everything, dbias=False, dlse=False, grouped=False, deterministic=False)
-    assert backward == dataclasses.replace(everything, sink=False)
+    assert backward == dataclasses.replace(everything, sink=False, uniform_mask=False)
 
 
 def test_cases() -> None:
@@ -196,7 +202,16 @@ def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
             assert forward._bytes(forward.tile_stages, forward.bias_stages) <= 224 * 1024, forward
             assert forward.tile_n % 16 == 0
             backward = backward_config("bfloat16", d, d_v, features)
-            if backward.ctas_a_tile == 1:
-                assert backward.bytes_shared(backward.bias_stages) <= 224 * 1024, backward
+            if isinstance(backward, BackwardCtaConfig):
+                assert backward.bytes_shared(backward.bias_stages) <= 225 * 1024, backward
             if features.bias:
                 assert bias_gradient_config("bfloat16", d, d_v, features).bytes_shared <= 224 * 1024
+
+
+@pytest.mark.parametrize(
+    ("owners", "pieces", "splits"),
+    [(64, 512, 2), (16, 512, 8), (20, 64, 13), (64, 3, 1), (128, 512, 1), (1024, 512, 1)],
+)
+def test_ctas_that_share_a_tile_of_a_gradient(owners: int, pieces: int, splits: int) -> None:
+    """As many as fill the SMs, of which each gets two at most."""
+    assert _splits(owners, pieces, 132) == splits

@@ -247,11 +247,14 @@ def plan_bias_gradient(
 
 
 def _splits(owners: int, pieces: int, num_sms: int) -> int:
-    """How many CTAs share the pieces of a tile: where there are few tiles, as many as make the most of the SMs."""
-    best, best_time = 1, 1.0 * -(-owners // num_sms)
-    for splits in range(2, min(_MAX_SPLITS, pieces // 2) + 1):
+    """How many CTAs share the pieces of a tile: where tiles are few, as many as make the most of the SMs.
+
+    Each leaves 64 KB of sums, so there are at most two an SM.
+    """
+    best, best_time = 1, float(-(-owners // num_sms))
+    for splits in range(2, min(_MAX_SPLITS, pieces // 2, 2 * num_sms // owners) + 1):
         time = -(-owners * splits // num_sms) / splits
-        if owners < num_sms and time < 0.95 * best_time:
+        if time < 0.95 * best_time:
             best, best_time = splits, time
     return best
 
