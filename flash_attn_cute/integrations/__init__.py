@@ -1,6 +1,7 @@
 """Calls as other libraries write them, served by ``flash_attn_cute``: change an import, keep the call.
 
 - ``integrations.flash_attn``: the functions of flash-attn 2, and keywords of flash-attn 3.
+- ``integrations.bert_padding``: flash-attn's helpers for padded batches.
 - ``integrations.sdpa``: ``torch.nn.functional.scaled_dot_product_attention``.
 - ``integrations.varlen``: ``torch.nn.attention.varlen.varlen_attn``, which torchtitan calls, too.
 - ``integrations.transformer_engine``: Transformer Engine's ``thd`` format.
