@@ -12,7 +12,7 @@ ROOT = Path(flash_attn_cute.__file__).parent
 
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
-    {"distributed", "integrations", "demo"},
+    {"distributed", "integrations", "profile", "demo"},
     {"api", "explanation", "padding"},
     {"validate", "plan", "ops", "nested"},
     {"dispatch"},

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Parts of the package that need more than it declares for all, by the extra that brings it.
 WITH_EXTRAS = {
     "demo": ROOT / "flash_attn_cute" / "demo.py",
+    "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
     "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
 }
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools"}
@@ -85,7 +86,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     for paths, extra, others in (
         (below, set(), set()),
         *(([path], extras[extra], set()) for extra, path in WITH_EXTRAS.items()),
-        (files("tests"), extras["test"], extras["bench"]),
+        (files("tests"), extras["test"], extras["bench"] | extras["profile"]),
         (files("benchmarks", "tools"), extras["bench"], set()),
     ):
         declared = (package if paths is below else extra) & unexplained
@@ -93,7 +94,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "transformers", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "profile", "transformers", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 
