@@ -56,7 +56,8 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flash_attn_cute::backward",
-    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool need_dbias, bool need_dsink, "
+    # What is needed are ints for DTensor's sake, which tells calls apart by what comes from the first int on.
+    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, int need_dbias, int need_dsink, "
     f"{_TENSORS}, {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
 )
 
@@ -75,6 +76,7 @@ def attention(
         raise NotImplementedError(_NO_TANGENTS)
     if watched:
         _tell_flop_counters()
+        inputs = _shard(inputs)
         run = _TransformedForward.apply if _is_transformed() else torch.ops.flash_attn_cute.forward
         result: tuple[Tensor, Tensor] = run(*_flatten(inputs, options, backend))
         return result
@@ -252,7 +254,8 @@ def _backward(
     need_dsink: bool,
     *call: Any,
 ) -> tuple[Tensor, ...]:
-    *grads, dbias, dsink = _run_backward(*_unpack(call), out, lse, dout, dlse, need_dbias, need_dsink)
+    needs = bool(need_dbias), bool(need_dsink)
+    *grads, dbias, dsink = _run_backward(*_unpack(call), out, lse, dout, dlse, *needs)
     absent = lse.new_empty(0)
     return *grads, absent if dbias is None else dbias, absent.clone() if dsink is None else dsink
 
@@ -311,6 +314,15 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("flash_attn_cute::backward", _refuse)
+
+
+def _shard(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs for operators that know how DTensors are sharded, if there could be DTensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return inputs
+    from flash_attn_cute import dtensor  # which takes long to import
+
+    return dtensor.alike(inputs)
 
 
 def _tell_flop_counters() -> None:

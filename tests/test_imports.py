@@ -14,7 +14,7 @@ ROOT = Path(flash_attn_cute.__file__).parent
 LEVELS = [
     {"distributed", "integrations", "profile", "demo"},
     {"api", "explanation", "padding"},
-    {"validate", "plan", "ops", "nested"},
+    {"validate", "plan", "ops", "nested", "dtensor"},
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
