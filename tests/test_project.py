@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Parts of the package that need more than it declares for all, by the extra that brings it.
+# Files that need more than is declared for all of their kind, by the extra that brings it.
 WITH_EXTRAS = {
     "demo": ROOT / "flash_attn_cute" / "demo.py",
+    "docs": ROOT / "tools" / "site.py",
     "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
     "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
 }
@@ -21,10 +22,13 @@ PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happ
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {
     "apache-tvm-ffi": "the DSL imports it to make kernels callable",
+    "mkdocs-material": "the theme in mkdocs.yml",
+    "mkdocstrings": "a plugin in mkdocs.yml",
     "mypy": "a command",
     "numpy": "torch warns without it",
     "pytest-xdist": "the option -n of pytest",
     "ruff": "a command",
+    "setuptools": "builds a wheel in a test",
     "types-tqdm": "mypy reads it",
 }
 # Calls that take the name of a module, and cope if it is missing.
@@ -94,7 +98,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "profile", "transformers", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "docs", "profile", "transformers", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 
