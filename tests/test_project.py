@@ -92,13 +92,14 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         *(([path], extras[extra], set()) for extra, path in WITH_EXTRAS.items()),
         (files("tests"), extras["test"], extras["bench"] | extras["profile"]),
         (files("benchmarks", "tools"), extras["bench"], set()),
+        (files("examples"), extras["examples"], set()),
     ):
         declared = (package if paths is below else extra) & unexplained
         wrong = problems(paths, package | extra, others, declared)
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "docs", "profile", "transformers", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "docs", "examples", "profile", "transformers", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 

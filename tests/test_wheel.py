@@ -70,9 +70,7 @@ def test_it_runs_elsewhere(installed: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("flash_attn_cute.jit", "list"), ""),
-        (("flash_attn_cute.demo", "--help"), "usage: python -m flash_attn_cute.demo"),
         (("flash_attn_cute.profile", "ncu", "--help"), "usage: python -m flash_attn_cute.profile ncu"),
-        (("flash_attn_cute.profile", "workload", "--help"), "usage: python -m flash_attn_cute.profile workload"),
     ],
 )
 def test_commands(arguments: tuple[str, ...], said: str, installed: Path, tmp_path: Path) -> None:
