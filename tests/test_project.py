@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Files that need more than is declared for all of their kind, by the extra that brings it.
 WITH_EXTRAS = {
     "demo": ROOT / "flash_attn_cute" / "demo.py",
-    "docs": ROOT / "tools" / "site.py",
+    "docs": ROOT / "tools" / "pages.py",
     "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
     "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
 }
