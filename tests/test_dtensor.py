@@ -138,7 +138,24 @@ def needs_of_the_backward_pass() -> None:
     assert shared.grad.shape == (6, 9)
 
 
-CASES = (heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass)
+def compiled() -> None:
+    """In one graph, like plain tensors."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole = [x.requires_grad_() for x in leaves(2, 4, 2, packed=False).values()]
+    parts = [sharded(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole]
+    attend: Any = torch.compile(lambda *x: flash_attn_func(*x, causal=True), backend="aot_eager", fullgraph=True)
+    expected, out = flash_attn_func(*whole, causal=True), attend(*parts)
+    assert torch.allclose(out.full_tensor(), expected, rtol=0, atol=1e-12)
+    expected.sum().backward()
+    out.sum().backward()
+    for x, part in zip(whole, parts, strict=True):
+        assert x.grad is not None
+        assert isinstance(part.grad, DTensor)
+        assert part.grad.placements == (Shard(2),)
+        assert torch.allclose(part.grad.full_tensor(), x.grad, rtol=0, atol=1e-12)
+
+
+CASES = (heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled)
 
 
 def run(rank: int, store: str) -> None:
