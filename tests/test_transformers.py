@@ -355,6 +355,19 @@ def test_models_that_would_not_ask_us_are_refused() -> None:
         model_of(config, ours.NAME)
 
 
+def test_layers_that_leave_their_window_to_the_mask_are_refused() -> None:
+    """Qwen2-MoE is one; without its window it is served."""
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16}
+    batch = batch_of("dense")
+    assert model_of(transformers.Qwen2MoeConfig(**SMALL, **experts), ours.NAME)(**batch).loss.isfinite()
+    with pytest.raises(
+        ValueError, match=r"sliding_window: expected the window of layer 0, .* Qwen2MoeAttention hands on"
+    ):
+        model_of(transformers.Qwen2MoeConfig(**SMALL, **experts, **windows), ours.NAME)(**batch)
+
+
 def test_other_implementations_are_left_alone() -> None:
     """And registering twice wraps once."""
     ours.register()

@@ -129,6 +129,8 @@ def attend(
         raise ValueError(f"cache: expected None, paged caches are not supported, got {type(cache).__name__}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is None and causal and (attention_mask is None or attention_mask.dtype == torch.int32):
+        _check_has_no_window(module)
     side = None if sliding_window is None else sliding_window - 1
     if s_aux is not None and s_aux.dtype not in (torch.float32, q.dtype):
         s_aux = s_aux.to(q.dtype)
@@ -298,6 +300,21 @@ def _rows(keys: tuple[Tensor, Tensor, int], queries: tuple[Tensor, Tensor, int],
     ]
     rows = torch.stack(columns, 1).to(torch.int32)
     return rows[:, None, None].expand(-1, 1, longest, -1)
+
+
+def _check_has_no_window(module: nn.Module) -> None:
+    """Refuses layers that leave their window to the mask alone: rows do not tell it.
+
+    Raises:
+        ValueError: the model's config says that this layer has a window.
+    """
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and index is not None and index < len(kinds) and kinds[index] == "sliding_attention":
+        raise ValueError(
+            f"sliding_window: expected the window of layer {index}, a layer of sliding_attention, got None; "
+            f"{type(module).__name__} hands on none, so that this model needs 'eager' or 'sdpa' for its windows"
+        )
 
 
 def _keys_of_rows(rows: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
