@@ -10,6 +10,7 @@ An operator takes the host longer than many a kernel takes the device. Where nob
 plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,9 @@ from torch._C import (
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flash_attn_cute import dispatch, profiling, settings
+from flash_attn_cute import dispatch, flops, profiling, settings
 from flash_attn_cute.backends.base import Backend, Gradients
 from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -54,7 +56,8 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flash_attn_cute::backward",
-    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool need_dbias, bool need_dsink, "
+    # What is needed are ints for DTensor's sake, which tells calls apart by what comes from the first int on.
+    f"(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, int need_dbias, int need_dsink, "
     f"{_TENSORS}, {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
 )
 
@@ -72,6 +75,8 @@ def attention(
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
         raise NotImplementedError(_NO_TANGENTS)
     if watched:
+        _tell_flop_counters()
+        inputs = _shard(inputs)
         run = _TransformedForward.apply if _is_transformed() else torch.ops.flash_attn_cute.forward
         result: tuple[Tensor, Tensor] = run(*_flatten(inputs, options, backend))
         return result
@@ -249,7 +254,8 @@ def _backward(
     need_dsink: bool,
     *call: Any,
 ) -> tuple[Tensor, ...]:
-    *grads, dbias, dsink = _run_backward(*_unpack(call), out, lse, dout, dlse, need_dbias, need_dsink)
+    needs = bool(need_dbias), bool(need_dsink)
+    *grads, dbias, dsink = _run_backward(*_unpack(call), out, lse, dout, dlse, *needs)
     absent = lse.new_empty(0)
     return *grads, absent if dbias is None else dbias, absent.clone() if dsink is None else dsink
 
@@ -279,6 +285,7 @@ def _call_backward(
     need_dbias: bool,
     need_dsink: bool,
 ) -> tuple[Tensor | None, ...]:
+    _tell_flop_counters()
     run = _TransformedBackward.apply if _is_transformed() else torch.ops.flash_attn_cute.backward
     dq, dk, dv, dbias, dsink = run(out, lse, dout, dlse, need_dbias, need_dsink, *call)
     return dq, dk, dv, dbias if need_dbias else None, dsink if need_dsink else None
@@ -307,6 +314,40 @@ def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("flash_attn_cute::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("flash_attn_cute::backward", _refuse)
+
+
+def _shard(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs for operators that know how DTensors are sharded, if there could be DTensors."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return inputs
+    from flash_attn_cute import dtensor  # which takes long to import
+
+    return dtensor.alike(inputs)
+
+
+def _tell_flop_counters() -> None:
+    """Has ``torch.utils.flop_counter`` know the operators, and a counter that is already counting.
+
+    Not when this is imported: to import the counters takes longer than all of this package.
+    """
+    counters = sys.modules.get("torch.utils.flop_counter")
+    if counters is None or torch.compiler.is_compiling():
+        return
+    if torch.ops.flash_attn_cute.forward not in counters.flop_registry:
+        counters.register_flop_formula(torch.ops.flash_attn_cute.forward, get_raw=True)(_forward_flop)
+        counters.register_flop_formula(torch.ops.flash_attn_cute.backward, get_raw=True)(_backward_flop)
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, counters._FlopCounterMode):
+            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.forward, _forward_flop)
+            mode.counter.flop_registry.setdefault(torch.ops.flash_attn_cute.backward, _backward_flop)
+
+
+def _forward_flop(*call: Any, out_val: Any) -> int:
+    return flops.forward(*_unpack(call)[1:])
+
+
+def _backward_flop(*arguments: Any, out_val: Any) -> int:
+    return flops.backward(*_unpack(arguments[_NUM_RESULTS:])[1:])
 
 
 class _TransformedForward(torch.autograd.Function):

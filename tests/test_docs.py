@@ -1,12 +1,33 @@
-"""Pages do what they say: the Python blocks of each run, one after the other."""
+"""Pages do what they say: the Python blocks of each run, one after the other. The site has all pages and docstrings."""
 
+import os
+import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import flash_attn_cute
+from flash_attn_cute import integrations
+
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/masks-and-biases.md", "docs/migrating.md", "docs/padding.md"]
+PAGES = [
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "determinism",
+            "distributed",
+            "masks-and-biases",
+            "migrating",
+            "padding",
+            "quickstart",
+            "transformers",
+        )
+    ),
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -27,3 +48,22 @@ def test_every_page_with_blocks_is_run() -> None:
     """Those of CONTRIBUTING.md need a folder to write to, and a compiler."""
     with_blocks = [path.relative_to(ROOT) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
     assert sorted(str(path) for path in with_blocks if blocks(str(path))) == sorted(PAGES)
+
+
+def test_the_site(tmp_path: Path) -> None:
+    """It builds without a warning, has every page in its navigation, and every public name in its reference."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # of the theme: what comes after this generation of mkdocs
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    listed = re.findall(r"^ +- (?:.*: )?([\w-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    assert {path.stem for path in tmp_path.glob("*.html")} == {*listed, "404"}
+    assert list((tmp_path / "pictures").glob("*.png"))
+
+    reference = re.findall(r'id="flash_attn_cute\.([\w.]+)"', (tmp_path / "reference.html").read_text())
+    names = {name.split(".")[-1] for name in reference}
+    assert set(flash_attn_cute.__all__) <= names
+    for module in pkgutil.iter_modules(integrations.__path__):
+        assert any(name.startswith(f"integrations.{module.name}.") for name in reference), module.name
+    assert {"padding.Packing.of", "padding.seqused_of", "integrations.flash_attn.flash_attn_func"} <= set(reference)

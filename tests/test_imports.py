@@ -12,13 +12,13 @@ ROOT = Path(flash_attn_cute.__file__).parent
 
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
-    {"distributed", "integrations", "demo"},
+    {"distributed", "integrations", "profile", "demo"},
     {"api", "explanation", "padding"},
-    {"validate", "plan", "ops", "nested"},
+    {"validate", "plan", "ops", "nested", "dtensor"},
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
-    {"lengths", "profiling", "spec", "settings"},
+    {"flops", "lengths", "profiling", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

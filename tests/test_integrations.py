@@ -710,9 +710,10 @@ def page_rows(page: str) -> tuple[list[str], list[tuple[str, str]]]:
 ROWS = page_rows(PAGE.read_text())[1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def namespace() -> dict[str, Any]:
     """The names that the page's code blocks define."""
+    torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in page_rows(PAGE.read_text())[0]:
         exec(block, names)

@@ -9,17 +9,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "flash_attn_cute" / "demo.py"
+# Files that need more than is declared for all of their kind, by the extra that brings it.
+WITH_EXTRAS = {
+    "demo": ROOT / "flash_attn_cute" / "demo.py",
+    "docs": ROOT / "tools" / "pages.py",
+    "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
+    "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
+}
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools"}
 DISTRIBUTIONS = {"cuda": "cuda-bindings", "cutlass": "nvidia-cutlass-dsl"}  # where they are named unlike their modules
 PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {
     "apache-tvm-ffi": "the DSL imports it to make kernels callable",
+    "mkdocs-material": "the theme in mkdocs.yml",
+    "mkdocstrings": "a plugin in mkdocs.yml",
     "mypy": "a command",
     "numpy": "torch warns without it",
     "pytest-xdist": "the option -n of pytest",
     "ruff": "a command",
+    "setuptools": "builds a wheel in a test",
     "types-tqdm": "mypy reads it",
 }
 # Calls that take the name of a module, and cope if it is missing.
@@ -71,23 +80,26 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     extras = {extra: names(requirements) for extra, requirements in project["optional-dependencies"].items()}
     unexplained = set().union(package, *extras.values()) - NOT_IMPORTED.keys()
 
+    parts = WITH_EXTRAS.values()
+
     def files(*folders: str) -> list[Path]:
-        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != DEMO]
+        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in parts]
 
     below = files("flash_attn_cute")
     assert len(below) > 10
     for paths, extra, others in (
         (below, set(), set()),
-        ([DEMO], extras["demo"], set()),
-        (files("tests"), extras["test"], extras["bench"]),
+        *(([path], extras[extra], set()) for extra, path in WITH_EXTRAS.items()),
+        (files("tests"), extras["test"], extras["bench"] | extras["profile"]),
         (files("benchmarks", "tools"), extras["bench"], set()),
+        (files("examples"), extras["examples"], set()),
     ):
         declared = (package if paths is below else extra) & unexplained
         wrong = problems(paths, package | extra, others, declared)
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "docs", "examples", "profile", "transformers", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 

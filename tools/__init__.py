@@ -1,1 +1,1 @@
-"""Profiling: ``python -m tools.nsys`` for a timeline, ``python -m tools.ncu`` for what holds one kernel up."""
+"""The tools of ``flash_attn_cute.profile``, also by the names ``tools.nsys``, ``tools.ncu`` and ``tools.workload``."""

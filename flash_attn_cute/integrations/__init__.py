@@ -1,9 +1,11 @@
 """Calls as other libraries write them, served by ``flash_attn_cute``: change an import, keep the call.
 
 - ``integrations.flash_attn``: the functions of flash-attn 2, and keywords of flash-attn 3.
+- ``integrations.bert_padding``: flash-attn's helpers for padded batches.
 - ``integrations.sdpa``: ``torch.nn.functional.scaled_dot_product_attention``.
 - ``integrations.varlen``: ``torch.nn.attention.varlen.varlen_attn``, which torchtitan calls, too.
 - ``integrations.transformer_engine``: Transformer Engine's ``thd`` format.
+- ``integrations.transformers``: ``attn_implementation="flash_attn_cute"`` for models of Hugging Face transformers.
 
 What we cannot do is refused with a ValueError that names the argument. Nothing here is imported by the package itself.
 Which calls are served and which refused: docs/migrating.md in the repository.

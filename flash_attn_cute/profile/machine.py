@@ -72,7 +72,7 @@ def cuda_driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise Unavailable(
-            f"cuda-bindings is needed to start and stop the profiler ({error}): pip install flash-attn-cute[bench]"
+            f"cuda-bindings is needed to start and stop the profiler ({error}): pip install cuda-bindings"
         ) from error
     return driver
 

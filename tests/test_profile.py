@@ -18,8 +18,8 @@ import torch
 
 from flash_attn_cute import dispatch
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, workload
 from tests.checks import needs_hopper
-from tools import machine, ncu, ncu_report, nsys, workload
 
 MAIN = {"ncu": ncu.main, "nsys": nsys.main, "workload": workload.main}
 KERNEL = "kernel_cutlass_kernel_flash_attn_cutekernelssm90forwardForwardSm90_object_at__0"
@@ -134,10 +134,12 @@ def test_a_missing_tool_is_named(
 ) -> None:
     """Exit code 2, and one message: what is missing, where it was looked for, where it comes from."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(f"tools.{tool}.find", functools.partial(machine.find, root=tmp_path))
+    monkeypatch.setattr(f"flash_attn_cute.profile.{tool}.find", functools.partial(machine.find, root=tmp_path))
     assert MAIN[tool]([]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"python -m tools.{tool}: {tool} was not found, neither on PATH nor in {tmp_path}/usr")
+    assert message.startswith(
+        f"python -m flash_attn_cute.profile {tool}: {tool} was not found, neither on PATH nor in {tmp_path}/usr"
+    )
     assert f"{tmp_path}/opt/nvidia/nsight-compute/*" in message
     assert "https://developer.nvidia.com/nsight-" in message
 
@@ -150,16 +152,34 @@ def test_a_missing_gpu_is_named(
     executable(path / "ncu")
     executable(path / "nsys")
     assert MAIN[tool]([]) == 2
-    assert f"tools.{tool}: An NVIDIA GPU is needed, and this PyTorch ({torch.__version__})" in capsys.readouterr().err
+    assert (
+        f"flash_attn_cute.profile {tool}: An NVIDIA GPU is needed, and this PyTorch ({torch.__version__})"
+        in capsys.readouterr().err
+    )
     assert not (path / "calls").exists()
 
 
 @pytest.mark.parametrize("tool", MAIN)
 def test_help(tool: str) -> None:
-    shown = subprocess.run([sys.executable, "-m", f"tools.{tool}", "--help"], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
+    """By both names of a tool."""
+    shown = [
+        subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True)
+        for words in (["flash_attn_cute.profile", tool], [f"tools.{tool}"])
+    ]
+    assert [(x.returncode, x.stderr) for x in shown] == [(0, "")] * 2
+    assert shown[0].stdout == shown[1].stdout
     for option in ("--heads-k", "--documents", "--causal", "--direction"):
-        assert option in shown.stdout
+        assert option in shown[0].stdout
+
+
+def test_tools_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["--help"], 0), ([], 2), (["vtune"], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            __main__.main(arguments)
+        assert stopped.value.code == code
+    printed = capsys.readouterr()
+    assert "profile ncu -- python train.py" in printed.out
+    assert "invalid choice: 'vtune'" in printed.err
 
 
 # The workload
@@ -198,8 +218,8 @@ def test_workload_survives_its_own_command_line() -> None:
         ["--dtype", "float16"],
     ):
         asked = workload.Workload.chosen(parser.parse_args(arguments))
-        python, flag, module, *rest = asked.command(calls=7)
-        assert (python, flag, module) == (sys.executable, "-m", "tools.workload")
+        python, flag, module, tool, *rest = asked.command(calls=7)
+        assert (python, flag, module, tool) == (sys.executable, "-m", "flash_attn_cute.profile", "workload")
         again = parser.parse_args(rest)
         assert workload.Workload.chosen(again) == asked
         assert again.calls == 7
@@ -253,8 +273,10 @@ def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert workload.main([]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("python -m tools.workload: cuda-bindings is needed to start and stop the profiler (")
-    assert message.endswith("pip install flash-attn-cute[bench]\n")
+    assert message.startswith(
+        "python -m flash_attn_cute.profile workload: cuda-bindings is needed to start and stop the profiler ("
+    )
+    assert message.endswith("pip install cuda-bindings\n")
 
 
 @pytest.mark.parametrize("arguments", [["--heads", "0"], ["--documents", "4,0"], ["--seqlen", "-3"]], ids=str)
@@ -328,7 +350,7 @@ def test_only_known_metrics_are_asked_for() -> None:
     assert ncu_report.parse_query(quoted) == {"sm__cycles_elapsed"}
 
 
-# python -m tools.ncu
+# ncu
 
 
 def fake_ncu(path: Path, profiling: str) -> Path:
@@ -368,7 +390,7 @@ def test_ncu(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert following(options, "--metrics") == [",".join(ncu_report.wanted(ncu_report.parse_query(QUERY)))]
     assert {"WarpStateStats", "MemoryWorkloadAnalysis", "SourceCounters"} <= set(following(options, "--section"))
     assert "--set" not in options
-    assert command[1:3] == ["-m", "tools.workload"]
+    assert command[1:4] == ["-m", "flash_attn_cute.profile", "workload"]
     assert following(command, "--heads") == ["8"]
     assert following(command, "--calls") == ["1"]
     assert "--causal" in command
@@ -384,10 +406,23 @@ def test_ncu_options(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "MUFU" not in capsys.readouterr().out
 
 
+def test_ncu_of_a_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One launch of it, whichever process makes it; what it prints is shown."""
+    fake_ncu(path, 'echo step 1; echo step 2 >&2; touch "$3"')
+    out = ["--out", str(tmp_path / "k.ncu-rep"), "--skip", "0"]
+    assert __main__.main(["ncu", *out, "--", "train.sh", "--heads", "3", "--", "x"]) == 0
+    assert "step 1\nstep 2\n" in capsys.readouterr().out
+    _, profiling, _ = calls(path)
+    assert profiling[-5:] == ["train.sh", "--heads", "3", "--", "x"]
+    assert following(profiling, "--launch-skip") == ["0"]
+    assert following(profiling, "--target-processes") == ["all"]
+    assert "--profile-from-start" not in profiling
+
+
 @pytest.mark.parametrize(
     ("profiling", "message"),
     [
-        ('echo "==WARNING== No kernels were profiled."', r"no profiled launch has a name that matches 'Sm90'.*No kern"),
+        ('echo "==WARNING== No kernels were profiled."', r"no launch was profiled with .* regex:Sm90 .*No kern"),
         ('echo "==ERROR== LibraryNotLoaded" >&2; exit 9', r"ncu failed \(exit code 9\).*LibraryNotLoaded"),
         ('echo "==ERROR== ERR_NVGPUCTRPERM"; touch "$3"', r"may not read the GPU's counters: run as root"),
     ],
@@ -406,7 +441,7 @@ def test_ncu_says_why_nothing_was_profiled(
     assert len(calls(path)) == 2
 
 
-# python -m tools.nsys
+# nsys
 
 
 def fake_nsys(path: Path, profiling: str, stats: str = "") -> Path:
@@ -458,7 +493,7 @@ def test_nsys(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert following(command, "--calls") == ["2"]
     assert [following(arguments, "--report") for arguments in stats] == [["nvtx_sum"], ["cuda_gpu_kern_sum"]]
     assert all(arguments[-1] == str(report) for arguments in stats)
-    assert (path / "environment").read_text().split() == ["1", str(Path(nsys.__file__).parent.parent)]
+    assert (path / "environment").read_text().split() == ["1", str(Path.cwd())]
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -466,7 +501,7 @@ def test_nsys_of_a_command(code: int, path: Path, tmp_path: Path, monkeypatch: p
     """It runs where the user stands, whatever options it has, and its exit code is passed on."""
     monkeypatch.chdir(tmp_path)
     fake_nsys(path, f'touch "$out.nsys-rep"; exit {code}')
-    assert nsys.main(["--out", "t.nsys-rep", "--", "train.sh", "--heads", "3", "--", "x"]) == code
+    assert __main__.main(["nsys", "--out", "t.nsys-rep", "--", "train.sh", "--heads", "3", "--", "x"]) == code
     assert calls(path)[0][-6:] == [f"--output={tmp_path}/t", "train.sh", "--heads", "3", "--", "x"]
     assert (path / "environment").read_text().split() == ["1", str(tmp_path)]
     assert (tmp_path / "t.nsys-rep").exists()

@@ -1,0 +1,118 @@
+"""How DTensors are sharded over attention: by batch entries or by heads, without communication.
+
+The operators of ``ops`` have these rules as soon as this is imported. Other placements, such as rows in shards, are
+redistributed first, to whichever of the two takes the least communication.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from flash_attn_cute.spec import AttentionInputs
+
+_BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
+# Where they are in tensors of dense batches, and in those of packed sequences.
+_DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout"), ((0, 2), (None, 1))),
+    **dict.fromkeys(("lse", "dlse"), ((0, 1), (None, 0))),
+    **dict.fromkeys(("seqused_q", "seqused_k"), ((0, None), (None, None))),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((None, None), (None, None))),
+    "learnable_sink": ((None, 0), (None, 0)),
+}
+_GRADIENTS = ("q", "k", "v", "bias", "learnable_sink")
+
+
+def alike(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs of which all tensors are DTensors if q is one; those that were none are the same on every rank.
+
+    Offsets and lengths, masks and biases are often made by each rank for itself. k and v are left as they are: for
+    them PyTorch has an error.
+    """
+    if not isinstance(inputs.q, DTensor):
+        return inputs
+    mesh = inputs.q.device_mesh
+    others: dict[str, Any] = {
+        name: DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        for name, x in inputs._asdict().items()
+        if name not in ("k", "v") and isinstance(x, Tensor) and not isinstance(x, DTensor)
+    }
+    return inputs._replace(**others)
+
+
+def _register(operator: Any, results: Callable[[dict[str, Any], int | None], list[Any]]) -> None:
+    """Registers the acceptable ways to shard an operator over one dimension of a mesh.
+
+    Args:
+        operator: the operator.
+        results: the placements of its results, from its arguments by name and what is sharded.
+    """
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def ways(*given: Any) -> list[tuple[list[Any], list[Any]]]:
+        arguments = dict(zip(names, given, strict=True))
+        tensors = {name: x for name, x in arguments.items() if hasattr(x, "placements")}
+        return [
+            (
+                results(arguments, axis),
+                [_placement(name, tensors, axis) if name in tensors else None for name in names],
+            )
+            for axis in _axes(tensors)
+        ]
+
+    register_sharding(operator)(ways)
+
+
+def _forward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
+    return [_placement(name, arguments, axis) for name in ("out", "lse")]
+
+
+def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
+    needed = {**arguments, "need_dq": True, "need_dk": True, "need_dv": True}
+    placements = []
+    for name in _GRADIENTS:
+        is_needed = needed["need_dsink" if name == "learnable_sink" else f"need_d{name}"]
+        placement = _placement(name, arguments, axis) if is_needed else Replicate()
+        # What every rank reads has a part of its gradient from each.
+        is_shared = is_needed and axis is not None and placement == Replicate()
+        placements.append(Partial() if is_shared else placement)
+    return placements
+
+
+def _axes(tensors: dict[str, Any]) -> list[int | None]:
+    """What can be sharded; None stands for nothing, and is first, as PyTorch takes the first of equally good ways."""
+    axes: list[int | None] = [None]
+    if not all(name in _DIMS or name in ("mask", "bias") for name in tensors):
+        return axes
+    if "cu_seqlens_q" not in tensors:
+        axes.append(_BATCH)
+    # Ranks need whole groups of heads, whatever dimensions of the mesh PyTorch chooses to divide heads among. It does
+    # not choose one on which all tensors are replicated, or sharded by entries of the batch.
+    ranks = 1
+    for dim, size in enumerate(tensors["q"].mesh.shape):
+        stays = (x.placements[dim] in (Replicate(), _placement(name, tensors, _BATCH)) for name, x in tensors.items())
+        ranks *= 1 if all(stays) else size
+    if tensors["k"].shape[-2] % ranks == 0:
+        axes.append(_HEADS)
+    return axes
+
+
+def _placement(name: str, tensors: dict[str, Any], axis: int | None) -> Any:
+    """Where a tensor has entries of the batch, or heads."""
+    if axis is None:
+        return Replicate()
+    is_packed = tensors.get("cu_seqlens_q") is not None
+    if name in ("mask", "bias"):
+        x, back = tensors[name], {_BATCH: 4, _HEADS: 3}[axis]
+        is_there = x.ndim >= back and x.shape[-back] != 1 and not (is_packed and axis == _BATCH)
+        dim = x.ndim - back if is_there else None
+    else:
+        dim = _DIMS[name][is_packed][axis]
+    return Replicate() if dim is None else Shard(dim)
+
+
+_register(torch.ops.flash_attn_cute.forward.default, _forward)
+_register(torch.ops.flash_attn_cute.backward.default, _backward)

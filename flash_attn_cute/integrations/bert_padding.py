@@ -1,0 +1,94 @@
+"""The helpers of ``flash_attn.bert_padding``: from a padded batch to packed rows, and back.
+
+``flash_attn_cute.padding.Packing`` does the same without making the host wait.
+"""
+
+import torch
+from torch import Tensor
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The real rows of a padded batch, one behind another; differentiable. The host waits for the device.
+
+    Args:
+        hidden_states: (batch, seqlen, ...), of any dtype.
+        attention_mask: (batch, seqlen), bool or integers, True or 1 = real.
+        unused_mask: likewise, of rows that are kept though they are not real; none of them is real.
+
+    Returns:
+        The five values of flash-attn 2.7 and newer: the rows (total, ...); their indices (total,) int64 in the
+        flattened batch; the offsets of the sequences (batch + 1,) int32; the length of the longest; and the number of
+        real rows of each, (batch,) int32. Rows kept by unused_mask count in all of them but the last.
+
+    Raises:
+        TypeError: an argument that is no tensor.
+        ValueError: a mask of another shape than (batch, seqlen).
+    """
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    for name, x in (("hidden_states", hidden_states), *masks.items()):
+        _check_tensor(name, x)
+    for name, x in masks.items():
+        if x.ndim != 2 or x.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"{name}: expected the shape (batch, seqlen) of hidden_states, {tuple(hidden_states.shape[:2])}, "
+                f"got shape {tuple(x.shape)}"
+            )
+    real = attention_mask.bool()
+    kept = real if unused_mask is None else real | unused_mask.bool()
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max().item()) if lengths.shape[0] else 0
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, offsets, longest, real.sum(-1, dtype=torch.int32)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """A padded batch of packed rows, 0 in the padding; differentiable, the inverse of ``unpad_input``.
+
+    Args:
+        hidden_states: (total, ...), of any dtype.
+        indices: (total,) int64, where each row is in the flattened batch; each index once.
+        batch: the sequences.
+        seqlen: the rows of each, padding included.
+
+    Returns:
+        (batch, seqlen, ...) of hidden_states' dtype.
+
+    Raises:
+        TypeError: hidden_states or indices is no tensor.
+        ValueError: indices of another shape than (total,).
+    """
+    _check_tensor("hidden_states", hidden_states)
+    _check_tensor("indices", indices)
+    if indices.shape != hidden_states.shape[:1]:
+        raise ValueError(f"indices: expected shape ({hidden_states.shape[0]},), got shape {tuple(indices.shape)}")
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a tensor; differentiable.
+
+    Args:
+        input: (rows, ...), of any dtype.
+        indices: (total,) int64.
+
+    Returns:
+        (total, ...), row ``indices[i]`` of input as row i.
+
+    Raises:
+        TypeError: an argument that is no tensor.
+    """
+    _check_tensor("input", input)
+    _check_tensor("indices", indices)
+    return input.index_select(0, indices)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")

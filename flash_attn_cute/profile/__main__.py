@@ -1,0 +1,35 @@
+"""What attention spends its time on, by NVIDIA's profilers.
+
+    python -m flash_attn_cute.profile nsys -- python train.py   a timeline of a command, with ranges around every pass
+    python -m flash_attn_cute.profile ncu -- python train.py    one launch of a kernel in it: pipes, stalls, memory
+    python -m flash_attn_cute.profile nsys --causal             the same of attention alone, of a shape that options
+    python -m flash_attn_cute.profile ncu --causal --hot 20     choose
+    python -m flash_attn_cute.profile workload --causal         that attention, without a profiler
+
+nsys --help, ncu --help and workload --help list the options.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from flash_attn_cute.profile import ncu, nsys, workload
+
+_TOOLS = {"nsys": nsys.main, "ncu": ncu.main, "workload": workload.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tool that is named first; returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn_cute.profile",
+        usage="%(prog)s TOOL [options] [-- command ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tool", choices=_TOOLS)
+    return _TOOLS[parser.parse_args(given[:1]).tool](given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

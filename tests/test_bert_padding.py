@@ -1,0 +1,89 @@
+"""Padded batches unpadded and padded again, as ``flash_attn.bert_padding`` does."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import flash_attn_func
+from flash_attn_cute.integrations.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn_cute.integrations.flash_attn import flash_attn_varlen_func
+
+MASK = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+UNUSED = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (unpad_input, "(hidden_states, attention_mask, unused_mask=None)"),
+        (pad_input, "(hidden_states, indices, batch, seqlen)"),
+        (index_first_axis, "(input, indices)"),
+    ],
+)
+def test_signatures(function: Callable[..., Any], expected: str) -> None:
+    plain = [x.replace(annotation=x.empty) for x in inspect.signature(function).parameters.values()]
+    assert str(inspect.Signature(plain)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])
+@pytest.mark.parametrize("unused", [None, UNUSED])
+def test_rows_go_there_and_back(dtype: torch.dtype, unused: torch.Tensor | None) -> None:
+    """Padding that holds NaN reaches nothing, gradients included."""
+    kept = MASK.bool() if unused is None else (MASK + unused).bool()
+    x = torch.randn(3, 4, 2, 5).masked_fill(~kept[..., None, None], torch.nan).requires_grad_()
+    masks = [MASK.to(dtype)] if unused is None else [MASK.to(dtype), unused.to(dtype)]
+    rows, indices, offsets, longest, used = unpad_input(x, *masks)
+    lengths = kept.sum(1)
+    assert torch.equal(rows, x[kept])
+    assert torch.equal(indices, kept.flatten().nonzero().flatten())
+    assert offsets.dtype == used.dtype == torch.int32
+    assert offsets.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert longest == int(lengths.max())
+    assert used.tolist() == [2, 2, 0]
+
+    back = pad_input(rows, indices, 3, 4)
+    assert torch.equal(back, x.detach().masked_fill(~kept[..., None, None], 0))
+    weights = torch.randn_like(back)
+    (back * weights).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, weights.masked_fill(~kept[..., None, None], 0))
+
+
+def test_attention_between_the_two() -> None:
+    q, k, v = (torch.randn(3, 4, 2, 8, requires_grad=True) for _ in range(3))
+    (pq, indices, offsets, longest, _), (pk, *_), (pv, *_) = (unpad_input(x, MASK) for x in (q, k, v))
+    packed = flash_attn_varlen_func(pq, pk, pv, offsets, offsets, longest, longest)
+    assert isinstance(packed, torch.Tensor)
+    out = pad_input(packed, indices, 3, 4)
+    expected = flash_attn_func(q, k, v, mask=MASK.bool()[:, None, None])
+    real = MASK.bool()
+    torch.testing.assert_close(out[real], expected[real])
+    assert (out[~real] == 0).all()
+
+
+def test_empty_batches() -> None:
+    rows, indices, offsets, longest, used = unpad_input(torch.randn(0, 4, 2), torch.ones(0, 4))
+    assert (rows.shape, indices.shape, offsets.tolist(), longest, used.shape) == ((0, 2), (0,), [0], 0, (0,))
+    assert pad_input(rows, indices, 0, 4).shape == (0, 4, 2)
+
+
+def test_refused() -> None:
+    x = torch.randn(3, 4, 2)
+    with pytest.raises(ValueError, match=r"attention_mask: expected the shape .*\(3, 4\), got shape \(3, 5\)"):
+        unpad_input(x, torch.ones(3, 5))
+    with pytest.raises(ValueError, match=r"unused_mask: expected the shape .*\(3, 4\), got shape \(4,\)"):
+        unpad_input(x, MASK, torch.ones(4))
+    with pytest.raises(ValueError, match=r"indices: expected shape \(5,\), got shape \(4,\)"):
+        pad_input(torch.randn(5, 2), torch.arange(4), 3, 4)
+    wrong: Any = [1]
+    for call, name in (
+        (lambda: unpad_input(wrong, MASK), "hidden_states"),
+        (lambda: unpad_input(x, wrong), "attention_mask"),
+        (lambda: pad_input(x, wrong, 3, 4), "indices"),
+        (lambda: index_first_axis(wrong, MASK), "input"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got list"):
+            call()

@@ -1,0 +1,171 @@
+"""DTensors: heads and batch entries sharded over two processes, as one process computes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.spawn import spawn
+
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+
+RANKS = 2
+OFFSETS = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
+DENSE = ("q", "k", "v")
+
+
+def leaves(batch: int, heads: int, heads_k: int, packed: bool) -> dict[str, Tensor]:
+    rows, rows_k = ((12,), (12,)) if packed else ((batch, 6), (batch, 9))
+    shapes = {"q": (*rows, heads, 8), "k": (*rows_k, heads_k, 8), "v": (*rows_k, heads_k, 4)}
+    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def sharded(x: Tensor, mesh: Any, placements: Any) -> DTensor:
+    """Of tensors that all ranks have, without communication."""
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+def results_of(attend: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Out, lse and the gradients of all floating-point tensors."""
+    floats = {name: x.requires_grad_() for name, x in tensors.items() if x.is_floating_point()}
+    out, lse = attend(**tensors, **options, return_lse=True)
+    torch.manual_seed(7)
+    dout, dlse = (torch.randn(x.shape, dtype=x.dtype) for x in (out, lse))
+    if isinstance(out, DTensor):
+        dout, dlse = (sharded(g, x.device_mesh, x.placements) for g, x in ((dout, out), (dlse, lse)))
+    gradients = torch.autograd.grad([out, lse], list(floats.values()), [dout, dlse])
+    return {"out": out, "lse": lse, **dict(zip(floats, gradients, strict=True))}
+
+
+def assert_sharded(
+    tensors: dict[str, Tensor],
+    options: dict[str, Any],
+    placements: dict[str, Any],
+    expected: dict[str, Any],
+    free: bool = True,
+) -> None:
+    """Results and gradients are those of one process, sharded as expected, and without communication if ``free``.
+
+    Tensors without a placement are plain ones, the same on each rank.
+    """
+    mesh = init_device_mesh("cpu", (RANKS,))
+    attend = flash_attn_func if "cu_seqlens_q" not in options else flash_attn_varlen_func
+    truth = results_of(attend, {name: x.clone() for name, x in tensors.items()}, options)
+    parts = {
+        name: sharded(x, mesh, [placements[name]]) if name in placements else x.clone() for name, x in tensors.items()
+    }
+    with CommDebugMode() as communication:
+        results = results_of(attend, parts, options)
+    assert not free or communication.get_total_counts() == 0, communication.get_comm_counts()
+    for name, x in results.items():
+        if name in expected:
+            assert isinstance(x, DTensor)
+            assert x.placements == (expected[name],), f"{name}: {x.placements}"
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        assert torch.allclose(whole, truth[name], rtol=0, atol=1e-12), name
+
+
+def heads_dense() -> None:
+    """Groups of heads stay together; sinks, masks and biases go along, and are summed where heads share them."""
+    base = leaves(3, 8, 4, packed=False)
+    by_heads = dict.fromkeys(DENSE, Shard(2))
+    out = {"out": Shard(2), "lse": Shard(1), **by_heads}
+    assert_sharded(base, {"causal": True, "softcap": 5.0}, by_heads, out)
+    extras = {"learnable_sink": torch.randn(8), "bias": torch.randn(8, 6, 9), "mask": torch.rand(3, 8, 6, 9) < 0.7}
+    extras = {name: x.double() if x.is_floating_point() else x for name, x in extras.items()}
+    along = {"learnable_sink": Shard(0), "bias": Shard(0), "mask": Shard(1)}
+    assert_sharded({**base, **extras}, {}, {**by_heads, **along}, {**out, "learnable_sink": Shard(0), "bias": Shard(0)})
+    shared = {"bias": torch.randn(1, 6, 9, dtype=torch.float64)}
+    assert_sharded({**base, **shared}, {}, {**by_heads, "bias": Replicate()}, out)
+
+
+def heads_packed() -> None:
+    """Offsets may be plain tensors."""
+    base = leaves(0, 4, 2, packed=True)
+    used = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
+    options = {
+        "cu_seqlens_q": OFFSETS,
+        "cu_seqlens_k": OFFSETS,
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+        "seqused_k": used,
+    }
+    by_heads = dict.fromkeys(DENSE, Shard(1))
+    assert_sharded(base, {**options, "causal": True}, by_heads, {"out": Shard(1), "lse": Shard(0), **by_heads})
+
+
+def entries() -> None:
+    """Of a batch that two ranks divide unevenly; what entries share has a gradient from both."""
+    base, used = leaves(3, 4, 2, packed=False), torch.tensor([9, 4, 0], dtype=torch.int32)
+    by_entries = dict.fromkeys(DENSE, Shard(0))
+    out = {"out": Shard(0), "lse": Shard(0), **by_entries}
+    assert_sharded(base, {"seqused_k": used, "window_size": (3, 1)}, by_entries, out)
+    shared = {"learnable_sink": torch.randn(4), "bias": torch.randn(1, 4, 6, 9)}
+    shared = {name: x.double() for name, x in shared.items()}
+    assert_sharded({**base, **shared}, {}, {**by_entries, **dict.fromkeys(shared, Replicate())}, out)
+    own = {"bias": torch.randn(3, 1, 1, 9, dtype=torch.float64)}
+    assert_sharded({**base, **own}, {}, {**by_entries, "bias": Shard(0)}, {**out, "bias": Shard(0)})
+
+
+def other_placements() -> None:
+    """Replicated tensors stay so; rows become heads; heads that cannot be divided are gathered."""
+    base = leaves(2, 4, 2, packed=False)
+    whole = dict.fromkeys((*DENSE, "out", "lse"), Replicate())
+    assert_sharded(base, {"causal": True}, dict.fromkeys(DENSE, Replicate()), whole)
+    assert_sharded(base, {"causal": True}, dict.fromkeys(DENSE, Shard(1)), {}, free=False)
+    single, three = leaves(1, 4, 1, packed=False), leaves(1, 6, 3, packed=False)
+    assert_sharded(single, {}, {"q": Shard(2), "k": Replicate(), "v": Replicate()}, {"out": Replicate()}, free=False)
+    assert_sharded(three, {}, dict.fromkeys(DENSE, Shard(2)), {"out": Replicate()}, free=False)
+    plain = {**base, "bias": torch.randn(6, 9, dtype=torch.float64)}
+    assert_sharded(plain, {}, dict.fromkeys(DENSE, Shard(2)), {"out": Shard(2)}, free=False)
+
+
+def needs_of_the_backward_pass() -> None:
+    """A bias that wants no gradient now may want one later: what PyTorch keeps of calls tells them apart."""
+    base, bias = leaves(2, 4, 2, packed=False), torch.randn(6, 9, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    q, k, v = (sharded(x, mesh, [Shard(2)]).requires_grad_() for x in base.values())
+    for wanted in (False, True):
+        shared = sharded(bias, mesh, [Replicate()]).requires_grad_(wanted)
+        flash_attn_func(q, k, v, bias=shared).sum().backward()
+        assert (shared.grad is not None) == wanted
+    assert shared.grad is not None
+    assert shared.grad.shape == (6, 9)
+
+
+def compiled() -> None:
+    """In one graph, like plain tensors."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole = [x.requires_grad_() for x in leaves(2, 4, 2, packed=False).values()]
+    parts = [sharded(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole]
+    attend: Any = torch.compile(lambda *x: flash_attn_func(*x, causal=True), backend="aot_eager", fullgraph=True)
+    expected, out = flash_attn_func(*whole, causal=True), attend(*parts)
+    assert torch.allclose(out.full_tensor(), expected, rtol=0, atol=1e-12)
+    expected.sum().backward()
+    out.sum().backward()
+    for x, part in zip(whole, parts, strict=True):
+        assert x.grad is not None
+        assert isinstance(part.grad, DTensor)
+        assert part.grad.placements == (Shard(2),)
+        assert torch.allclose(part.grad.full_tensor(), x.grad, rtol=0, atol=1e-12)
+
+
+CASES = (heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled)
+
+
+def run(rank: int, store: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    for case in CASES:
+        case()
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    spawn(run, (str(tmp_path / "store"),), nprocs=RANKS)
