@@ -1,0 +1,141 @@
+"""One attention over the ranks of a group, planned and differentiated: what the public functions share."""
+
+import functools
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_attn_cute import validate
+from flash_attn_cute.distributed import heads, model, passes
+from flash_attn_cute.distributed.gather import Gather
+from flash_attn_cute.distributed.groups import Ranks
+from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.ring import Ring
+from flash_attn_cute.distributed.sharding import Sharding
+
+METHODS = ("auto", "all_gather", "ring", "all_to_all")
+
+
+class Method(Protocol):
+    """A way in which queries of a rank come to see keys of others."""
+
+    def forward(
+        self, kernel: passes.Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of the rank's queries."""
+        ...
+
+    def backward(
+        self, kernel: passes.Kernel, given: passes.Given, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the rank's queries, keys and values."""
+        ...
+
+
+class Question(NamedTuple):
+    """What a plan depends on: all that it takes to find one, and the same on all ranks but for ``ranks``."""
+
+    queries: Sharding
+    keys: Sharding
+    batch: int
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    window: validate.Window
+    method: str
+    shape: model.Shape
+
+
+class Plan(NamedTuple):
+    """How a rank attends: by which method, and which rows it trades for heads before and after, if any."""
+
+    method: Method
+    rows_q: heads.Rows | None
+    rows_k: heads.Rows | None
+
+
+@functools.lru_cache(maxsize=64)
+def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
+    """The plan of this rank; the same question in the next layer finds it made.
+
+    Raises:
+        ValueError: heads cannot be dealt over the ranks that are to exchange them.
+    """
+    queries, keys = question.queries, question.keys
+    if question.batch != 1:
+        is_same = keys is queries
+        queries = queries.batched(question.batch)
+        keys = queries if is_same else keys.batched(question.batch)
+    method, shape = question.method, question.shape
+    if method == "auto" and ranks.inner is None:
+        layout = Layout.of(queries, keys, question.lengths_q, question.lengths_k, question.window)
+        method = _best(layout, shape)
+        if method == "all_to_all":
+            ranks = Ranks(None, ranks.outer)
+    rows_q = rows_k = None
+    if ranks.inner is not None:
+        size = ranks.inner_size
+        refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
+        if refusal is not None:
+            raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
+        first = ranks.rank - ranks.rank % size
+        is_same, dealt_q, dealt_k = keys is queries, queries, keys
+        queries = dealt_q.merged(size)
+        keys = queries if is_same else dealt_k.merged(size)
+        rows_q = heads.Rows(dealt_q, queries, ranks.inner, first, device)
+        rows_k = rows_q if is_same else heads.Rows(dealt_k, keys, ranks.inner, first, device)
+        shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
+    layout = Layout.of(queries, keys, question.lengths_q, question.lengths_k, question.window)
+    if method == "auto":
+        method = _best(layout, shape, by_heads=False)
+    kind = Gather if method == "all_gather" else Ring
+    return Plan(kind(layout, ranks.outer, device), rows_q, rows_k)
+
+
+def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
+    """The method by which ranks wait least."""
+    if layout.num_ranks == 1:
+        return "ring"
+    found = {name: e.seconds for name, e in model.estimates(layout, shape).items() if by_heads or name != "all_to_all"}
+    return min(found, key=found.__getitem__)
+
+
+Result: TypeAlias = tuple[Tensor, Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, chosen: Plan, kernel: passes.Kernel) -> Result:
+    """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
+    rows_q, rows_k = chosen.rows_q, chosen.rows_k
+    if rows_q is None or rows_k is None:
+        return _Attention.apply(q, k, v, sink, chosen.method, kernel)
+    q, k, v = heads.split_heads(q, k, v, rows_q, rows_k)
+    sink = None if sink is None else heads.own_heads(sink, rows_q)
+    out, lse = _Attention.apply(q, k, v, sink, chosen.method, kernel)
+    return heads.join_heads(out, rows_q), heads.join_heads(lse.transpose(0, 1), rows_q).transpose(0, 1)
+
+
+class _Attention(torch.autograd.Function):
+    """What autograd records."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method, kernel: passes.Kernel
+    ) -> Result:
+        """Out and lse of all keys."""
+        out, lse = method.forward(kernel, q, k, v, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = method, kernel
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and sink."""
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        method, kernel = ctx.call
+        given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        dq, dk, dv = method.backward(kernel, given, k, v)
+        dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
