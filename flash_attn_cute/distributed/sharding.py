@@ -172,11 +172,11 @@ class Sharding:
 
     def positions(self, rank: int) -> Tensor:
         """(rows,) int64 on the CPU: each row's position in its document, as rotary embeddings want it; padding: 0."""
-        starts = [0 if s.document < 0 else self.cu_seqlens[s.document] for s in self.segments[rank]]
-        return rows_of(
-            (0, 0) if s.document < 0 else (s.start - start, s.stop - start)
-            for s, start in zip(self.segments[rank], starts, strict=True)
-        ).resize_(self.num_rows(rank))
+        positions = self.index(rank)
+        for s, row in zip(self.segments[rank], self.offsets(rank), strict=False):
+            rows = positions[row : row + s.stop - s.start]
+            rows.zero_() if s.document < 0 else rows.sub_(self.cu_seqlens[s.document])
+        return positions
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """A rank's rows of a tensor that has all of them, differentiable.
