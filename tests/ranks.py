@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -19,27 +19,26 @@ import torch.distributed as dist
 _TIMEOUT = timedelta(seconds=120)
 
 
-def run(function: Callable[[], None], num_ranks: int, folder: Path, **environment: str) -> None:
-    """Runs a function of a module on so many ranks; fails with what a rank raised.
+def run(functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, **environment: str) -> None:
+    """Runs functions of a module, one after the other, on so many ranks; fails with what a rank raised.
 
     Args:
-        function: what every rank runs, after it has joined the group of all.
+        functions: what every rank runs, after it has joined the group of all.
         num_ranks: how many processes.
         folder: an empty one, where the ranks meet.
         environment: variables that the ranks are to see.
     """
-    command = [sys.executable, "-m", "tests.ranks", function.__module__, function.__qualname__, str(num_ranks)]
+    names = [function.__qualname__ for function in functions]
+    command = [sys.executable, "-m", "tests.ranks", str(num_ranks), str(folder), functions[0].__module__, *names]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [*command, str(folder)], env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
-    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _main(module: str, name: str, num_ranks: int, folder: Path) -> int:
-    function = getattr(import_module(module), name)
+def _main(num_ranks: int, folder: Path, module: str, *names: str) -> int:
+    functions = [getattr(import_module(module), name) for name in names]
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_rank, args=(function, rank, num_ranks, folder)) for rank in range(num_ranks)]
+    children = [context.Process(target=_rank, args=(functions, rank, num_ranks, folder)) for rank in range(num_ranks)]
     for child in children:
         child.start()
     # A rank that has failed leaves the others waiting.
@@ -53,13 +52,14 @@ def _main(module: str, name: str, num_ranks: int, folder: Path) -> int:
     return max(abs(child.exitcode or 0) for child in children)
 
 
-def _rank(function: Callable[[], None], rank: int, num_ranks: int, folder: Path) -> None:
+def _rank(functions: Sequence[Callable[[], None]], rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
         )
-        function()
+        for function in functions:
+            function()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -68,4 +68,4 @@ def _rank(function: Callable[[], None], rank: int, num_ranks: int, folder: Path)
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    sys.exit(_main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute import dispatch, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
+    gather,
     rank_of,
 )
-from tests import ranks
+from flash_attn_cute.distributed.groups import Transfer
+from flash_attn_cute.distributed.key_values import KeyValues
+from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
+from flash_attn_cute.distributed.passes import Kernel, prepared
+from flash_attn_cute.distributed.sharding import Band
+from flash_attn_cute.spec import Options
+from tests import checks, oracle, ranks
 
 
 @dataclass
@@ -250,6 +259,238 @@ def refusal(case: Case, num_ranks: int, way: dict[str, Any]) -> bool:
     return case.nheads % size != 0 or (case.nheads_k % size != 0 and size % case.nheads_k != 0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+DOCUMENTS = [70, 3, 41, 0, 14]
+PACKED = Case(DOCUMENTS, DOCUMENTS, {"causal": True})
+WAYS: list[dict[str, Any]] = [{"method": "all_gather"}, {"method": "ring"}, {"method": "all_to_all"}]
+
+
+def balanced(num_ranks: int) -> Sharding:
+    return Sharding.balanced([0, *accumulate(DOCUMENTS)], num_ranks, causal=True)
+
+
+def low_precision() -> None:
+    """Errors are those of low precision, and the same bits come out every time."""
+    case = Case(DOCUMENTS, DOCUMENTS, {"causal": True, "deterministic": True}, sink=True, through_lse=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = Leaves.of(case, dtype)
+        truth, low = (by_oracle(case, leaves, to) for to in (torch.float64, dtype))
+        sharding = balanced(dist.get_world_size())
+        for way in WAYS:
+            got = together(case, leaves, sharding, None, **way)
+            true, rough = (expected_here(case, x, sharding, None, dist.get_rank()) for x in (truth, low))
+            for name, x in got.items():
+                checks.assert_close(f"{name} {way} {dtype}", x, true[name], rough[name], 2.0, 1.0)
+            for _ in range(3):
+                again = together(case, leaves, sharding, None, **way)
+                assert all(checks.bitwise_equal(again[name], x) for name, x in got.items() if name != "dsink")
+
+
+def by_oracle(case: Case, leaves: Leaves, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same attention by the naive one, in a dtype of its own."""
+    cu = torch.tensor([0, *accumulate(case.lengths_q)], dtype=torch.int32)
+    call = oracle.Call(leaves.q, leaves.k, leaves.v, cu, cu, causal=True, learnable_sink=leaves.sink).to(dtype)
+    out, lse = oracle.attention(call)
+    grads = checks.gradients(call, out, lse, leaves.dout, leaves.dlse)
+    grads["dsink"] = grads.pop("dlearnable_sink")
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def surroundings() -> None:
+    """What is around attention in training: checkpointing, torch.compile, autocast; and a loss of lse alone."""
+    sharding, rank = balanced(dist.get_world_size()), dist.get_rank()
+    leaves = Leaves.of(PACKED)
+    q, k, v = (sharding.shard(x.detach(), rank).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
+
+    def block(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
+        out = context_parallel_attn_varlen_func(q.sin(), k, v, sharding, causal=True, method=method)
+        assert isinstance(out, Tensor)
+        return out.cos()
+
+    for way in WAYS:
+        expected = torch.autograd.grad(block(q, k, v, **way).sum(), (q, k, v))
+        kept = checkpoint(block, q, k, v, way["method"], use_reentrant=False)
+        compiled = torch.compile(block, backend="eager")(q, k, v, **way)
+        for out in (kept, compiled):
+            assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), expected))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert block(q.float(), k.float(), v.float(), **way).dtype == torch.bfloat16
+        _, lse = context_parallel_attn_varlen_func(q, k, v, sharding, causal=True, return_lse=True, **way)
+        (dk,) = torch.autograd.grad(lse.sum(), k)
+        assert dk.isfinite().all()
+        assert dk.any()
+        (dq,) = torch.autograd.grad(block(q, k, v, **way).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dq.sum().backward()
+
+
+def rows_come_together() -> None:
+    """Gathering from groups and meshes."""
+    size = dist.get_world_size()
+    sharding = Sharding.balanced([2, 30, 37], size, total=41, causal=True)
+    x = torch.randn(3, 41, 2)
+    for group in (None, init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))):
+        mine = sharding.shard(x, rank_of(group), dim=1).requires_grad_()
+        whole = gather(mine, sharding, group, dim=1)
+        assert whole.equal(x)
+        assert not whole.requires_grad
+
+
+def neighbours() -> None:
+    """Under a window no rank hears of any but those next to it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    case = Case([40 * size], [40 * size], {"causal": True, "window_size": (30, None)})
+    leaves, sharding = Leaves.of(case), Sharding.contiguous([0, 40 * size], size)
+    peers: set[int] = set()
+
+    class Recorded(Transfer):
+        def __init__(self, group: Any, sends: Any, receives: Any) -> None:
+            peers.update(peer for x, peer in (*sends, *receives) if x.numel())
+            super().__init__(group, sends, receives)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "ring"):
+            patch.setattr(f"flash_attn_cute.distributed.{name}.Transfer", Recorded)
+        for way in WAYS[:2]:
+            peers.clear()
+            together(case, leaves, sharding, None, **way)
+            assert peers == {rank - 1, rank + 1} & set(range(size)), way
+
+
+def disagreements() -> None:
+    """One clear error on every rank, and none where ranks agree."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sharding = balanced(size)
+    leaves = Leaves.of(PACKED)
+    q, k, v = (sharding.shard(x, rank) for x in (leaves.q, leaves.k, leaves.v))
+    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v}
+    other: dict[str, dict[str, Any]] = {
+        "window_right: expected the same on all ranks of the group, got 0 on ranks 0, 2; None on rank 1": {
+            "causal": False
+        },
+        "sharding: expected the same on all ranks of the group, got layout .* on rank 1": {
+            "sharding": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments[::-1]),
+        },
+        "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape": {"q": q[1:]},
+        "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2": {"sharding": balanced(2)},
+        "dtype: expected the same on all ranks of the group, got .*64 on ranks 0, 2; torch.float32 on rank 1": {
+            "q": q.float(),
+            "k": k.float(),
+            "v": v.float(),
+        },
+        "inputs that require gradients: expected the same": {"k": k.detach()},
+        "method: expected the same on all ranks of the group, got ring on ranks 0, 2; all_gather on rank 1": {
+            "method": "all_gather"
+        },
+        "rank 1 of the group: mask: expected None": {"mask": torch.ones(1, dtype=torch.bool)},
+        "seqused_k: expected the same": {"seqused_k": [1, 1, 1, 0, 1]},
+    }
+    for message, changes in other.items():
+        given = {**agreed, "method": "ring", **(changes if rank == 1 else {})}
+        with pytest.raises(ValueError, match=message):
+            context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    for way in WAYS[:2]:
+        assert_same(
+            together(PACKED, leaves, sharding, None, **way),
+            expected_here(PACKED, alone(PACKED, leaves), sharding, None, rank),
+            way,
+        )
+    mesh = init_device_mesh("cpu", (size, 1))
+    assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
+
+
+# What ranks are started for takes less time than to start them.
+ON_RANKS = {
+    1: [every_case],
+    2: [every_case, low_precision, surroundings],
+    3: [every_case],
+    4: [every_case, rows_come_together, neighbours],
+    8: [every_case],
+}
+
+
+@pytest.mark.parametrize("num_ranks", ON_RANKS)
 def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path) -> None:
-    ranks.run(every_case, num_ranks, tmp_path)
+    ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path)
+
+
+def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
+    ranks.run([disagreements], 3, tmp_path, FLASH_ATTN_CUTE_CHECK="1")
+
+
+def random_runs(draw: random.Random, length: int) -> list[Run]:
+    """Some positions, in adjacent rows."""
+    runs, row, position = [], draw.randint(0, 3), 0
+    while position < length:
+        stop = min(length, position + draw.randint(1, 12))
+        if draw.random() < 0.6:
+            runs.append(Run(position, stop, row))
+            row += stop - position
+        position = stop
+    return runs
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_parts_are_what_the_mask_shows(seed: int) -> None:
+    """Each visible pair in one part, as that part's window shows it, and no other pair in any."""
+    draw = random.Random(seed)
+    length_q, length_k = draw.randint(1, 40), draw.randint(1, 40)
+    window = (draw.choice([None, 0, 3, 15]), draw.choice([None, 0, 0, 3, 15]))
+    queries, keys = random_runs(draw, length_q), random_runs(draw, length_k)
+    parts = parts_of({7: queries}, {7: keys}, {7: Band.of(window, length_q, length_k)})  # type: ignore[arg-type]
+    nothing = torch.empty(0)
+    visible = oracle.window(oracle.Call(nothing, nothing, nothing, window_size=window), length_q, length_k)
+    expected = torch.zeros(60, 60, dtype=torch.int64)
+    for q in queries:
+        for k in keys:
+            seen = visible[q.start : q.stop, k.start : k.stop]
+            expected[q.row : q.row + q.stop - q.start, k.row : k.row + k.stop - k.start] = seen
+    got = torch.zeros_like(expected)
+    for call in calls_of(parts, torch.device("cpu")):
+        for q_rows, k_rows in zip(sequences(call, "q"), sequences(call, "k"), strict=True):
+            shown = oracle.Call(nothing, nothing, nothing, window_size=call.window)
+            got[slice(*q_rows), slice(*k_rows)] += oracle.window(shown, q_rows[1] - q_rows[0], k_rows[1] - k_rows[0])
+    assert got.equal(expected)
+
+
+def sequences(call: Call, side: str) -> list[tuple[int, int]]:
+    """The rows (start, stop) of each sequence of a call, which is checked to be a valid one."""
+    start, stop = (getattr(call, f"{side}_{end}") for end in ("start", "stop"))
+    cu, used = getattr(call, f"cu_seqlens_{side}").tolist(), getattr(call, f"seqused_{side}")
+    slots = [b - a for a, b in pairwise(cu)]
+    lengths = slots if used is None else used.tolist()
+    assert cu[0] == 0
+    assert start + cu[-1] == stop
+    assert all(0 < length <= slot for length, slot in zip(lengths, slots, strict=True))
+    assert max(lengths) == getattr(call, f"max_seqlen_{side}")
+    return [(start + a, start + a + length) for a, length in zip(cu, lengths, strict=False)]
+
+
+@pytest.mark.parametrize("documents", [[4096], [4096, 1000, 3000]])
+def test_a_step_of_a_causal_ring_is_one_call(documents: list[int]) -> None:
+    """An early and a late chunk of a document need no more launches than one would."""
+    sharding = Sharding.balanced([0, *accumulate(documents)], 4, causal=True)
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
+    for rank, other in product(range(4), range(4)):
+        parts = parts_of(layout.queries_of(rank), layout.keys_of(other), layout.bands)
+        assert len(parts) == len({d for d in layout.queries_of(rank) if d in layout.keys_of(other)})
+        assert len(calls_of(parts, torch.device("cpu"))) <= 1
+        assert {part.window for part in parts} <= ({(None, 0)} if rank == other else {(None, None)})
+
+
+@pytest.mark.parametrize("window", [(None, 0), (100, 0), (None, None)])
+@pytest.mark.parametrize("other", [None, 0, 1])
+def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | None, int | None]) -> None:
+    """Those on keys of another rank, on a rank's own keys, and on collected ones."""
+    sharding = Sharding.balanced([0, 700, 710, 2000], 2, causal=True)
+    layout = Layout.of(sharding, sharding, (700, 10, 1290), (700, 10, 1290), window)
+    everything = {d: [Run(0, n, start)] for d, (n, start) in enumerate(((700, 0), (10, 700), (1290, 710)))}
+    keys = everything if other is None else layout.keys_of(other)
+    calls = calls_of(parts_of(layout.queries_of(1), keys, layout.bands), torch.device("cpu"))
+    assert calls
+    q, kv = torch.empty(1000, 4, 64, dtype=torch.float16), torch.empty(2000, 2 * (64 + 128), dtype=torch.float16)
+    rows = KeyValues(kv, 2, 64)
+    options = Options(None, None, None, 0.0, True, True)
+    for call in calls:
+        _, spec, inputs = prepared(Kernel(options, None), call, q, rows.k, rows.v)
+        assert dispatch.select(spec, inputs, "sm90", dispatch.supposing("sm90")).name == "sm90"
+        assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 for x in (inputs.q, inputs.k, inputs.v))

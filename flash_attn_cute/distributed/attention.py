@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
-from flash_attn_cute.distributed.gather import Gather
+from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.groups import Ranks
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.ring import Ring
@@ -89,7 +89,7 @@ def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
     layout = Layout.of(queries, keys, question.lengths_q, question.lengths_k, question.window)
     if method == "auto":
         method = _best(layout, shape, by_heads=False)
-    kind = Gather if method == "all_gather" else Ring
+    kind = AllGather if method == "all_gather" else Ring
     return Plan(kind(layout, ranks.outer, device), rows_q, rows_k)
 
 

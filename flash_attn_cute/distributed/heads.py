@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flash_attn_cute.distributed.groups import rank_in, size_of
@@ -52,6 +53,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(x, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """To where the rows came from."""
         return _to_rows(grad, ctx.rows), None
@@ -67,6 +69,7 @@ class _ToRows(torch.autograd.Function):
         return _to_rows(x, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """To where the parts came from."""
         return _to_heads(grad, ctx.rows), None

@@ -48,23 +48,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def forward(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone."""
-    backend, spec, inputs = _prepared(kernel, call, q, k, v)
+    backend, spec, inputs = prepared(kernel, call, q, k, v)
     return backend.forward(spec, inputs)
 
 
 def backward(kernel: Kernel, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The call's part of dq, dk and dv, of the rows it is on."""
     rows = slice(call.q_start, call.q_stop)
-    backend, spec, inputs = _prepared(kernel, call, given.q, k, v)
+    backend, spec, inputs = prepared(kernel, call, given.q, k, v)
     dlse = None if given.dlse is None else given.dlse[:, rows]
     out, lse, dout = given.out[rows], given.lse[:, rows], given.dout[rows]
     grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
     return grads.dq, grads.dk, grads.dv
 
 
-def _prepared(
+def prepared(
     kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
+    """A call as backends take it, and the backend that serves it."""
     left, right = call.window
     options = kernel.options._replace(window_left=left, window_right=right)
     inputs = AttentionInputs(

@@ -19,7 +19,7 @@ from flash_attn_cute.distributed.parts import Run, calls_of, is_shared, parts_of
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 
 
-class Gather:
+class AllGather:
     """An attention of one rank, planned once for all layers and both passes."""
 
     def __init__(self, layout: Layout, group: ProcessGroup | None, device: torch.device) -> None:
