@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=60)
 
 
 def run(functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, **environment: str) -> None:

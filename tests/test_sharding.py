@@ -148,6 +148,31 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
+        (
+            ValueError,
+            "segments: expected every row on one rank, got .* where row 2 is next",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2),), (Segment(0, 3, 4),))),
+        ),
+        (
+            ValueError,
+            "segments: expected every row on one rank, got .* where row 2 is next",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2),), (Segment(0, 1, 4),))),
+        ),
+        (
+            ValueError,
+            "segments: expected 4 rows on all ranks together, got 3",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2), Segment(0, 2, 3)),)),
+        ),
+        (
+            ValueError,
+            "segments: expected rows of one document",
+            lambda: Sharding((0, 2, 4), 4, ((Segment(0, 0, 3), Segment(1, 3, 4)),)),
+        ),
+        (
+            ValueError,
+            "segments: expected those of rank 0 in order",
+            lambda: Sharding((0, 2, 4), 4, ((Segment(1, 2, 4), Segment(0, 0, 2)),)),
+        ),
         (ValueError, "num_ranks: expected at least 1, got 0", lambda: Sharding.contiguous([0, 4], 0)),
         (TypeError, "num_ranks: expected an int, got 2.5", lambda: Sharding.contiguous([0, 4], 2.5)),  # type: ignore[arg-type]
         (ValueError, "cu_seqlens: expected offsets from 0 to 4", lambda: Sharding.contiguous([0, 5, 4], 2)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn_cute import ops, settings, validate
 from flash_attn_cute.distributed import agreement, attention, model, passes
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows
-from flash_attn_cute.distributed.sharding import Sharding, real_lengths
+from flash_attn_cute.distributed.sharding import Sharding, numbers
 from flash_attn_cute.spec import Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
@@ -306,16 +306,12 @@ def _question(
             f"sharding_k: expected the {len(queries.cu_seqlens) - 1} documents of sharding, "
             f"got {len(keys.cu_seqlens) - 1}"
         )
-    batch = q.shape[0] if dense else 1
-    offsets_q, offsets_k = (
-        [b * sharding.total for b in range(batch + 1)] if dense else sharding.cu_seqlens for sharding in (queries, keys)
-    )
     return attention.Question(
         queries,
         keys,
-        batch,
-        real_lengths("seqused_q", _on_host("seqused_q", lengths[0]), offsets_q),
-        real_lengths("seqused_k", _on_host("seqused_k", lengths[1]), offsets_k),
+        q.shape[0] if dense else 1,
+        _on_host("seqused_q", lengths[0]),
+        _on_host("seqused_k", lengths[1]),
         (options.window_left, options.window_right),
         method,
         model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
@@ -334,13 +330,13 @@ def _check_sharding(name: str, sharding: Any, ranks: Ranks, *, dense: bool) -> N
         )
 
 
-def _on_host(name: str, lengths: Lengths) -> Lengths:
+def _on_host(name: str, lengths: Lengths) -> tuple[int, ...] | None:
     if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
         raise ValueError(
             f"{name}: expected lengths on the host, by which ranks plan what they exchange, "
             f"got a tensor on {lengths.device}"
         )
-    return lengths
+    return None if lengths is None else numbers(lengths)
 
 
 def _statement(
@@ -362,8 +358,8 @@ def _statement(
         "device": q.device.type,
         "sink": "None" if sink is None else str(sink.dtype),
         **{name: f"layout {digest}" for name, digest in dealt.items()},
-        "seqused_q": str(question.lengths_q),
-        "seqused_k": str(question.lengths_k),
+        "seqused_q": str(question.seqused_q),
+        "seqused_k": str(question.seqused_k),
         **{name: str(value) for name, value in options._asdict().items()},
         "backend": str(backend),
         "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",

@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
 from flash_attn_cute.distributed.all_gather import AllGather
-from flash_attn_cute.distributed.groups import Ranks
+from flash_attn_cute.distributed.groups import Ranks, connect
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.ring import Ring
-from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.distributed.sharding import Sharding, real_lengths
 
 METHODS = ("auto", "all_gather", "ring", "all_to_all")
 
@@ -40,8 +40,8 @@ class Question(NamedTuple):
     queries: Sharding
     keys: Sharding
     batch: int
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
+    seqused_q: tuple[int, ...] | None
+    seqused_k: tuple[int, ...] | None
     window: validate.Window
     method: str
     shape: model.Shape
@@ -60,16 +60,18 @@ def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
     """The plan of this rank; the same question in the next layer finds it made.
 
     Raises:
-        ValueError: heads cannot be dealt over the ranks that are to exchange them.
+        ValueError: heads cannot be dealt over the ranks that are to exchange them, or a seqused does not fit.
     """
     queries, keys = question.queries, question.keys
     if question.batch != 1:
         is_same = keys is queries
         queries = queries.batched(question.batch)
         keys = queries if is_same else keys.batched(question.batch)
+    lengths_q = real_lengths("seqused_q", question.seqused_q, queries.cu_seqlens)
+    lengths_k = real_lengths("seqused_k", question.seqused_k, keys.cu_seqlens)
     method, shape = question.method, question.shape
     if method == "auto" and ranks.inner is None:
-        layout = Layout.of(queries, keys, question.lengths_q, question.lengths_k, question.window)
+        layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
         method = _best(layout, shape)
         if method == "all_to_all":
             ranks = Ranks(None, ranks.outer)
@@ -86,9 +88,11 @@ def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
         rows_q = heads.Rows(dealt_q, queries, ranks.inner, first, device)
         rows_k = rows_q if is_same else heads.Rows(dealt_k, keys, ranks.inner, first, device)
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
-    layout = Layout.of(queries, keys, question.lengths_q, question.lengths_k, question.window)
+    layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
     if method == "auto":
         method = _best(layout, shape, by_heads=False)
+    if device.type == "cuda":
+        connect(ranks.outer, device)
     kind = AllGather if method == "all_gather" else Ring
     return Plan(kind(layout, ranks.outer, device), rows_q, rows_k)
 

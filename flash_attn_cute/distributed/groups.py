@@ -1,5 +1,6 @@
 """The ranks that share an attention, and how rows travel between them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,13 @@ def size_of(group: ProcessGroup | None) -> int:
 def rank_in(group: ProcessGroup | None) -> int:
     """This process's rank in a group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+@functools.cache
+def connect(group: ProcessGroup | None, device: torch.device) -> None:
+    """Makes the connections of a group, for which NCCL wants all ranks: messages may leave some out."""
+    if group is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def all_gather_rows(x: Tensor, rows: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:

@@ -67,9 +67,11 @@ def _ring(layout: Layout, shape: Shape) -> Estimate:
     size = layout.num_ranks
     steps = max(layout.hops())
     received = steps * max(layout.keys.num_rows(rank) for rank in range(size)) * _bytes_a_key(shape)
-    # Each step reads and writes out and dq in float32, and reads the step's own.
-    queries = max(layout.queries.num_rows(rank) for rank in range(size))
-    merged = steps * queries * shape.nheads * (shape.d + shape.d_v) * (8 + shape.itemsize)
+    # Out of a step becomes float32, and out of all keys is read and written twice; gradients are read and written.
+    queries = max(layout.queries.num_rows(rank) for rank in range(size)) * shape.nheads
+    keys = max(layout.keys.num_rows(rank) for rank in range(size)) * shape.nheads_k
+    added = queries * shape.d + keys * (shape.d + shape.d_v)
+    merged = steps * (queries * shape.d_v * (24 + shape.itemsize) + added * (8 + shape.itemsize))
     waiting = max(0.0, received / LINK - flop(layout, shape) / ARITHMETIC * steps / size)
     return Estimate(received, waiting + merged / MEMORY)
 

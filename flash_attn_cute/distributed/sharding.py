@@ -55,7 +55,7 @@ class Band(NamedTuple):
 class Sharding:
     """Which rows of packed documents each rank holds, and in which order.
 
-    A rank's rows are its segments one behind another. ``balanced`` and ``contiguous`` make layouts; attention takes any
+    A rank's rows are its segments one behind another. ``balanced`` and ``contiguous`` make layouts; any other will do
     that gives every row to one rank, and to each rank its segments in ascending order, rows of no document behind them.
     For a dense batch it is the layout of the rows of an entry, one document, and all entries have the same.
 
@@ -66,11 +66,32 @@ class Sharding:
         cu_seqlens: the offsets of the documents, one more than there are documents.
         total: the rows of all ranks together, padding included.
         segments: those of each rank.
+
+    Raises:
+        ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
     """
 
     cu_seqlens: tuple[int, ...]
     total: int
     segments: tuple[tuple[Segment, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Checks that every row is somewhere, once and in order."""
+        row = 0
+        for s in sorted(itertools.chain.from_iterable(self.segments), key=lambda s: (s.start, s.stop)):
+            if s.start != row:
+                raise ValueError(f"segments: expected every row on one rank, got {s} where row {row} is next")
+            if (
+                s.document >= 0
+                and not self.cu_seqlens[s.document] <= s.start <= s.stop <= self.cu_seqlens[s.document + 1]
+            ):
+                raise ValueError(f"segments: expected rows of one document, got {s}")
+            row = s.stop
+        if row != self.total:
+            raise ValueError(f"segments: expected {self.total} rows on all ranks together, got {row}")
+        for rank, segments in enumerate(self.segments):
+            if list(segments) != sorted(segments, key=_order):
+                raise ValueError(f"segments: expected those of rank {rank} in order, rows of no document last")
 
     @classmethod
     def balanced(
@@ -294,7 +315,7 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     slots = [stop - start for start, stop in itertools.pairwise(offsets)]
     if used is None:
         return tuple(slots)
-    lengths = _numbers(used)
+    lengths = numbers(used)
     if len(lengths) != len(slots):
         raise ValueError(f"{name}: expected {len(slots)} lengths, got {len(lengths)}")
     for document, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
@@ -303,12 +324,13 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     return lengths
 
 
-def _numbers(numbers: Numbers) -> tuple[int, ...]:
-    return tuple(numbers.tolist() if isinstance(numbers, Tensor) else map(int, numbers))
+def numbers(given: Numbers) -> tuple[int, ...]:
+    """Lengths or offsets as ints."""
+    return tuple(given.tolist() if isinstance(given, Tensor) else map(int, given))
 
 
 def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[int, ...], int]:
-    offsets = _numbers(given)
+    offsets = numbers(given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
     rows = offsets[-1] if total is None else total
@@ -477,10 +499,14 @@ def _cheap_rows(line: _Line, cheap: int, dear: int, rows: int, area: float, tole
     return min(close or (low, high), key=lambda count: abs(excess(count)))
 
 
+def _order(segment: Segment) -> tuple[bool, Segment]:
+    return segment.document < 0, segment
+
+
 def _tidy(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Segments that are not empty, in order, adjacent ones joined, those of no document last."""
     joined: list[Segment] = []
-    for s in sorted((s for s in segments if s.start < s.stop), key=lambda s: (s.document < 0, s)):
+    for s in sorted((s for s in segments if s.start < s.stop), key=_order):
         if joined and (joined[-1].document, joined[-1].stop) == (s.document, s.start):
             joined[-1] = joined[-1]._replace(stop=s.stop)
         else:
