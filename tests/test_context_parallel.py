@@ -1,6 +1,7 @@
 """Attention over several ranks gives what one process gives."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
@@ -14,20 +15,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from examples import context_parallel
 from flash_attn_cute import dispatch, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
+    attention,
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
     gather,
+    model,
     rank_of,
 )
-from flash_attn_cute.distributed.groups import Transfer
+from flash_attn_cute.distributed.groups import Place, Transfer
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
-from flash_attn_cute.distributed.passes import Kernel, prepared
+from flash_attn_cute.distributed.passes import Context, prepared
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
 from tests import checks, oracle, ranks
@@ -398,10 +402,24 @@ def disagreements() -> None:
     assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
 
 
+def example() -> None:
+    """Training on all ranks together, and on each alone."""
+    chosen = context_parallel.options(["--steps", "3", "--tokens", "300", "--longest", "100"])
+    torch.use_deterministic_algorithms(False)
+    expected = None
+    for rank in range(dist.get_world_size()):
+        alone = dist.new_group([rank])
+        if rank == dist.get_rank():
+            expected = context_parallel.train(chosen, alone, torch.device("cpu"))
+    together = context_parallel.train(chosen, None, torch.device("cpu"))
+    assert together == pytest.approx(expected, rel=1e-4)
+    assert len(set(together)) == 3
+
+
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
     1: [every_case],
-    2: [every_case, low_precision, surroundings],
+    2: [every_case, low_precision, surroundings, example],
     3: [every_case],
     4: [every_case, rows_come_together, neighbours],
     8: [every_case],
@@ -491,6 +509,40 @@ def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | N
     rows = KeyValues(kv, 2, 64)
     options = Options(None, None, None, 0.0, True, True)
     for call in calls:
-        _, spec, inputs = prepared(Kernel(options, None), call, q, rows.k, rows.v)
+        _, spec, inputs = prepared(Context(options, None, None), call, q, rows.k, rows.v)
         assert dispatch.select(spec, inputs, "sm90", dispatch.supposing("sm90")).name == "sm90"
         assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 for x in (inputs.q, inputs.k, inputs.v))
+
+
+SHAPE = model.Shape(32, 8, 128, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("documents", "num_ranks", "by_heads", "expected"),
+    [
+        ([131_072], 2, True, "all_gather"),  # nothing is merged, and heads in groups make K and V small
+        ([131_072], 8, True, "all_to_all"),  # trading heads moves less the more ranks there are
+        ([1000] * 128, 8, True, "all_gather"),  # next to nothing is moved
+        ([4_194_304], 64, True, "ring"),  # 64 ranks have no part of 8 heads, and all keys are too many for one
+        ([131_072], 8, False, "all_gather"),
+    ],
+)
+def test_auto_chooses_what_waits_least(documents: list[int], num_ranks: int, by_heads: bool, expected: str) -> None:
+    sharding = Sharding.balanced([0, *accumulate(documents)], num_ranks, causal=True)
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
+    found = model.estimates(layout, SHAPE)
+    if not by_heads:
+        found.pop("all_to_all")
+    assert model.best(found) == expected
+
+
+def test_a_plan_is_made_once_for_all_layers() -> None:
+    sharding = Sharding.contiguous([0, 8], 2)
+    question = attention.Question(sharding, None, 1, None, None, (None, 0), "ring", SHAPE)
+    found = attention.plan(question, Place(0, 2, 1), torch.device("cpu"))
+    assert attention.plan(question._replace(), Place(0, 2, 1), torch.device("cpu")) is found
+    assert attention.plan(question, Place(1, 2, 1), torch.device("cpu")) is not found
+    plans, gone = weakref.ref(found.method), weakref.ref(sharding)
+    del found, question, sharding
+    assert gone() is None, "something keeps the layout"
+    assert plans() is None

@@ -8,10 +8,9 @@ that a rank has for them go the same way back, and their owner adds them in the 
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from flash_attn_cute.distributed import passes
-from flash_attn_cute.distributed.groups import Transfer, rank_in
+from flash_attn_cute.distributed.groups import Transfer
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout, Ranges, common
 from flash_attn_cute.distributed.parts import Run, calls_of, is_shared, parts_of
@@ -22,8 +21,8 @@ Rows = list[tuple[int, int]]  # ranges (start, stop)
 class AllGather:
     """An attention of one rank, planned once for all layers and both passes."""
 
-    def __init__(self, layout: Layout, group: ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._rank = group, rank_in(group)
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self._rank = rank
         held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
         collected, self._num_collected = _side_by_side(needed)
         # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
@@ -41,37 +40,37 @@ class AllGather:
         self._shares_keys = is_shared((part.k_start, part.k_stop) for part in parts)
 
     def forward(
-        self, kernel: passes.Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
-        keys = self._collect(KeyValues.of(k, v))
+        keys = self._collect(context, KeyValues.of(k, v))
         merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
         for call in self._calls:
-            merged.add(call, *passes.forward(kernel, call, q, keys.k, keys.v))
+            merged.add(call, *passes.forward(context, call, q, keys.k, keys.v))
         return merged.result(sink, self._padding)
 
     def backward(
-        self, kernel: passes.Kernel, given: passes.Given, k: Tensor, v: Tensor
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
         own = KeyValues.of(k, v)
-        keys = self._collect(own)
+        keys = self._collect(context, own)
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         parts = keys.zeros(self._num_collected, sums if self._shares_keys else k.dtype)
         for call in self._calls:
-            dq_part, dk, dv = passes.backward(kernel, call, given, keys.k, keys.v)
+            dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v)
             dq[call.q_start : call.q_stop] += dq_part
             parts.add(call.k_start, dk, dv)
         total = own.zeros(k.shape[0], sums)
-        self._give_back(parts, total)
+        self._give_back(context, parts, total)
         return dq, total.k, total.v
 
-    def _collect(self, own: KeyValues) -> KeyValues:
+    def _collect(self, context: passes.Context, own: KeyValues) -> KeyValues:
         """The keys and values that the rank needs, in the order of the documents."""
         keys = own.empty(self._num_collected)
         transfer = Transfer(
-            self._group,
+            context.group,
             sends=[(own.data[a:b], peer) for peer in self._others for a, b in self._given[peer]],
             receives=[(keys.data[a:b], peer) for peer in self._others for a, b in self._taken[peer]],
         )
@@ -80,12 +79,12 @@ class AllGather:
         transfer.wait()
         return keys
 
-    def _give_back(self, parts: KeyValues, total: KeyValues) -> None:
+    def _give_back(self, context: passes.Context, parts: KeyValues, total: KeyValues) -> None:
         """Adds to the rank's own keys, in the order of the ranks, what each rank has for them."""
         arriving = [[parts.empty(b - a).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         Transfer(
-            self._group,
+            context.group,
             sends=[(parts.data[a:b], peer) for peer in self._others for a, b in self._taken[peer]],
             receives=[(x, peer) for peer in self._others for x in arriving[peer]],
         ).wait()

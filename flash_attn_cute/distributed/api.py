@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import ops, settings, validate
-from flash_attn_cute.distributed import agreement, attention, model, passes
-from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows
+from flash_attn_cute.distributed import agreement, attention, model
+from flash_attn_cute.distributed.groups import Group, Place, Ranks, all_gather_rows
 from flash_attn_cute.distributed.sharding import Sharding, numbers
 from flash_attn_cute.spec import Options
 
@@ -198,7 +198,7 @@ def rank_of(group: Group = None) -> int:
         TypeError: neither a process group nor a mesh.
         ValueError: a mesh of more than two dimensions, or a group that this process is not in.
     """
-    return Ranks.of(group).rank
+    return Ranks.of(group).place.rank
 
 
 def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) -> Tensor:
@@ -215,12 +215,12 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         ValueError: a group or a tensor that does not fit the sharding.
     """
     ranks = Ranks.of(group)
-    _check_sharding("sharding", sharding, ranks, dense=False)
+    _check_sharding("sharding", sharding, ranks.place, dense=False)
     counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]
-    if x.shape[dim] != counts[ranks.rank]:
-        raise ValueError(f"x: expected {counts[ranks.rank]} rows in dimension {dim}, got shape {tuple(x.shape)}")
-    size = ranks.inner_size
-    first = ranks.rank - ranks.rank % size
+    rank, _, size = ranks.place
+    if x.shape[dim] != counts[rank]:
+        raise ValueError(f"x: expected {counts[rank]} rows in dimension {dim}, got shape {tuple(x.shape)}")
+    first = rank - rank % size
     own = torch.cat(all_gather_rows(x.detach().movedim(dim, 0), counts[first : first + size], ranks.inner))
     sums = [sum(counts[i : i + size]) for i in range(0, len(counts), size)]
     everything = torch.cat(all_gather_rows(own, sums, ranks.outer))
@@ -242,8 +242,8 @@ def _attend(
     ranks = Ranks.of(group, by_heads=method == "all_to_all")
     tensors = ops.autocast(tensors)
     try:
-        question = _question(tensors, shardings, lengths, options, ranks, method, dense=dense)
-        chosen = attention.plan(question, ranks, tensors[0].device)
+        question = _question(tensors, shardings, lengths, options, ranks.place, method, dense=dense)
+        chosen = attention.plan(question, ranks.place, tensors[0].device)
     except (TypeError, ValueError) as error:
         if settings.check_data():
             agreement.check(ranks, error)
@@ -251,12 +251,11 @@ def _attend(
     if settings.check_data():
         agreement.check(ranks, _statement(tensors, question, options, backend))
     q, k, v, sink, *_ = tensors
-    kernel = passes.Kernel(options, backend)
     if not dense:
-        return attention.attend(q, k, v, sink, chosen, kernel)
+        return attention.attend(q, k, v, sink, chosen, ranks, options, backend)
     entries = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = attention.attend(q, k, v, sink, chosen, kernel)
+    out, lse = attention.attend(q, k, v, sink, chosen, ranks, options, backend)
     return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
 
 
@@ -265,7 +264,7 @@ def _question(
     shardings: tuple[Sharding, Sharding | None],
     lengths: tuple[Lengths, Lengths],
     options: Options,
-    ranks: Ranks,
+    place: Place,
     method: str,
     *,
     dense: bool,
@@ -294,11 +293,11 @@ def _question(
     )
     queries, keys = shardings[0], shardings[0] if shardings[1] is None else shardings[1]
     for name, sharding, tensor_name, x in (("sharding", queries, "q", q), ("sharding_k", keys, "k", k)):
-        _check_sharding(name, sharding, ranks, dense=dense)
-        rows = sharding.num_rows(ranks.rank)
+        _check_sharding(name, sharding, place, dense=dense)
+        rows = sharding.num_rows(place.rank)
         if x.shape[-3] != rows:
             raise ValueError(
-                f"{tensor_name}: expected the {rows} rows of rank {ranks.rank} of its sharding, "
+                f"{tensor_name}: expected the {rows} rows of rank {place.rank} of its sharding, "
                 f"got shape {tuple(x.shape)}"
             )
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
@@ -308,7 +307,7 @@ def _question(
         )
     return attention.Question(
         queries,
-        keys,
+        None if keys is queries else keys,
         q.shape[0] if dense else 1,
         _on_host("seqused_q", lengths[0]),
         _on_host("seqused_k", lengths[1]),
@@ -318,11 +317,11 @@ def _question(
     )
 
 
-def _check_sharding(name: str, sharding: Any, ranks: Ranks, *, dense: bool) -> None:
+def _check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
     if not isinstance(sharding, Sharding):
         raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
-    if sharding.num_ranks != ranks.size:
-        raise ValueError(f"{name}: expected one over the {ranks.size} ranks of group, got {sharding.num_ranks}")
+    if sharding.num_ranks != place.size:
+        raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
     if dense and sharding.cu_seqlens != (0, sharding.total):
         raise ValueError(
             f"{name}: expected one document, an entry of the batch, without padding around it, "
@@ -348,7 +347,7 @@ def _statement(
     leaves = [name for name, x in zip(names, tensors, strict=False) if x is not None and x.requires_grad]
     dealt = {
         name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
-        for name, x in (("sharding", question.queries), ("sharding_k", question.keys))
+        for name, x in (("sharding", question.queries), ("sharding_k", question.keys or question.queries))
     }
     return {
         "method": question.method,

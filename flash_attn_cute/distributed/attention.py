@@ -1,6 +1,5 @@
 """One attention over the ranks of a group, planned and differentiated: what the public functions share."""
 
-import functools
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -10,10 +9,11 @@ from torch.autograd.function import once_differentiable
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
 from flash_attn_cute.distributed.all_gather import AllGather
-from flash_attn_cute.distributed.groups import Ranks, connect
+from flash_attn_cute.distributed.groups import Place, Ranks, connect
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.ring import Ring
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
+from flash_attn_cute.spec import Options
 
 METHODS = ("auto", "all_gather", "ring", "all_to_all")
 
@@ -22,13 +22,13 @@ class Method(Protocol):
     """A way in which queries of a rank come to see keys of others."""
 
     def forward(
-        self, kernel: passes.Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries."""
         ...
 
     def backward(
-        self, kernel: passes.Kernel, given: passes.Given, k: Tensor, v: Tensor
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values."""
         ...
@@ -38,7 +38,7 @@ class Question(NamedTuple):
     """What a plan depends on: all that it takes to find one, and the same on all ranks but for ``ranks``."""
 
     queries: Sharding
-    keys: Sharding
+    keys: Sharding | None  # None: those of queries
     batch: int
     seqused_q: tuple[int, ...] | None
     seqused_k: tuple[int, ...] | None
@@ -55,14 +55,21 @@ class Plan(NamedTuple):
     rows_k: heads.Rows | None
 
 
-@functools.lru_cache(maxsize=64)
-def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
-    """The plan of this rank; the same question in the next layer finds it made.
+def plan(question: Question, place: Place, device: torch.device) -> Plan:
+    """The plan of this rank, which the sharding of the queries remembers: the next layer finds it made.
 
     Raises:
         ValueError: heads cannot be dealt over the ranks that are to exchange them, or a seqused does not fit.
     """
-    queries, keys = question.queries, question.keys
+    key = (question[1:], place, device)
+    known = question.queries.plans.get(key)
+    if known is None:
+        known = question.queries.plans[key] = _new_plan(question, place, device)
+    return known
+
+
+def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
+    queries, keys = question.queries, question.queries if question.keys is None else question.keys
     if question.batch != 1:
         is_same = keys is queries
         queries = queries.batched(question.batch)
@@ -70,53 +77,66 @@ def plan(question: Question, ranks: Ranks, device: torch.device) -> Plan:
     lengths_q = real_lengths("seqused_q", question.seqused_q, queries.cu_seqlens)
     lengths_k = real_lengths("seqused_k", question.seqused_k, keys.cu_seqlens)
     method, shape = question.method, question.shape
-    if method == "auto" and ranks.inner is None:
+    if method == "auto" and place.inner_size == 1:
         layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
         method = _best(layout, shape)
         if method == "all_to_all":
-            ranks = Ranks(None, ranks.outer)
+            place = Place(place.rank, 1, place.size)
     rows_q = rows_k = None
-    if ranks.inner is not None:
-        size = ranks.inner_size
+    size = place.inner_size
+    if size > 1:
         refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
-        first = ranks.rank - ranks.rank % size
         is_same, dealt_q, dealt_k = keys is queries, queries, keys
         queries = dealt_q.merged(size)
         keys = queries if is_same else dealt_k.merged(size)
-        rows_q = heads.Rows(dealt_q, queries, ranks.inner, first, device)
-        rows_k = rows_q if is_same else heads.Rows(dealt_k, keys, ranks.inner, first, device)
+        rows_q = heads.Rows(dealt_q, queries, place.rank, device)
+        rows_k = rows_q if is_same else heads.Rows(dealt_k, keys, place.rank, device)
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
     if method == "auto":
         method = _best(layout, shape, by_heads=False)
-    if device.type == "cuda":
-        connect(ranks.outer, device)
     kind = AllGather if method == "all_gather" else Ring
-    return Plan(kind(layout, ranks.outer, device), rows_q, rows_k)
+    return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
 
 
 def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
-    """The method by which ranks wait least."""
+    """The method of "auto"."""
     if layout.num_ranks == 1:
         return "ring"
-    found = {name: e.seconds for name, e in model.estimates(layout, shape).items() if by_heads or name != "all_to_all"}
-    return min(found, key=found.__getitem__)
+    found = model.estimates(layout, shape)
+    if not by_heads:
+        found.pop("all_to_all", None)
+    return model.best(found)
 
 
 Result: TypeAlias = tuple[Tensor, Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, chosen: Plan, kernel: passes.Kernel) -> Result:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    chosen: Plan,
+    ranks: Ranks,
+    options: Options,
+    backend: str | None,
+) -> Result:
     """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
     rows_q, rows_k = chosen.rows_q, chosen.rows_k
     if rows_q is None or rows_k is None:
-        return _Attention.apply(q, k, v, sink, chosen.method, kernel)
-    q, k, v = heads.split_heads(q, k, v, rows_q, rows_k)
+        connect(ranks.outer, q.device)
+        return _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, ranks.outer))
+    outer, inner = (None, ranks.outer) if ranks.inner is None else ranks
+    assert inner is not None
+    connect(outer, q.device)
+    q, k, v = heads.split_heads(q, k, v, rows_q, rows_k, inner)
     sink = None if sink is None else heads.own_heads(sink, rows_q)
-    out, lse = _Attention.apply(q, k, v, sink, chosen.method, kernel)
-    return heads.join_heads(out, rows_q), heads.join_heads(lse.transpose(0, 1), rows_q).transpose(0, 1)
+    out, lse = _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, outer))
+    lse = heads.join_heads(lse.transpose(0, 1), rows_q, inner).transpose(0, 1)
+    return heads.join_heads(out, rows_q, inner), lse
 
 
 class _Attention(torch.autograd.Function):
@@ -124,13 +144,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method, kernel: passes.Kernel
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method, context: passes.Context
     ) -> Result:
         """Out and lse of all keys."""
-        out, lse = method.forward(kernel, q, k, v, sink)
+        out, lse = method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = method, kernel
+        ctx.call = method, context
         return out, lse
 
     @staticmethod
@@ -138,8 +158,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and sink."""
         q, k, v, sink, out, lse = ctx.saved_tensors
-        method, kernel = ctx.call
+        method, context = ctx.call
         given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        dq, dk, dv = method.backward(kernel, given, k, v)
+        dq, dk, dv = method.backward(context, given, k, v)
         dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None

@@ -1,14 +1,17 @@
 """The ranks that share an attention, and how rows travel between them."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+# Weakly, here and everywhere: a group that outlives its destruction ends badly with the process.
+_connected: WeakSet[ProcessGroup] = WeakSet()
 
 # What users name the ranks by; None: all of them.
 Group = ProcessGroup | DeviceMesh | None
@@ -53,24 +56,24 @@ class Ranks(NamedTuple):
         return cls(None, used[0]) if by_heads else cls(used[0], None)
 
     @property
-    def outer_size(self) -> int:
-        """Ranks of the first dimension."""
-        return size_of(self.outer)
+    def place(self) -> "Place":
+        """Where in it this process is."""
+        return Place(
+            rank_in(self.outer) * size_of(self.inner) + rank_in(self.inner), size_of(self.outer), size_of(self.inner)
+        )
 
-    @property
-    def inner_size(self) -> int:
-        """Ranks of the second dimension."""
-        return size_of(self.inner)
+
+class Place(NamedTuple):
+    """A rank of a grid, all that a plan has to know of it."""
+
+    rank: int
+    outer_size: int
+    inner_size: int
 
     @property
     def size(self) -> int:
         """All ranks."""
         return self.outer_size * self.inner_size
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return rank_in(self.outer) * self.inner_size + rank_in(self.inner)
 
 
 def size_of(group: ProcessGroup | None) -> int:
@@ -83,11 +86,11 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-@functools.cache
 def connect(group: ProcessGroup | None, device: torch.device) -> None:
-    """Makes the connections of a group, for which NCCL wants all ranks: messages may leave some out."""
-    if group is not None:
+    """Has all ranks of a group meet once, as NCCL wants them to first; messages may leave some out."""
+    if group is not None and device.type == "cuda" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
 
 
 def all_gather_rows(x: Tensor, rows: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:

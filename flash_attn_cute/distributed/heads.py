@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute.distributed.groups import rank_in, size_of
 from flash_attn_cute.distributed.sharding import Sharding
 
 
@@ -25,20 +24,20 @@ def refusal(nheads: int, nheads_k: int, size: int) -> str | None:
 
 
 class Rows:
-    """The rows of a group: dealt over its ranks as some ranks of a sharding are, or together, in order."""
+    """The rows of some ranks, which trade them for heads: dealt over the ranks, or together in order."""
 
-    def __init__(
-        self, sharding: Sharding, merged: Sharding, group: ProcessGroup, first: int, device: torch.device
-    ) -> None:
-        """For ranks of the sharding from the ``first`` on, which are one rank of the merged sharding."""
-        self.group, self.size, self.rank = group, size_of(group), rank_in(group)
-        ranks = range(first, first + self.size)
+    def __init__(self, sharding: Sharding, merged: Sharding, rank: int, device: torch.device) -> None:
+        """Of the ranks of a sharding that are one rank of the merged one, and of which ``rank`` is this one."""
+        self.size = sharding.num_ranks // merged.num_ranks
+        self.rank = rank % self.size
+        together = rank // self.size
+        ranks = range(together * self.size, (together + 1) * self.size)
         self.counts = [sharding.num_rows(rank) for rank in ranks]
         theirs = torch.cat([sharding.index(rank) for rank in ranks])
         # Which of the ranks' rows, one rank behind another, each row of the merged sharding is, and the inverse.
         place = torch.empty(merged.total, dtype=torch.int64)
         place[theirs] = torch.arange(len(theirs))
-        order = place[merged.index(first // self.size)]
+        order = place[merged.index(together)]
         self.order = order.to(device)
         self.inverse = order.argsort().to(device)
 
@@ -47,51 +46,52 @@ class _ToHeads(torch.autograd.Function):
     """(ranks, rows, width), a part a rank, to (rows of all, width); the inverse is the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
         """The part of this rank of all rows."""
-        ctx.rows = rows
-        return _to_heads(x, rows)
+        ctx.where = rows, group
+        return _to_heads(x, rows, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """To where the rows came from."""
-        return _to_rows(grad, ctx.rows), None
+        return _to_rows(grad, *ctx.where), None, None
 
 
 class _ToRows(torch.autograd.Function):
     """(rows of all, width) to (ranks, rows, width), of each rank its part; the inverse is the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
         """All parts of this rank's rows."""
-        ctx.rows = rows
-        return _to_rows(x, rows)
+        ctx.where = rows, group
+        return _to_rows(x, rows, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """To where the parts came from."""
-        return _to_heads(grad, ctx.rows), None
+        return _to_heads(grad, *ctx.where), None, None
 
 
-def _to_heads(x: Tensor, rows: Rows) -> Tensor:
+def _to_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
     received = x.new_empty((sum(rows.counts), x.shape[2]))
     sent = [rows.counts[rows.rank]] * rows.size
-    dist.all_to_all_single(received, x.contiguous().flatten(0, 1), rows.counts, sent, group=rows.group)
+    dist.all_to_all_single(received, x.contiguous().flatten(0, 1), rows.counts, sent, group=group)
     return received.index_select(0, rows.order)
 
 
-def _to_rows(x: Tensor, rows: Rows) -> Tensor:
+def _to_rows(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
     count = rows.counts[rows.rank]
     received = x.new_empty((rows.size * count, x.shape[1]))
-    dist.all_to_all_single(
-        received, x.index_select(0, rows.inverse), [count] * rows.size, rows.counts, group=rows.group
-    )
+    sent = x.index_select(0, rows.inverse)
+    dist.all_to_all_single(received, sent, [count] * rows.size, rows.counts, group=group)
     return received.unflatten(0, (rows.size, count))
 
 
-def split_heads(q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Q (rows, nheads, d), k and v (rows, nheads_k, d or d_v) of the group's rows, of this rank's part of the heads.
 
     Ranks that share a head of k and v all get it.
@@ -99,16 +99,16 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows) -> 
     size = rows_q.size
     if k.shape[1] % size:
         k, v = (x.repeat_interleave(size // x.shape[1], 1) for x in (k, v))
-    q_part = _ToHeads.apply(_dealt(q, size).flatten(2), rows_q).unflatten(1, (q.shape[1] // size, -1))
+    q_part = _ToHeads.apply(_dealt(q, size).flatten(2), rows_q, group).unflatten(1, (q.shape[1] // size, -1))
     d, heads = k.shape[2], k.shape[1] // size
     both = torch.cat((_dealt(k, size).flatten(2), _dealt(v, size).flatten(2)), 2)
-    k_part, v_part = _ToHeads.apply(both, rows_k).split((heads * d, heads * v.shape[2]), 1)
+    k_part, v_part = _ToHeads.apply(both, rows_k, group).split((heads * d, heads * v.shape[2]), 1)
     return q_part, k_part.unflatten(1, (heads, -1)), v_part.unflatten(1, (heads, -1))
 
 
-def join_heads(x: Tensor, rows: Rows) -> Tensor:
+def join_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
     """(rows of the group, heads of this rank, ...) to (rows of this rank, all heads, ...)."""
-    parts = _ToRows.apply(x.flatten(1), rows)
+    parts = _ToRows.apply(x.flatten(1), rows, group)
     return parts.unflatten(2, x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 

@@ -1,7 +1,7 @@
-"""What each method moves and waits for: the numbers by which ``method="auto"`` chooses, and those of the docs.
+"""What each method moves, keeps and waits for: the numbers by which ``method="auto"`` chooses.
 
-A model of one step of training: a forward and a backward pass, on links and GPUs as fast as written here. It knows
-nothing of latencies and of other traffic.
+A model of one step of training, a forward and a backward pass, on links and GPUs as fast as written here. It knows
+nothing of latencies, of other traffic and of links between hosts, which are slower.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from flash_attn_cute.distributed.layout import Layout, common
 
 # An H200 of an NVLink host: bytes a second in one direction and from memory, FLOP a second.
 LINK, MEMORY, ARITHMETIC = 350e9, 3.5e12, 550e12
+# What "auto" lets a method keep, if another one keeps less.
+_MOST_BUFFERS = 8 << 30
 
 
 class Shape(NamedTuple):
@@ -24,10 +26,11 @@ class Shape(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Both passes by one method: of the rank that has most of each."""
+    """Both passes by one method, of the rank that has most of each."""
 
-    bytes: float  # received
-    seconds: float  # in which its GPU waits for messages, or merges
+    received: float  # bytes
+    buffers: float  # bytes, beside inputs, results and gradients, at most at any time
+    waiting: float  # seconds in which its GPU waits for messages, or merges and adds
 
 
 def estimates(layout: Layout, shape: Shape) -> dict[str, Estimate]:
@@ -38,48 +41,56 @@ def estimates(layout: Layout, shape: Shape) -> dict[str, Estimate]:
     return found
 
 
-def flop(layout: Layout, shape: Shape) -> float:
-    """FLOP of both passes of the mean rank: two products forward, five backward."""
+def best(found: dict[str, Estimate]) -> str:
+    """The method that waits least, of those that keep little enough; or the one that keeps least."""
+    fitting = {name: e for name, e in found.items() if e.buffers <= _MOST_BUFFERS}
+    if not fitting:
+        return min(found, key=lambda name: found[name].buffers)
+    return min(fitting, key=lambda name: fitting[name].waiting)
+
+
+def computing(layout: Layout, shape: Shape) -> float:
+    """Seconds of both passes of the mean rank: two products forward, five backward."""
     area = sum(
         band.area(0, length_q, length_k)
         for band, length_q, length_k in zip(layout.bands, layout.lengths_q, layout.lengths_k, strict=True)
     )
-    return 7.0 * area * shape.nheads * (shape.d + shape.d_v) / layout.num_ranks
-
-
-def _bytes_a_key(shape: Shape) -> int:
-    """K and V in both passes, and their gradients in float32."""
-    return shape.nheads_k * (shape.d + shape.d_v) * (2 * shape.itemsize + 4)
+    return 7.0 * area * shape.nheads * (shape.d + shape.d_v) / layout.num_ranks / ARITHMETIC
 
 
 def _all_gather(layout: Layout, shape: Shape) -> Estimate:
-    rows = 0
+    most = most_others = 0
     for rank in range(layout.num_ranks):
         needed = layout.needed_by(rank)
-        count = sum(stop - start for ranges in needed.values() for start, stop in ranges)
-        own = common(needed, layout.keys_of(rank))
-        rows = max(rows, count - sum(run.stop - run.start for runs in own.values() for run in runs))
-    received = rows * _bytes_a_key(shape)
-    return Estimate(received, received / LINK)
+        rows = sum(stop - start for ranges in needed.values() for start, stop in ranges)
+        own = sum(run.stop - run.start for runs in common(needed, layout.keys_of(rank)).values() for run in runs)
+        most, most_others = max(most, rows), max(most_others, rows - own)
+    key = shape.nheads_k * (shape.d + shape.d_v)
+    # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
+    received = most_others * key * (2 * shape.itemsize + 4)
+    buffers = most * key * (shape.itemsize + 4) + most_others * key * 4
+    return Estimate(received, buffers, received / LINK)
 
 
 def _ring(layout: Layout, shape: Shape) -> Estimate:
-    size = layout.num_ranks
-    steps = max(layout.hops())
-    received = steps * max(layout.keys.num_rows(rank) for rank in range(size)) * _bytes_a_key(shape)
-    # Out of a step becomes float32, and out of all keys is read and written twice; gradients are read and written.
+    size, steps = layout.num_ranks, max(layout.hops())
     queries = max(layout.queries.num_rows(rank) for rank in range(size)) * shape.nheads
-    keys = max(layout.keys.num_rows(rank) for rank in range(size)) * shape.nheads_k
-    added = queries * shape.d + keys * (shape.d + shape.d_v)
-    merged = steps * (queries * shape.d_v * (24 + shape.itemsize) + added * (8 + shape.itemsize))
-    waiting = max(0.0, received / LINK - flop(layout, shape) / ARITHMETIC * steps / size)
-    return Estimate(received, waiting + merged / MEMORY)
+    keys = max(layout.keys.num_rows(rank) for rank in range(size)) * shape.nheads_k * (shape.d + shape.d_v)
+    received = steps * keys * (2 * shape.itemsize + 4)
+    # The block, its sums and the next of either; out or dq in float32.
+    buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 4
+    # Out of a step becomes float32, and out of all keys is read and written twice; gradients are read and written.
+    merged = queries * shape.d_v * (24 + shape.itemsize)
+    added = (queries * shape.d + keys) * (8 + shape.itemsize)
+    exposed = max(0.0, received / LINK - computing(layout, shape) * steps / size)
+    return Estimate(received, buffers, exposed + steps * (merged + added) / MEMORY)
 
 
 def _all_to_all(layout: Layout, shape: Shape) -> Estimate:
     size = layout.num_ranks
     queries = max(layout.queries.num_rows(rank) for rank in range(size)) * shape.nheads
     keys = max(layout.keys.num_rows(rank) for rank in range(size)) * max(shape.nheads_k, size)
-    # Forward q, k, v and out; backward their gradients.
-    received = 2.0 * (queries + keys) * (shape.d + shape.d_v) * shape.itemsize * (size - 1) / size
-    return Estimate(received, received / LINK)
+    # Forward q, k, v and out, backward their gradients; each is copied before it is sent, and put in order after.
+    rows = (queries + keys) * (shape.d + shape.d_v) * shape.itemsize
+    received = 2.0 * rows * (size - 1) / size
+    return Estimate(received, 3.0 * rows, received / LINK + 8.0 * rows / MEMORY)

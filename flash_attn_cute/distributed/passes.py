@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from flash_attn_cute import dispatch, plan
 from flash_attn_cute.backends.base import Backend
@@ -24,11 +25,12 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 _NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")
 
 
-class Kernel(NamedTuple):
-    """What all calls of an attention have in common; each has a window of its own."""
+class Context(NamedTuple):
+    """What all calls and messages of an attention have in common; the window is that of each call."""
 
     options: Options
     backend: str | None
+    group: ProcessGroup | None  # None: one rank, and no messages
 
 
 class Given(NamedTuple):
@@ -46,16 +48,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone."""
-    backend, spec, inputs = prepared(kernel, call, q, k, v)
+    backend, spec, inputs = prepared(context, call, q, k, v)
     return backend.forward(spec, inputs)
 
 
-def backward(kernel: Kernel, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(context: Context, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The call's part of dq, dk and dv, of the rows it is on."""
     rows = slice(call.q_start, call.q_stop)
-    backend, spec, inputs = prepared(kernel, call, given.q, k, v)
+    backend, spec, inputs = prepared(context, call, given.q, k, v)
     dlse = None if given.dlse is None else given.dlse[:, rows]
     out, lse, dout = given.out[rows], given.lse[:, rows], given.dout[rows]
     grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
@@ -63,11 +65,11 @@ def backward(kernel: Kernel, call: Call, given: Given, k: Tensor, v: Tensor) -> 
 
 
 def prepared(
-    kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor
+    context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
     """A call as backends take it, and the backend that serves it."""
     left, right = call.window
-    options = kernel.options._replace(window_left=left, window_right=right)
+    options = context.options._replace(window_left=left, window_right=right)
     inputs = AttentionInputs(
         q=q[call.q_start : call.q_stop],
         k=k[call.k_start : call.k_stop],
@@ -83,7 +85,7 @@ def prepared(
         max_seqlen_k=call.max_seqlen_k,
     )
     bounds = call.max_seqlen_q, call.max_seqlen_k
-    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, options, kernel.backend)
+    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, options, context.backend)
     return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
 
 

@@ -7,10 +7,9 @@ its gradients follow it, and the last rank sends them home. So they are added in
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from flash_attn_cute.distributed import passes
-from flash_attn_cute.distributed.groups import Transfer, rank_in
+from flash_attn_cute.distributed.groups import Transfer
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
@@ -19,8 +18,8 @@ from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
 class Ring:
     """An attention of one rank, planned once for all layers and both passes."""
 
-    def __init__(self, layout: Layout, group: ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._rank, self._size = group, rank_in(group), layout.num_ranks
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self._rank, self._size = rank, layout.num_ranks
         self._num_rows = [layout.keys.num_rows(rank) for rank in range(self._size)]
         self._hops = layout.hops()
         self._padding = layout.padding_of(self._rank)
@@ -30,40 +29,40 @@ class Ring:
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
 
     def forward(
-        self, kernel: passes.Kernel, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
         merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(t, block)
+            transfer, coming = self._pass_on(context, t, block)
             for call in calls:
-                merged.add(call, *passes.forward(kernel, call, q, block.k, block.v))
+                merged.add(call, *passes.forward(context, call, q, block.k, block.v))
             transfer.wait()
             block = coming
         return merged.result(sink, self._padding)
 
     def backward(
-        self, kernel: passes.Kernel, given: passes.Given, k: Tensor, v: Tensor
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         block = KeyValues.of(k, v)
         total = own_total = block.zeros(k.shape[0], sums)
-        following = Transfer(self._group, (), ())
+        following = Transfer(context.group, (), ())
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(t, block)
+            transfer, coming = self._pass_on(context, t, block)
             parts = []
             for call in calls:
-                dq_part, dk, dv = passes.backward(kernel, call, given, block.k, block.v)
+                dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v)
                 dq[call.q_start : call.q_stop] += dq_part
                 parts.append((call.k_start, dk, dv))
             following.wait()
             for part in parts:
                 total.add(*part)
             transfer.wait()
-            following, total = self._hand_on(t, total, own_total)
+            following, total = self._hand_on(context, t, total, own_total)
             block = coming
         following.wait()
         return dq, own_total.k, own_total.v
@@ -76,24 +75,31 @@ class Ring:
         """Whether a block goes to another rank after step t."""
         return t < self._hops[owner]
 
-    def _pass_on(self, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
+    def _pass_on(self, context: passes.Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends this step's block, and receives that of the next step."""
-        return self._exchange(t, block, [], [])
+        return self._exchange(context, t, block, [], [])
 
-    def _hand_on(self, t: int, total: KeyValues, own_total: KeyValues) -> tuple[Transfer, KeyValues]:
+    def _hand_on(
+        self, context: passes.Context, t: int, total: KeyValues, own_total: KeyValues
+    ) -> tuple[Transfer, KeyValues]:
         """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
         owner = self._owner(t)
         sends = [(total.data, owner)] if t == self._hops[owner] and t > 0 else []
         comes_home = t == self._hops[self._rank] and t > 0
         receives = [(own_total.data, (self._rank + t) % self._size)] if comes_home else []
-        return self._exchange(t, total, sends, receives)
+        return self._exchange(context, t, total, sends, receives)
 
     def _exchange(
-        self, t: int, x: KeyValues, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+        self,
+        context: passes.Context,
+        t: int,
+        x: KeyValues,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
     ) -> tuple[Transfer, KeyValues]:
         following = self._owner(t + 1)
         coming = x.empty(self._num_rows[following] if self._goes_on(t, following) else 0)
         if self._goes_on(t, self._owner(t)):
             sends = [*sends, (x.data, (self._rank + 1) % self._size)]
         receives = [*receives, (coming.data, (self._rank - 1) % self._size)]
-        return Transfer(self._group, sends, receives), coming
+        return Transfer(context.group, sends, receives), coming

@@ -5,9 +5,9 @@ All of this is arithmetic on lengths that the host knows. No rank has to ask for
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Sharding:
         cu_seqlens: the offsets of the documents, one more than there are documents.
         total: the rows of all ranks together, padding included.
         segments: those of each rank.
+        plans: what attention has worked out for this layout and remembers.
 
     Raises:
         ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
@@ -74,6 +75,7 @@ class Sharding:
     cu_seqlens: tuple[int, ...]
     total: int
     segments: tuple[tuple[Segment, ...], ...]
+    plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every row is somewhere, once and in order."""
