@@ -55,6 +55,7 @@ class Model(nn.Module):
 
     def __init__(self, width: int, heads: int, heads_k: int, layers: int) -> None:
         super().__init__()
+        self.d = width // heads
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads, heads_k) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
@@ -63,7 +64,7 @@ class Model(nn.Module):
         self, tokens: Tensor, positions: Tensor, sharding: Sharding, group: ProcessGroup | None, method: str
     ) -> Tensor:
         """(rows, VOCABULARY) of this rank's tokens."""
-        x, half = self.embedding(tokens), self.blocks[0].d // 2
+        x, half = self.embedding(tokens), self.d // 2
         frequencies = 10000 ** (-torch.arange(half, device=x.device) / half)
         angles = positions[:, None, None] * frequencies
         for block in self.blocks:

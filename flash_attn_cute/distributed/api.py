@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,87 @@ from flash_attn_cute.spec import Options
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Lengths: TypeAlias = Sequence[int] | Tensor | None
+
+
+@overload
+def context_parallel_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_attn_func(
@@ -76,21 +157,102 @@ def context_parallel_attn_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, strides, device or value.
     """
-    options = validate.check_options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        zero_padding=zero_padding,
-        backend=backend,
-        dropout_p=dropout_p,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+        "zero_padding": zero_padding,
+        "backend": backend,
+        "dropout_p": dropout_p,
+    }
     tensors = (q, k, v, learnable_sink, mask, bias)
     lengths = (seqused_q, seqused_k)
-    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, backend, group, method, dense=True)
+    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
     return (out, lse) if return_lse else out
+
+
+@overload
+def context_parallel_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    sharding_k: Sharding | None = ...,
+    *,
+    group: Group = ...,
+    method: str = ...,
+    seqused_q: Lengths = ...,
+    seqused_k: Lengths = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: validate.Window = ...,
+    softcap: float = ...,
+    learnable_sink: Tensor | None = ...,
+    mask: None = ...,
+    bias: None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    zero_padding: bool = ...,
+    backend: str | None = ...,
+    dropout_p: float = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_attn_varlen_func(
@@ -174,20 +336,20 @@ def context_parallel_attn_varlen_func(
             rows; or a method that cannot serve the call. Either message names the argument, what was expected and what
             came.
     """
-    options = validate.check_options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        zero_padding=zero_padding,
-        backend=backend,
-        dropout_p=dropout_p,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+        "zero_padding": zero_padding,
+        "backend": backend,
+        "dropout_p": dropout_p,
+    }
     tensors = (q, k, v, learnable_sink, mask, bias)
     lengths = (seqused_q, seqused_k)
-    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, backend, group, method, dense=False)
+    out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
     return (out, lse) if return_lse else out
 
 
@@ -232,16 +394,16 @@ def _attend(
     tensors: tuple[Any, ...],
     shardings: tuple[Sharding, Sharding | None],
     lengths: tuple[Lengths, Lengths],
-    options: Options,
-    backend: str | None,
+    given: dict[str, Any],
     group: Group,
     method: str,
     *,
     dense: bool,
 ) -> tuple[Tensor, Tensor]:
     ranks = Ranks.of(group, by_heads=method == "all_to_all")
-    tensors = ops.autocast(tensors)
+    tensors, backend = ops.autocast(tensors), given["backend"]
     try:
+        options = validate.check_options(**given)
         question = _question(tensors, shardings, lengths, options, ranks.place, method, dense=dense)
         chosen = attention.plan(question, ranks.place, tensors[0].device)
     except (TypeError, ValueError) as error:
