@@ -3,7 +3,7 @@
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import harness, work
+from benchmarks.suites import context_parallel as suite
 from examples import context_parallel
 from flash_attn_cute import dispatch, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
@@ -416,10 +418,26 @@ def example() -> None:
     assert len(set(together)) == 3
 
 
+def benchmark() -> None:
+    """The benchmark, which compares what contenders compute before it times them, on small inputs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(work._GEMM_SIZE, "cpu", 64)
+        patch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
+        device = torch.device("cpu")
+        measured = suite.suite(device, torch.float32, 64, (2, 2, 8))
+        for case in measured.cases():
+            clock = suite.together(harness.clock_of(device), device)
+            found = harness.measure(replace(measured, rounds=3), case, clock)
+            assert set(found.times) >= {suite.ONE, *suite.METHODS}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found.times)
+            assert all(times == found.times for times in everyone)
+
+
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
     1: [every_case],
-    2: [every_case, low_precision, surroundings, example],
+    2: [every_case, low_precision, surroundings, example, benchmark],
     3: [every_case],
     4: [every_case, rows_come_together, neighbours],
     8: [every_case],
@@ -546,3 +564,15 @@ def test_a_plan_is_made_once_for_all_layers() -> None:
     del found, question, sharding
     assert gone() is None, "something keeps the layout"
     assert plans() is None
+
+
+def test_the_model_of_the_benchmark() -> None:
+    rows = suite.modelled(16_384, (32, 8, 128))
+    assert {(row["corpus"], row["ranks"]) for row in rows} == set(product(suite.corpora(64), suite.RANKS))
+    assert all(row["imbalance"] < 0.03 for row in rows if row["ranks"] < 512)
+    for row in rows:
+        assert 0 < row["received, bytes"] < 1e12
+        assert 0 < row["buffers, bytes"] < 1e12
+    of = {(row["corpus"], row["ranks"], row["method"]): row["received, bytes"] for row in rows}
+    assert of["one sequence", 8, "all_gather"] == of["one sequence", 8, "ring"]
+    assert of["documents", 64, "all_gather"] < of["documents", 64, "ring"] / 3

@@ -37,7 +37,7 @@ def estimates(layout: Layout, shape: Shape) -> dict[str, Estimate]:
     """The methods that can serve an attention over the ranks of a layout."""
     found = {"all_gather": _all_gather(layout, shape), "ring": _ring(layout, shape)}
     if heads.refusal(shape.nheads, shape.nheads_k, layout.num_ranks) is None:
-        found["all_to_all"] = _all_to_all(layout, shape)
+        found["all_to_all"] = trading(layout, shape, layout.num_ranks)
     return found
 
 
@@ -86,10 +86,10 @@ def _ring(layout: Layout, shape: Shape) -> Estimate:
     return Estimate(received, buffers, exposed + steps * (merged + added) / MEMORY)
 
 
-def _all_to_all(layout: Layout, shape: Shape) -> Estimate:
-    size = layout.num_ranks
-    queries = max(layout.queries.num_rows(rank) for rank in range(size)) * shape.nheads
-    keys = max(layout.keys.num_rows(rank) for rank in range(size)) * max(shape.nheads_k, size)
+def trading(layout: Layout, shape: Shape, size: int) -> Estimate:
+    """Rows for heads and back, among so many ranks."""
+    queries = max(layout.queries.num_rows(rank) for rank in range(layout.num_ranks)) * shape.nheads
+    keys = max(layout.keys.num_rows(rank) for rank in range(layout.num_ranks)) * max(shape.nheads_k, size)
     # Forward q, k, v and out, backward their gradients; each is copied before it is sent, and put in order after.
     rows = (queries + keys) * (shape.d + shape.d_v) * shape.itemsize
     received = 2.0 * rows * (size - 1) / size
