@@ -9,6 +9,7 @@ import torch
 
 from flash_attn_cute.distributed import Segment, Sharding
 from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.parts import Run
 from tests import oracle
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -137,6 +138,15 @@ def test_under_a_window_blocks_go_to_neighbours_alone(window: tuple[int | None, 
     sharding = Sharding.contiguous([0, 8 * 200], 8)
     layout = Layout.of(sharding, sharding, (1600,), (1600,), window)
     assert max(layout.hops()) == hops
+
+
+def test_blocks_of_a_ring_are_what_other_ranks_need() -> None:
+    """Documents that stay whole do not travel."""
+    lengths = (10, 200, 30, 40)
+    sharding = Sharding.contiguous(offsets(list(lengths)), 2)
+    layout = Layout.of(sharding, sharding, lengths, lengths, (None, 0))
+    assert layout.travelling() == [{1: [Run(0, 130, 10)]}, {}]
+    assert layout.hops() == [1, 0]
 
 
 def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:

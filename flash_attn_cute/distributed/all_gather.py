@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_cute.distributed import passes
 from flash_attn_cute.distributed.groups import Transfer
 from flash_attn_cute.distributed.key_values import KeyValues
-from flash_attn_cute.distributed.layout import Layout, Ranges, common
+from flash_attn_cute.distributed.layout import Layout, common, side_by_side
 from flash_attn_cute.distributed.parts import Run, calls_of, is_shared, parts_of
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
@@ -24,7 +24,7 @@ class AllGather:
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         self._rank = rank
         held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
-        collected, self._num_collected = _side_by_side(needed)
+        collected, self._num_collected = side_by_side(needed)
         # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
@@ -95,17 +95,6 @@ class AllGather:
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self._given)) if peer != self._rank]
-
-
-def _side_by_side(needed: Ranges) -> tuple[dict[int, list[Run]], int]:
-    """Where the needed keys of each document are if all stand one behind another, and how many they are."""
-    runs: dict[int, list[Run]] = {}
-    row = 0
-    for document, ranges in needed.items():
-        for start, stop in ranges:
-            runs.setdefault(document, []).append(Run(start, stop, row))
-            row += stop - start
-    return runs, row
 
 
 def _place(run: Run, collected: list[Run]) -> tuple[int, int]:

@@ -38,8 +38,9 @@ class Rows:
         place = torch.empty(merged.total, dtype=torch.int64)
         place[theirs] = torch.arange(len(theirs))
         order = place[merged.index(together)]
-        self.order = order.to(device)
-        self.inverse = order.argsort().to(device)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        self.order, self.inverse = order.to(device), inverse.to(device)
 
 
 class _ToHeads(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """Keys and values of some rows as one tensor, which travels in one message; and so their gradients."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,18 @@ class KeyValues:
     def zeros(self, rows: int, dtype: torch.dtype) -> "KeyValues":
         """As many rows to sum gradients in."""
         return KeyValues(self.data.new_zeros((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
+
+    def part(self, ranges: Sequence[tuple[int, int]]) -> "KeyValues":
+        """The rows of ranges (start, stop), one behind another; these themselves if they are one range."""
+        parts = [self.data[start:stop] for start, stop in ranges] or [self.data[:0]]
+        return KeyValues(parts[0] if len(parts) == 1 else torch.cat(parts), self._nheads, self._d)
+
+    def set_part(self, ranges: Sequence[tuple[int, int]], part: "KeyValues") -> None:
+        """The inverse of ``part``."""
+        row = 0
+        for start, stop in ranges:
+            self.data[start:stop] = part.data[row : row + stop - start]
+            row += stop - start
 
     @property
     def k(self) -> Tensor:

@@ -1,6 +1,6 @@
 """What each rank has of an attention, and what it needs of the others: documents, positions and rows, on the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_attn_cute import validate
@@ -67,26 +67,40 @@ class Layout:
         needed: Ranges = {}
         for document, runs in self.queries_of(rank).items():
             (lower, upper), length = self.bands[document], self.lengths_k[document]
-            ranges: list[tuple[int, int]] = []
-            for run in runs:
-                start = 0 if lower is None else max(0, run.start + lower)
-                stop = length if upper is None else min(length, run.stop + upper)
-                if start >= stop:
-                    continue
-                if ranges and start <= ranges[-1][1]:
-                    start, stop = min(ranges[-1][0], start), max(ranges[-1][1], stop)
-                    ranges.pop()
-                ranges.append((start, stop))
+            seen = [
+                (
+                    0 if lower is None else max(0, run.start + lower),
+                    length if upper is None else min(length, run.stop + upper),
+                )
+                for run in runs
+            ]
+            ranges = _union((start, stop) for start, stop in seen if start < stop)
             if ranges:
                 needed[document] = ranges
         return needed
+
+    def travelling(self) -> list[dict[int, list[Run]]]:
+        """Of each rank's keys those that any other rank needs, in the rank's own rows."""
+        wanted: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+        for rank in range(self.num_ranks):
+            for document, ranges in self.needed_by(rank).items():
+                wanted.setdefault(document, []).append((rank, ranges))
+        found = []
+        for owner in range(self.num_ranks):
+            held = self.keys_of(owner)
+            others = {
+                document: _union(x for rank, ranges in wanted.get(document, ()) if rank != owner for x in ranges)
+                for document in held
+            }
+            found.append(common(others, held))
+        return found
 
     def hops(self) -> list[int]:
         """How many ranks further on, in a ring, each rank's keys are needed."""
         size = self.num_ranks
         held, needed = [self.keys_of(rank) for rank in range(size)], [self.needed_by(rank) for rank in range(size)]
         return [
-            max((t for t in range(1, size) if common(needed[(owner + t) % size], held[owner])), default=0)
+            next((t for t in range(size - 1, 0, -1) if common(needed[(owner + t) % size], held[owner])), 0)
             for owner in range(size)
         ]
 
@@ -104,6 +118,27 @@ def common(needed: Ranges, held: Mapping[int, Sequence[Run]]) -> dict[int, list[
         if runs:
             found[document] = runs
     return found
+
+
+def side_by_side(needed: Mapping[int, Iterable[tuple[int, ...]]]) -> tuple[dict[int, list[Run]], int]:
+    """Where keys of each document, (start, stop, ...), are if all stand one behind another, and how many they are."""
+    runs: dict[int, list[Run]] = {}
+    row = 0
+    for document, ranges in needed.items():
+        for start, stop, *_ in ranges:
+            runs.setdefault(document, []).append(Run(start, stop, row))
+            row += stop - start
+    return runs, row
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], stop)
+        else:
+            united.append((start, stop))
+    return united
 
 
 def _runs(sharding: Sharding, rank: int, lengths: Sequence[int]) -> dict[int, list[Run]]:

@@ -7,7 +7,7 @@ nothing of latencies, of other traffic and of links between hosts, which are slo
 from typing import NamedTuple
 
 from flash_attn_cute.distributed import heads
-from flash_attn_cute.distributed.layout import Layout, common
+from flash_attn_cute.distributed.layout import Layout, common, side_by_side
 
 # An H200 of an NVLink host: bytes a second in one direction and from memory, FLOP a second.
 LINK, MEMORY, ARITHMETIC = 350e9, 3.5e12, 550e12
@@ -73,17 +73,21 @@ def _all_gather(layout: Layout, shape: Shape) -> Estimate:
 
 
 def _ring(layout: Layout, shape: Shape) -> Estimate:
-    size, steps = layout.num_ranks, max(layout.hops())
+    size, hops = layout.num_ranks, layout.hops()
+    steps = max(hops)
     queries = max(layout.queries.num_rows(rank) for rank in range(size)) * shape.nheads
-    keys = max(layout.keys.num_rows(rank) for rank in range(size)) * shape.nheads_k * (shape.d + shape.d_v)
-    received = steps * keys * (2 * shape.itemsize + 4)
+    blocks, key = [side_by_side(runs)[1] for runs in layout.travelling()], shape.nheads_k * (shape.d + shape.d_v)
+    passing = max(sum(blocks[r - t] for t in range(1, size) if t <= hops[r - t]) for r in range(size)) * key
+    keys = max(blocks) * key
+    received = passing * (2 * shape.itemsize + 4)
     # The block, its sums and the next of either; out or dq in float32.
     buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 4
     # Out of a step becomes float32, and out of all keys is read and written twice; gradients are read and written.
     merged = queries * shape.d_v * (24 + shape.itemsize)
-    added = (queries * shape.d + keys) * (8 + shape.itemsize)
+    added = steps * queries * shape.d + passing
+    merging = (steps * merged + added * (8 + shape.itemsize)) / MEMORY
     exposed = max(0.0, received / LINK - computing(layout, shape) * steps / size)
-    return Estimate(received, buffers, exposed + steps * (merged + added) / MEMORY)
+    return Estimate(received, buffers, exposed + merging)
 
 
 def trading(layout: Layout, shape: Shape, size: int) -> Estimate:

@@ -1,8 +1,9 @@
 """Passing keys round: a rank computes with one block of keys while the next one is on its way.
 
-Ring attention (Liu et al., arXiv 2310.01889). At step t a rank has the block of the rank t places before it. A block
-goes on as long as a rank further on needs it: under a window to the next ones alone. In the backward pass the sums of
-its gradients follow it, and the last rank sends them home. So they are added in the order of the ring.
+Ring attention (Liu et al., arXiv 2310.01889). At step t a rank has the block of the rank t places before it: those of
+its keys that any other rank needs. A block goes on as long as a rank further on needs it: under a window to the next
+ones alone. In the backward pass the sums of its gradients follow it, and the last rank sends them home. So they are
+added in the order of the ring.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from flash_attn_cute.distributed import passes
 from flash_attn_cute.distributed.groups import Transfer
 from flash_attn_cute.distributed.key_values import KeyValues
-from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.layout import Layout, side_by_side
 from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
 
 
@@ -20,11 +21,18 @@ class Ring:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         self._rank, self._size = rank, layout.num_ranks
-        self._num_rows = [layout.keys.num_rows(rank) for rank in range(self._size)]
         self._hops = layout.hops()
-        self._padding = layout.padding_of(self._rank)
-        queries = layout.queries_of(self._rank)
-        parts = [parts_of(queries, layout.keys_of(self._owner(t)), layout.bands) for t in range(1 + max(self._hops))]
+        travelling = layout.travelling()
+        blocks = [side_by_side(runs) for runs in travelling]
+        self._num_rows = [rows for _, rows in blocks]
+        # Which of the rank's own rows are its block.
+        self._own_block = [
+            (run.row, run.row + run.stop - run.start) for runs in travelling[rank].values() for run in runs
+        ]
+        self._padding = layout.padding_of(rank)
+        keys = [layout.keys_of(rank), *(blocks[self._owner(t)][0] for t in range(1, 1 + max(self._hops)))]
+        queries = layout.queries_of(rank)
+        parts = [parts_of(queries, seen, layout.bands) for seen in keys]
         self._calls = [calls_of(step, device) for step in parts]
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
 
@@ -35,7 +43,7 @@ class Ring:
         merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(context, t, block)
+            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             for call in calls:
                 merged.add(call, *passes.forward(context, call, q, block.k, block.v))
             transfer.wait()
@@ -49,10 +57,11 @@ class Ring:
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         block = KeyValues.of(k, v)
-        total = own_total = block.zeros(k.shape[0], sums)
+        own = total = block.zeros(k.shape[0], sums)
+        home = own.empty(self._num_rows[self._rank] if self._hops[self._rank] else 0)
         following = Transfer(context.group, (), ())
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(context, t, block)
+            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             parts = []
             for call in calls:
                 dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v)
@@ -62,10 +71,12 @@ class Ring:
             for part in parts:
                 total.add(*part)
             transfer.wait()
-            following, total = self._hand_on(context, t, total, own_total)
+            following, total = self._hand_on(context, t, total if t else own.part(self._own_block), home)
             block = coming
         following.wait()
-        return dq, own_total.k, own_total.v
+        if self._hops[self._rank]:
+            own.set_part(self._own_block, home)
+        return dq, own.k, own.v
 
     def _owner(self, t: int) -> int:
         """Whose block this rank has at step t."""
@@ -80,13 +91,13 @@ class Ring:
         return self._exchange(context, t, block, [], [])
 
     def _hand_on(
-        self, context: passes.Context, t: int, total: KeyValues, own_total: KeyValues
+        self, context: passes.Context, t: int, total: KeyValues, home: KeyValues
     ) -> tuple[Transfer, KeyValues]:
         """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
         owner = self._owner(t)
         sends = [(total.data, owner)] if t == self._hops[owner] and t > 0 else []
         comes_home = t == self._hops[self._rank] and t > 0
-        receives = [(own_total.data, (self._rank + t) % self._size)] if comes_home else []
+        receives = [(home.data, (self._rank + t) % self._size)] if comes_home else []
         return self._exchange(context, t, total, sends, receives)
 
     def _exchange(
