@@ -1,4 +1,4 @@
-"""Ranks of a test: processes on this machine that share a Gloo group.
+"""Ranks of a test: processes on this machine that share a group, of Gloo, or of NCCL with a GPU each.
 
 The first process imports all that the ranks need and forks them, which takes less time than starting each anew.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,26 +20,32 @@ import torch.distributed as dist
 _TIMEOUT = timedelta(seconds=60)
 
 
-def run(functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, **environment: str) -> None:
+def run(
+    functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, backend: str = "gloo", **environment: str
+) -> None:
     """Runs functions of a module, one after the other, on so many ranks; fails with what a rank raised.
 
     Args:
         functions: what every rank runs, after it has joined the group of all.
         num_ranks: how many processes.
         folder: an empty one, where the ranks meet.
+        backend: "gloo", or "nccl", with which each rank has the GPU of its number for the current one.
         environment: variables that the ranks are to see.
     """
     names = [function.__qualname__ for function in functions]
-    command = [sys.executable, "-m", "tests.ranks", str(num_ranks), str(folder), functions[0].__module__, *names]
+    where = [backend, str(num_ranks), str(folder)]
+    command = [sys.executable, "-m", "tests.ranks", *where, functions[0].__module__, *names]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _main(num_ranks: int, folder: Path, module: str, *names: str) -> int:
+def _main(backend: str, num_ranks: int, folder: Path, module: str, *names: str) -> int:
     functions = [getattr(import_module(module), name) for name in names]
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_rank, args=(functions, rank, num_ranks, folder)) for rank in range(num_ranks)]
+    # A process that has asked for GPUs cannot fork.
+    context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
+    arguments = [(functions, backend, rank, num_ranks, folder) for rank in range(num_ranks)]
+    children = [context.Process(target=_rank, args=given) for given in arguments]
     for child in children:
         child.start()
     # A rank that has failed leaves the others waiting.
@@ -52,11 +59,16 @@ def _main(num_ranks: int, folder: Path, module: str, *names: str) -> int:
     return max(abs(child.exitcode or 0) for child in children)
 
 
-def _rank(functions: Sequence[Callable[[], None]], rank: int, num_ranks: int, folder: Path) -> None:
+def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # all draw the same
     try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        where = f"file://{folder}/store"
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
+            backend, init_method=where, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, device_id=device
         )
         for function in functions:
             function()
@@ -68,4 +80,4 @@ def _rank(functions: Sequence[Callable[[], None]], rank: int, num_ranks: int, fo
 
 
 if __name__ == "__main__":
-    sys.exit(_main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))
+    sys.exit(_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))
