@@ -419,6 +419,8 @@ def disagreements() -> None:
             way,
         )
     mesh = init_device_mesh("cpu", (size, 1))
+    with pytest.raises(ValueError, match="rank 0 of the group: method: expected 'auto', 'all_gather' or 'ring'"):
+        together(PACKED, leaves, sharding, None, group=mesh, method="all_to_all")
     assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()
 
 

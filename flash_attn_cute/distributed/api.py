@@ -133,7 +133,7 @@ def context_parallel_attn_func(
         v: (batch, rows_k, nheads_k, d_v).
         sharding: which rows each rank has: of one document, as long as an entry.
         sharding_k: likewise of k and v; None: the same.
-        group: see below, as all that follows.
+        group: the ranks, of a process group or of a device mesh.
         method: how queries come to see keys of other ranks.
         seqused_q: (batch,) on the host, the real rows of each entry.
         seqused_k: (batch,) on the host, the real keys of each entry.
@@ -435,6 +435,11 @@ def _question(
     q, k, v, sink, mask, bias = tensors
     if method not in attention.METHODS:
         raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
+    if method == "all_to_all" and place.outer_size > 1:
+        raise ValueError(
+            "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
+            "(rows are traded for heads along the second one), got 'all_to_all'"
+        )
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(

@@ -1,6 +1,7 @@
 """One attention over the ranks of a group, planned and differentiated: what the public functions share."""
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.ring import Ring
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
 from flash_attn_cute.spec import Options
+
+T = TypeVar("T")
 
 METHODS = ("auto", "all_gather", "ring", "all_to_all")
 
@@ -35,7 +38,7 @@ class Method(Protocol):
 
 
 class Question(NamedTuple):
-    """What a plan depends on: all that it takes to find one, and the same on all ranks but for ``ranks``."""
+    """What a plan depends on beside the rank that asks; the same on all of them."""
 
     queries: Sharding
     keys: Sharding | None  # None: those of queries
@@ -71,9 +74,7 @@ def plan(question: Question, place: Place, device: torch.device) -> Plan:
 def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
     queries, keys = question.queries, question.queries if question.keys is None else question.keys
     if question.batch != 1:
-        is_same = keys is queries
-        queries = queries.batched(question.batch)
-        keys = queries if is_same else keys.batched(question.batch)
+        queries, keys = _changed(queries, keys, lambda x: x.batched(question.batch))
     lengths_q = real_lengths("seqused_q", question.seqused_q, queries.cu_seqlens)
     lengths_k = real_lengths("seqused_k", question.seqused_k, keys.cu_seqlens)
     method, shape = question.method, question.shape
@@ -88,17 +89,20 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
         refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
-        is_same, dealt_q, dealt_k = keys is queries, queries, keys
-        queries = dealt_q.merged(size)
-        keys = queries if is_same else dealt_k.merged(size)
-        rows_q = heads.Rows(dealt_q, queries, place.rank, device)
-        rows_k = rows_q if is_same else heads.Rows(dealt_k, keys, place.rank, device)
+        rows_q, rows_k = _changed(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
+        queries, keys = _changed(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
     if method == "auto":
         method = _best(layout, shape, by_heads=False)
     kind = AllGather if method == "all_gather" else Ring
     return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
+
+
+def _changed(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
+    """What becomes of both, which stay one object if they are."""
+    changed = change(queries)
+    return changed, changed if keys is queries else change(keys)
 
 
 def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-# Weakly, here and everywhere: a group that outlives its destruction ends badly with the process.
+# Nothing here or in plans keeps a group: Gloo's abort the process if they are still there when it exits.
 _connected: WeakSet[ProcessGroup] = WeakSet()
 
 # What users name the ranks by; None: all of them.
