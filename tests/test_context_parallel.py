@@ -325,6 +325,8 @@ def surroundings() -> None:
     leaves = Leaves.of(PACKED)
     q, k, v = (sharding.shard(x.detach(), rank).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
 
+    attend: Callable[..., Any] = context_parallel_attn_varlen_func
+
     def block(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
         return context_parallel_attn_varlen_func(q.sin(), k, v, sharding, causal=True, method=method).cos()
 
@@ -335,8 +337,13 @@ def surroundings() -> None:
         for out in (kept, compiled):
             assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), expected))
         with torch.autocast("cpu", torch.bfloat16):
-            assert block(q.float(), k.float(), v.float(), **way).dtype == torch.bfloat16
-        _, lse = context_parallel_attn_varlen_func(q, k, v, sharding, causal=True, return_lse=True, **way)
+            half = [x.float() for x in (q, k, v)]
+            assert block(half[0], half[1], half[2], **way).dtype == torch.bfloat16
+            sink = torch.full((4,), 0.1)  # stays as it is, and is all that a query sees where there are no keys
+            options = {"learnable_sink": sink, "seqused_k": [0] * len(DOCUMENTS), "return_lse": True, **way}
+            _, lse = attend(*half, sharding, **options)
+            assert (lse == sink[:, None]).all()
+        _, lse = attend(q, k, v, sharding, causal=True, return_lse=True, **way)
         (dk,) = torch.autograd.grad(lse.sum(), k)
         assert dk.isfinite().all()
         assert dk.any()

@@ -32,7 +32,7 @@ CORPORA = {
     "one sequence": [131_072],
     "long documents": documents(262_144, 1024, 65_536),
     "short documents": documents(262_144, 16, 8192),
-    "a book and notes": [65_536, *[16] * 4096],
+    "a book and notes": [65_536, *[64] * 1024],
     "odd lengths": [100_003, 7, 50_021, 1, 0, 111_111],
 }
 

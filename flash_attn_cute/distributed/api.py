@@ -401,7 +401,7 @@ def _attend(
     dense: bool,
 ) -> tuple[Tensor, Tensor]:
     ranks = Ranks.of(group, by_heads=method == "all_to_all")
-    tensors, backend = ops.autocast(tensors), given["backend"]
+    tensors, backend = _autocast(tensors), given["backend"]
     try:
         options = validate.check_options(**given)
         question = _question(tensors, shardings, lengths, options, ranks.place, method, dense=dense)
@@ -419,6 +419,12 @@ def _attend(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out, lse = attention.attend(q, k, v, sink, chosen, ranks, options, backend)
     return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
+
+
+def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, k, v, sink, mask, bias = tensors
+    q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
+    return q, k, v, sink, mask, bias
 
 
 def _question(
