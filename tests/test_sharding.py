@@ -65,10 +65,14 @@ def test_most_documents_stay_whole(num_ranks: int) -> None:
     assert sum(map(len, ranks_of.values())) <= len(ranks_of) + 2 * num_ranks
 
 
-def test_one_causal_sequence_is_an_early_and_a_late_chunk_a_rank() -> None:
-    sharding = Sharding.balanced([0, 16], 2, causal=True)
-    assert sharding.segments == ((Segment(0, 0, 4), Segment(0, 12, 16)), (Segment(0, 4, 12),))
-    assert sharding.offsets(0) == (0, 4, 8)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_one_causal_sequence_is_an_early_and_a_late_chunk_a_rank(num_ranks: int) -> None:
+    """As PyTorch's load balancing has it."""
+    length = 2 * num_ranks * 7
+    sharding = Sharding.balanced([0, length], num_ranks, causal=True)
+    chunks = torch.arange(length).view(2 * num_ranks, 7)
+    for rank in range(num_ranks):
+        assert sharding.index(rank).equal(torch.cat((chunks[rank], chunks[2 * num_ranks - 1 - rank])))
 
 
 @pytest.mark.parametrize("seed", range(20))
