@@ -364,6 +364,25 @@ def rows_come_together() -> None:
         assert not whole.requires_grad
 
 
+def nothing_to_do() -> None:
+    """No rows on some ranks, on any, in any entry of a batch, and no entries."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    attend: Callable[..., Any] = context_parallel_attn_varlen_func
+    for cu in ([0], [0, 0], [0, 1]):
+        sharding = Sharding.balanced(cu, size)
+        for way in WAYS:
+            x = torch.randn(sharding.num_rows(rank), 4, 8, requires_grad=True)
+            out = attend(x, x, x, sharding, **way)
+            assert out.equal(x)  # one key's value, if any
+            assert torch.autograd.grad(out.sum(), x)[0].equal(torch.ones_like(x))
+    attend, sharding = context_parallel_attn_func, Sharding.balanced([0, 5 * size], size)
+    for way, batch in product(WAYS, (0, 1)):
+        x = torch.randn(batch, 5, 4, 8, requires_grad=True)
+        out, lse = attend(x, x, x, sharding, return_lse=True, **way)
+        assert (out.shape, lse.shape) == (x.shape, (batch, 4, 5))
+        assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
 def neighbours() -> None:
     """Under a window no rank hears of any but those next to it."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -466,7 +485,7 @@ ON_RANKS = {
     1: [every_case],
     2: [every_case, low_precision, surroundings, example, benchmark],
     3: [every_case],
-    4: [every_case, rows_come_together, neighbours],
+    4: [every_case, rows_come_together, nothing_to_do, neighbours],
     8: [every_case],
 }
 
