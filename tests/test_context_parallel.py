@@ -480,10 +480,26 @@ def benchmark() -> None:
             assert all(times == found.times for times in everyone)
 
 
+def backward_without_a_group() -> None:
+    """A graph keeps no group; it says so if its own is gone."""
+    sharding, leaves = balanced(dist.get_world_size()), Leaves.of(PACKED)
+    q, k, v = (sharding.shard(x.detach(), dist.get_rank()).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
+    for way in WAYS:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        gone = weakref.ref(group)
+        out = context_parallel_attn_varlen_func(q, k, v, sharding, causal=True, group=group, **way)
+        dist.destroy_process_group(group)
+        del group
+        assert gone() is None, way
+        with pytest.raises(RuntimeError, match="process group of this attention has been destroyed"):
+            out.sum().backward()
+
+
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
     1: [every_case],
-    2: [every_case, low_precision, surroundings, example, benchmark],
+    2: [every_case, low_precision, surroundings, backward_without_a_group, example, benchmark],
     3: [every_case],
     4: [every_case, rows_come_together, nothing_to_do, neighbours],
     8: [every_case],

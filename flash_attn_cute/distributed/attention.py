@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
 from flash_attn_cute.distributed.all_gather import AllGather
-from flash_attn_cute.distributed.groups import Place, Ranks, connect
+from flash_attn_cute.distributed.groups import Place, Ranks, connect, weakly
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.ring import Ring
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
         out, lse = method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = method, context
+        ctx.call, ctx.group = (method, context._replace(group=None)), weakly(context.group)
         return out, lse
 
     @staticmethod
@@ -163,6 +163,7 @@ class _Attention(torch.autograd.Function):
         """The gradients of q, k, v and sink."""
         q, k, v, sink, out, lse = ctx.saved_tensors
         method, context = ctx.call
+        context = context._replace(group=ctx.group())
         given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         dq, dk, dv = method.backward(context, given, k, v)
         dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)

@@ -1,8 +1,8 @@
 """The ranks that share an attention, and how rows travel between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-# Nothing here or in plans keeps a group: Gloo's abort the process if they are still there when it exits.
+# Nothing here, in plans or in graphs keeps a group: Gloo's may abort the process if they are still there at its end.
 _connected: WeakSet[ProcessGroup] = WeakSet()
 
 # What users name the ranks by; None: all of them.
@@ -84,6 +84,21 @@ def size_of(group: ProcessGroup | None) -> int:
 def rank_in(group: ProcessGroup | None) -> int:
     """This process's rank in a group."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def weakly(group: ProcessGroup | None) -> Callable[[], ProcessGroup | None]:
+    """What gives a group, as long as somebody else keeps it, and raises RuntimeError afterwards."""
+    if group is None:
+        return lambda: None
+    reference = ref(group)
+
+    def get() -> ProcessGroup:
+        found = reference()
+        if found is None:
+            raise RuntimeError("the process group of this attention has been destroyed before its backward pass")
+        return found
+
+    return get
 
 
 def connect(group: ProcessGroup | None, device: torch.device) -> None:

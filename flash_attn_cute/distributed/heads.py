@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from flash_attn_cute.distributed.groups import weakly
 from flash_attn_cute.distributed.sharding import Sharding
 
 
@@ -49,14 +50,14 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
         """The part of this rank of all rows."""
-        ctx.where = rows, group
+        ctx.rows, ctx.group = rows, weakly(group)
         return _to_heads(x, rows, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """To where the rows came from."""
-        return _to_rows(grad, *ctx.where), None, None
+        return _to_rows(grad, ctx.rows, ctx.group()), None, None
 
 
 class _ToRows(torch.autograd.Function):
@@ -65,14 +66,14 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
         """All parts of this rank's rows."""
-        ctx.where = rows, group
+        ctx.rows, ctx.group = rows, weakly(group)
         return _to_rows(x, rows, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """To where the parts came from."""
-        return _to_heads(grad, *ctx.where), None, None
+        return _to_heads(grad, ctx.rows, ctx.group()), None, None
 
 
 def _to_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
