@@ -24,6 +24,7 @@ from benchmarks.work import Work
 
 Results: TypeAlias = Mapping[str, Tensor]
 Run: TypeAlias = Callable[[], Results]
+Clock: TypeAlias = Callable[[Callable[[], object]], float]
 
 # Largest difference from the reference, relative to the largest value.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -182,8 +183,13 @@ class Mean:
     peak: float | None
 
 
-def measure(suite: Suite[C], case: C) -> CaseReport:
+def measure(suite: Suite[C], case: C, clock: Clock | None = None) -> CaseReport:
     """Verifies and times every contender in one case.
+
+    Args:
+        suite: whose contenders.
+        case: what they compute.
+        clock: what times a run; None: a clock of the case's device.
 
     Raises:
         Disagreement: a contender's results differ from the reference's.
@@ -195,7 +201,7 @@ def measure(suite: Suite[C], case: C) -> CaseReport:
     ceilings = {"gemm": work.gemm(case.device, case.dtype), "copy": work.copy(case.device)}
     for ceiling in ceilings.values():
         ceiling.run()
-    clock = cuda_seconds if case.device.type == "cuda" else _cpu_seconds
+    clock = clock or clock_of(case.device)
     everyone: dict[str, Callable[[], object]] = {**runs, **{name: ceiling.run for name, ceiling in ceilings.items()}}
     times = interleave(everyone, clock, suite.rounds, suite.seconds)
     return CaseReport(
@@ -215,7 +221,7 @@ def measure(suite: Suite[C], case: C) -> CaseReport:
 
 def interleave(
     runs: Mapping[str, Callable[[], object]],
-    clock: Callable[[Callable[[], object]], float],
+    clock: Clock,
     rounds: int,
     seconds: float,
 ) -> dict[str, list[float]]:
@@ -226,6 +232,11 @@ def interleave(
             if index < _MIN_ROUNDS or sum(times[name]) < seconds:
                 times[name].append(clock(run))
     return times
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times a run on a device, in seconds."""
+    return cuda_seconds if device.type == "cuda" else _cpu_seconds
 
 
 def judge(bars: Sequence[Bar], reports: Sequence[CaseReport]) -> list[Verdict]:

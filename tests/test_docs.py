@@ -18,6 +18,7 @@ PAGES = [
     *(
         f"docs/{name}.md"
         for name in (
+            "context-parallelism",
             "determinism",
             "distributed",
             "masks-and-biases",

@@ -7,11 +7,16 @@ from pathlib import Path
 from torch import Tensor
 
 from flash_attn_cute import api, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.distributed import api as distributed_api
 
 
 def test_overloads_have_the_parameters_of_the_function() -> None:
-    tree = ast.parse(Path(str(api.__file__)).read_text())
-    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+    functions = {
+        **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), api),
+        **dict.fromkeys(("context_parallel_attn_func", "context_parallel_attn_varlen_func"), distributed_api),
+    }
+    for name, module in functions.items():
+        tree = ast.parse(Path(str(module.__file__)).read_text())
         *overloads, implementation = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
         assert [ast.unparse(x.returns or x) for x in overloads] == [
             "Tensor",
@@ -22,7 +27,7 @@ def test_overloads_have_the_parameters_of_the_function() -> None:
         returns = ["Literal[False]", "Literal[True]", "bool"]
         for overload, return_lse in zip(overloads, returns, strict=True):
             assert parameters(overload) == expected | {"return_lse": return_lse}
-        assert list(expected) == list(inspect.signature(getattr(api, name)).parameters)
+        assert list(expected) == list(inspect.signature(getattr(module, name)).parameters)
 
 
 def parameters(function: ast.FunctionDef) -> dict[str, str]:

@@ -1,0 +1,104 @@
+"""Collecting keys: a rank gets all that its queries see before it computes anything.
+
+Llama 3 (arXiv 2407.21783) does so with an all-gather of K and V. Here a rank gets no rows but those that it needs: of
+packed documents the ones that it has a share of, of windows those next to its own. They go from where they lie to where
+the kernels read them, in the order of the documents, and are copied nowhere else. In the backward pass the gradients
+that a rank has for them go the same way back, and their owner adds them in the order of the ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.distributed import passes
+from flash_attn_cute.distributed.groups import Transfer
+from flash_attn_cute.distributed.key_values import KeyValues
+from flash_attn_cute.distributed.layout import Layout, common, side_by_side
+from flash_attn_cute.distributed.parts import Run, calls_of, is_shared, parts_of
+
+Rows = list[tuple[int, int]]  # ranges (start, stop)
+
+
+class AllGather:
+    """An attention of one rank, planned once for all layers and both passes."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
+        collected, self._num_collected = side_by_side(needed)
+        # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
+        self._given: list[Rows] = []
+        self._taken: list[Rows] = []
+        for peer in range(layout.num_ranks):
+            given = common(layout.needed_by(peer), held)
+            self._given.append([(run.row, run.row + run.stop - run.start) for runs in given.values() for run in runs])
+            taken = common(needed, layout.keys_of(peer))
+            self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
+        parts = parts_of(layout.queries_of(self._rank), collected, layout.bands)
+        self._padding = layout.padding_of(self._rank)
+        self._calls = calls_of(parts, device)
+        self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
+        self._shares_keys = is_shared((part.k_start, part.k_stop) for part in parts)
+
+    def forward(
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
+        keys = self._collect(context, KeyValues.of(k, v))
+        merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
+        for call in self._calls:
+            merged.add(call, *passes.forward(context, call, q, keys.k, keys.v))
+        return merged.result(sink, self._padding)
+
+    def backward(
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
+        own = KeyValues.of(k, v)
+        keys = self._collect(context, own)
+        sums = passes.wide(k.dtype)
+        dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
+        parts = keys.zeros(self._num_collected, sums if self._shares_keys else k.dtype)
+        for call in self._calls:
+            dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v)
+            dq[call.q_start : call.q_stop] += dq_part
+            parts.add(call.k_start, dk, dv)
+        total = own.zeros(k.shape[0], sums)
+        self._give_back(context, parts, total)
+        return dq, total.k, total.v
+
+    def _collect(self, context: passes.Context, own: KeyValues) -> KeyValues:
+        """The keys and values that the rank needs, in the order of the documents."""
+        keys = own.empty(self._num_collected)
+        transfer = Transfer(
+            context.group,
+            sends=[(own.data[a:b], peer) for peer in self._others for a, b in self._given[peer]],
+            receives=[(keys.data[a:b], peer) for peer in self._others for a, b in self._taken[peer]],
+        )
+        for (a, b), (start, stop) in zip(self._taken[self._rank], self._given[self._rank], strict=True):
+            keys.data[a:b] = own.data[start:stop]
+        transfer.wait()
+        return keys
+
+    def _give_back(self, context: passes.Context, parts: KeyValues, total: KeyValues) -> None:
+        """Adds to the rank's own keys, in the order of the ranks, what each rank has for them."""
+        arriving = [[parts.empty(b - a).data for a, b in given] for given in self._given]
+        arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
+        Transfer(
+            context.group,
+            sends=[(parts.data[a:b], peer) for peer in self._others for a, b in self._taken[peer]],
+            receives=[(x, peer) for peer in self._others for x in arriving[peer]],
+        ).wait()
+        for given, received in zip(self._given, arriving, strict=True):
+            for (a, b), x in zip(given, received, strict=True):
+                total.data[a:b] += x
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(len(self._given)) if peer != self._rank]
+
+
+def _place(run: Run, collected: list[Run]) -> tuple[int, int]:
+    """The collected rows (start, stop) that a run of another rank becomes."""
+    home = next(c for c in collected if c.start <= run.start and run.stop <= c.stop)
+    first = home.row + run.start - home.start
+    return first, first + run.stop - run.start

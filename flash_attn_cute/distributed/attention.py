@@ -1,0 +1,170 @@
+"""One attention over the ranks of a group, planned and differentiated: what the public functions share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_attn_cute import validate
+from flash_attn_cute.distributed import heads, model, passes
+from flash_attn_cute.distributed.all_gather import AllGather
+from flash_attn_cute.distributed.groups import Place, Ranks, connect, weakly
+from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.ring import Ring
+from flash_attn_cute.distributed.sharding import Sharding, real_lengths
+from flash_attn_cute.spec import Options
+
+T = TypeVar("T")
+
+METHODS = ("auto", "all_gather", "ring", "all_to_all")
+
+
+class Method(Protocol):
+    """A way in which queries of a rank come to see keys of others."""
+
+    def forward(
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of the rank's queries."""
+        ...
+
+    def backward(
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the rank's queries, keys and values."""
+        ...
+
+
+class Question(NamedTuple):
+    """What a plan depends on beside the rank that asks; the same on all of them."""
+
+    queries: Sharding
+    keys: Sharding | None  # None: those of queries
+    batch: int
+    seqused_q: tuple[int, ...] | None
+    seqused_k: tuple[int, ...] | None
+    window: validate.Window
+    method: str
+    shape: model.Shape
+
+
+class Plan(NamedTuple):
+    """How a rank attends: by which method, and which rows it trades for heads before and after, if any."""
+
+    method: Method
+    rows_q: heads.Rows | None
+    rows_k: heads.Rows | None
+
+
+def plan(question: Question, place: Place, device: torch.device) -> Plan:
+    """The plan of this rank, which the sharding of the queries remembers: the next layer finds it made.
+
+    Raises:
+        ValueError: heads cannot be dealt over the ranks that are to exchange them, or a seqused does not fit.
+    """
+    key = (question[1:], place, device)
+    known = question.queries.plans.get(key)
+    if known is None:
+        known = question.queries.plans[key] = _new_plan(question, place, device)
+    return known
+
+
+def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
+    queries, keys = question.queries, question.queries if question.keys is None else question.keys
+    if question.batch != 1:
+        queries, keys = _changed(queries, keys, lambda x: x.batched(question.batch))
+    lengths_q = real_lengths("seqused_q", question.seqused_q, queries.cu_seqlens)
+    lengths_k = real_lengths("seqused_k", question.seqused_k, keys.cu_seqlens)
+    method, shape = question.method, question.shape
+    if method == "auto" and place.inner_size == 1:
+        layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
+        method = _best(layout, shape)
+        if method == "all_to_all":
+            place = Place(place.rank, 1, place.size)
+    rows_q = rows_k = None
+    size = place.inner_size
+    if size > 1:
+        refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
+        if refusal is not None:
+            raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
+        rows_q, rows_k = _changed(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
+        queries, keys = _changed(queries, keys, lambda x: x.merged(size))
+        shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
+    layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
+    if method == "auto":
+        method = _best(layout, shape, by_heads=False)
+    kind = AllGather if method == "all_gather" else Ring
+    return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
+
+
+def _changed(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
+    """What becomes of both, which stay one object if they are."""
+    changed = change(queries)
+    return changed, changed if keys is queries else change(keys)
+
+
+def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
+    """The method of "auto"."""
+    if layout.num_ranks == 1:
+        return "ring"
+    found = model.estimates(layout, shape)
+    if not by_heads:
+        found.pop("all_to_all", None)
+    return model.best(found)
+
+
+Result: TypeAlias = tuple[Tensor, Tensor]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    chosen: Plan,
+    ranks: Ranks,
+    options: Options,
+    backend: str | None,
+) -> Result:
+    """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
+    rows_q, rows_k = chosen.rows_q, chosen.rows_k
+    if rows_q is None or rows_k is None:
+        connect(ranks.outer, q.device)
+        return _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, ranks.outer))
+    outer, inner = (None, ranks.outer) if ranks.inner is None else ranks
+    assert inner is not None
+    connect(outer, q.device)
+    q, k, v = heads.split_heads(q, k, v, rows_q, rows_k, inner)
+    sink = None if sink is None else heads.own_heads(sink, rows_q)
+    out, lse = _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, outer))
+    lse = heads.join_heads(lse.transpose(0, 1), rows_q, inner).transpose(0, 1)
+    return heads.join_heads(out, rows_q, inner), lse
+
+
+class _Attention(torch.autograd.Function):
+    """What autograd records."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method, context: passes.Context
+    ) -> Result:
+        """Out and lse of all keys."""
+        out, lse = method.forward(context, q, k, v, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.group = (method, context._replace(group=None)), weakly(context.group)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and sink."""
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        method, context = ctx.call
+        context = context._replace(group=ctx.group())
+        given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        dq, dk, dv = method.backward(context, given, k, v)
+        dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None

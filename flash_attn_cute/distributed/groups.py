@@ -1,0 +1,143 @@
+"""The ranks that share an attention, and how rows travel between them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+# Nothing here, in plans or in graphs keeps a group: Gloo's may abort the process if they are still there at its end.
+_connected: WeakSet[ProcessGroup] = WeakSet()
+
+# What users name the ranks by; None: all of them.
+Group = ProcessGroup | DeviceMesh | None
+
+
+class Ranks(NamedTuple):
+    """A grid of ranks: rows of documents are dealt over both dimensions, heads are exchanged within the second one.
+
+    Either is None if it has one rank. Rank (i, j) is number ``i * inner_size + j`` of a sharding.
+    """
+
+    outer: ProcessGroup | None
+    inner: ProcessGroup | None
+
+    @classmethod
+    def of(cls, group: Group, *, by_heads: bool = False) -> "Ranks":
+        """The grid of a group: one-dimensional, unless it is a two-dimensional mesh.
+
+        Args:
+            group: the group.
+            by_heads: whether one dimension is to be the second one of the grid, and not the first.
+
+        Raises:
+            TypeError: neither a process group nor a mesh.
+            ValueError: a mesh of more than two dimensions, or a group that this process is not in.
+        """
+        if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
+            raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+        if isinstance(group, DeviceMesh):
+            if group.ndim > 2:
+                raise ValueError(f"group: expected a mesh of one or two dimensions, got {group.ndim}")
+            found = [group.get_group(dim) for dim in range(group.ndim)]
+        else:
+            world: Any = dist.group.WORLD
+            found = [world if group is None else group]
+        for member in found:
+            if member is None or dist.get_rank(member) < 0:
+                raise ValueError("group: expected one that this process is in")
+        used = [member if dist.get_world_size(member) > 1 else None for member in found]
+        if len(used) == 2:
+            return cls(*used)
+        return cls(None, used[0]) if by_heads else cls(used[0], None)
+
+    @property
+    def place(self) -> "Place":
+        """Where in it this process is."""
+        return Place(
+            rank_in(self.outer) * size_of(self.inner) + rank_in(self.inner), size_of(self.outer), size_of(self.inner)
+        )
+
+
+class Place(NamedTuple):
+    """A rank of a grid, all that a plan has to know of it."""
+
+    rank: int
+    outer_size: int
+    inner_size: int
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.outer_size * self.inner_size
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Ranks of a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This process's rank in a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def weakly(group: ProcessGroup | None) -> Callable[[], ProcessGroup | None]:
+    """What gives a group, as long as somebody else keeps it, and raises RuntimeError afterwards."""
+    if group is None:
+        return lambda: None
+    reference = ref(group)
+
+    def get() -> ProcessGroup:
+        found = reference()
+        if found is None:
+            raise RuntimeError("the process group of this attention has been destroyed before its backward pass")
+        return found
+
+    return get
+
+
+def connect(group: ProcessGroup | None, device: torch.device) -> None:
+    """Has all ranks of a group meet once, as NCCL wants them to first; messages may leave some out."""
+    if group is not None and device.type == "cuda" and group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
+
+
+def all_gather_rows(x: Tensor, rows: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
+    """The tensors of all ranks of a group, rank s having ``rows[s]`` rows in dimension 0."""
+    if group is None:
+        return [x]
+    # Backends want tensors of one size.
+    padded = x.new_zeros((max(rows), *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    received = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(received, padded, group=group)
+    return [r[:n] for r, n in zip(received, rows, strict=True)]
+
+
+class Transfer:
+    """Messages on their way; none of their tensors may be touched before ``wait``.
+
+    On CUDA they run on the group's own stream, behind what was launched before them and beside what comes after, and
+    waiting makes the current stream wait, not the host.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Sends tensors to ranks of the group and receives tensors from such, all at once; empty ones do not travel."""
+        operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends if x.numel()]
+        operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives if x.numel()]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._tensors = [operation.tensor for operation in operations]
+
+    def wait(self) -> None:
+        """Until all have arrived."""
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], []

@@ -1,0 +1,55 @@
+"""Keys and values of some rows as one tensor, which travels in one message; and so their gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KeyValues:
+    """Rows (rows, width): all heads of k, then all heads of v."""
+
+    def __init__(self, data: Tensor, nheads: int, d: int) -> None:
+        self.data = data
+        self._nheads, self._d = nheads, d
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> "KeyValues":
+        """A copy of k (rows, nheads_k, d) and v (rows, nheads_k, d_v)."""
+        return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), *k.shape[1:])
+
+    def empty(self, rows: int) -> "KeyValues":
+        """Room for as many rows."""
+        return KeyValues(self.data.new_empty((rows, self.data.shape[1])), self._nheads, self._d)
+
+    def zeros(self, rows: int, dtype: torch.dtype) -> "KeyValues":
+        """As many rows to sum gradients in."""
+        return KeyValues(self.data.new_zeros((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
+
+    def part(self, ranges: Sequence[tuple[int, int]]) -> "KeyValues":
+        """The rows of ranges (start, stop), one behind another; these themselves if they are one range."""
+        parts = [self.data[start:stop] for start, stop in ranges] or [self.data[:0]]
+        return KeyValues(parts[0] if len(parts) == 1 else torch.cat(parts), self._nheads, self._d)
+
+    def set_part(self, ranges: Sequence[tuple[int, int]], part: "KeyValues") -> None:
+        """The inverse of ``part``."""
+        row = 0
+        for start, stop in ranges:
+            self.data[start:stop] = part.data[row : row + stop - start]
+            row += stop - start
+
+    @property
+    def k(self) -> Tensor:
+        """(rows, nheads_k, d), a view."""
+        return self.data[:, : self._nheads * self._d].unflatten(1, (self._nheads, -1))
+
+    @property
+    def v(self) -> Tensor:
+        """(rows, nheads_k, d_v), a view."""
+        return self.data[:, self._nheads * self._d :].unflatten(1, (self._nheads, -1))
+
+    def add(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the rows from ``start`` on."""
+        rows = slice(start, start + dk.shape[0])
+        self.k[rows] += dk
+        self.v[rows] += dv

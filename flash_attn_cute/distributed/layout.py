@@ -1,0 +1,152 @@
+"""What each rank has of an attention, and what it needs of the others: documents, positions and rows, on the host."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flash_attn_cute import validate
+from flash_attn_cute.distributed.parts import Run
+from flash_attn_cute.distributed.sharding import Band, Sharding
+
+# Positions (start, stop) of each document, in order and apart.
+Ranges = dict[int, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Queries and keys of an attention over some ranks.
+
+    Attributes:
+        queries: the rows of queries.
+        keys: the rows of keys and values; may be the same object.
+        lengths_q: the real queries of each document.
+        lengths_k: the real keys of each document.
+        bands: what is visible of each document.
+    """
+
+    queries: Sharding
+    keys: Sharding
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    bands: tuple[Band, ...]
+
+    @classmethod
+    def of(
+        cls,
+        queries: Sharding,
+        keys: Sharding,
+        lengths_q: tuple[int, ...],
+        lengths_k: tuple[int, ...],
+        window: validate.Window,
+    ) -> "Layout":
+        """The layout of documents of these real lengths under a window."""
+        bands = tuple(Band.of(window, *lengths) for lengths in zip(lengths_q, lengths_k, strict=True))
+        return cls(queries, keys, lengths_q, lengths_k, bands)
+
+    @property
+    def num_ranks(self) -> int:
+        """Those of the group."""
+        return self.queries.num_ranks
+
+    def queries_of(self, rank: int) -> dict[int, list[Run]]:
+        """The real queries of a rank, in its own rows."""
+        return _runs(self.queries, rank, self.lengths_q)
+
+    def keys_of(self, rank: int) -> dict[int, list[Run]]:
+        """The real keys of a rank, in its own rows."""
+        return _runs(self.keys, rank, self.lengths_k)
+
+    def padding_of(self, rank: int) -> list[tuple[int, int]]:
+        """The rows (start, stop) of a rank that are no queries of any document."""
+        runs = [run for document in self.queries_of(rank).values() for run in document]
+        starts = [0, *(run.row + run.stop - run.start for run in runs)]
+        stops = [*(run.row for run in runs), self.queries.num_rows(rank)]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+    def needed_by(self, rank: int) -> Ranges:
+        """The keys that the queries of a rank see."""
+        needed: Ranges = {}
+        for document, runs in self.queries_of(rank).items():
+            (lower, upper), length = self.bands[document], self.lengths_k[document]
+            seen = [
+                (
+                    0 if lower is None else max(0, run.start + lower),
+                    length if upper is None else min(length, run.stop + upper),
+                )
+                for run in runs
+            ]
+            ranges = _union((start, stop) for start, stop in seen if start < stop)
+            if ranges:
+                needed[document] = ranges
+        return needed
+
+    def travelling(self) -> list[dict[int, list[Run]]]:
+        """Of each rank's keys those that any other rank needs, in the rank's own rows."""
+        wanted: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+        for rank in range(self.num_ranks):
+            for document, ranges in self.needed_by(rank).items():
+                wanted.setdefault(document, []).append((rank, ranges))
+        found = []
+        for owner in range(self.num_ranks):
+            held = self.keys_of(owner)
+            others = {
+                document: _union(x for rank, ranges in wanted.get(document, ()) if rank != owner for x in ranges)
+                for document in held
+            }
+            found.append(common(others, held))
+        return found
+
+    def hops(self) -> list[int]:
+        """How many ranks further on, in a ring, each rank's keys are needed."""
+        size = self.num_ranks
+        held, needed = [self.keys_of(rank) for rank in range(size)], [self.needed_by(rank) for rank in range(size)]
+        return [
+            next((t for t in range(size - 1, 0, -1) if common(needed[(owner + t) % size], held[owner])), 0)
+            for owner in range(size)
+        ]
+
+
+def common(needed: Ranges, held: Mapping[int, Sequence[Run]]) -> dict[int, list[Run]]:
+    """What is both needed and held, in order, in the holder's rows."""
+    found: dict[int, list[Run]] = {}
+    for document in sorted(needed.keys() & held.keys()):
+        runs = [
+            Run(max(start, run.start), min(stop, run.stop), run.row + max(start - run.start, 0))
+            for start, stop in needed[document]
+            for run in held[document]
+            if max(start, run.start) < min(stop, run.stop)
+        ]
+        if runs:
+            found[document] = runs
+    return found
+
+
+def side_by_side(needed: Mapping[int, Iterable[tuple[int, ...]]]) -> tuple[dict[int, list[Run]], int]:
+    """Where keys of each document, (start, stop, ...), are if all stand one behind another, and how many they are."""
+    runs: dict[int, list[Run]] = {}
+    row = 0
+    for document, ranges in needed.items():
+        for start, stop, *_ in ranges:
+            runs.setdefault(document, []).append(Run(start, stop, row))
+            row += stop - start
+    return runs, row
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    united: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], stop)
+        else:
+            united.append((start, stop))
+    return united
+
+
+def _runs(sharding: Sharding, rank: int, lengths: Sequence[int]) -> dict[int, list[Run]]:
+    runs: dict[int, list[Run]] = {}
+    for segment, row in zip(sharding.segments[rank], sharding.offsets(rank), strict=False):
+        if segment.document >= 0:
+            first = sharding.cu_seqlens[segment.document]
+            start, stop = (min(row - first, lengths[segment.document]) for row in (segment.start, segment.stop))
+            if start < stop:
+                runs.setdefault(segment.document, []).append(Run(start, stop, row))
+    return runs

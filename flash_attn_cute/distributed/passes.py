@@ -1,0 +1,140 @@
+"""Both passes of one packed call on a block of keys, and what becomes of their results.
+
+The one place that calls backends. Their backward pass recomputes weights from the lse that it is given, and scores lose
+the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14135). With those of all keys, its
+gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That is what ring
+attention (Liu et al., arXiv 2310.01889) rests on.
+
+Kernels round out, dQ, dK and dV of every call to the inputs' dtype. Where parts of several calls are merged or summed,
+that is done in float32 and rounded once, but each part has been rounded before. A kernel option to write float32
+would spare that rounding, and the copies to float32.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flash_attn_cute import dispatch, plan
+from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.distributed.parts import Call
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+
+_NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")
+
+
+class Context(NamedTuple):
+    """What all calls and messages of an attention have in common; the window is that of each call."""
+
+    options: Options
+    backend: str | None
+    group: ProcessGroup | None  # None: one rank, and no messages
+
+
+class Given(NamedTuple):
+    """What a backward pass gets of the queries of a rank; out and lse are those of all keys."""
+
+    q: Tensor  # (rows, nheads, d)
+    out: Tensor  # (rows, nheads, d_v)
+    lse: Tensor  # (nheads, rows)
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of all sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone."""
+    backend, spec, inputs = prepared(context, call, q, k, v)
+    return backend.forward(spec, inputs)
+
+
+def backward(context: Context, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The call's part of dq, dk and dv, of the rows it is on."""
+    rows = slice(call.q_start, call.q_stop)
+    backend, spec, inputs = prepared(context, call, given.q, k, v)
+    dlse = None if given.dlse is None else given.dlse[:, rows]
+    out, lse, dout = given.out[rows], given.lse[:, rows], given.dout[rows]
+    grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
+    return grads.dq, grads.dk, grads.dv
+
+
+def prepared(
+    context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Backend, AttentionSpec, AttentionInputs]:
+    """A call as backends take it, and the backend that serves it."""
+    left, right = call.window
+    options = context.options._replace(window_left=left, window_right=right)
+    inputs = AttentionInputs(
+        q=q[call.q_start : call.q_stop],
+        k=k[call.k_start : call.k_stop],
+        v=v[call.k_start : call.k_stop],
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+        learnable_sink=None,
+        mask=None,
+        bias=None,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+    )
+    bounds = call.max_seqlen_q, call.max_seqlen_k
+    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, options, context.backend)
+    return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
+
+
+class Merged:
+    """Out and lse of all queries of a rank, from those of parts of their keys, in the order in which they come."""
+
+    def __init__(self, q: Tensor, d_v: int, *, shared: bool) -> None:
+        """For queries like q, none of which is in two calls unless they are shared."""
+        self._dtype, self._shared = q.dtype, shared
+        self._out = q.new_zeros((*q.shape[:-1], d_v), dtype=wide(q.dtype) if shared else q.dtype)
+        self._lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype))
+
+    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        """One call's results; they are 0 and -inf in rows that its sequences leave out."""
+        rows = slice(call.q_start, call.q_stop)
+        old_out, old_lse = self._out[rows], self._lse[:, rows]
+        if not self._shared:
+            old_out += out
+            torch.maximum(old_lse, lse, out=old_lse)
+            return
+        total = torch.logaddexp(old_lse, lse)
+        old_out.mul_(_weight(old_lse, total)).addcmul_(out.to(total.dtype), _weight(lse, total))
+        old_lse.copy_(total)
+
+    def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Out, rounded to the inputs' dtype, and lse.
+
+        Args:
+            sink: (nheads,), one more logit in each softmax, or None.
+            padding: ranges (start, stop) of rows that are no queries.
+        """
+        out, lse = self._out, self._lse
+        if sink is not None:
+            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+            out, lse = out * _weight(lse, total), total
+            for start, stop in padding:
+                lse[:, start:stop] = -torch.inf
+        return out.to(self._dtype), lse
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    """(rows, nheads, 1): by what out of the keys of lse is multiplied among all keys; 0 if they are none."""
+    return (lse - total).exp().masked_fill(lse.isneginf(), 0).transpose(0, 1)[..., None]
+
+
+def sink_gradient(sink: Tensor, given: Given) -> Tensor:
+    """The gradient of a learnable sink (nheads,) from the queries of a rank."""
+    delta = (given.out.to(given.lse.dtype) * given.dout).masked_fill(given.out == 0, 0).sum(-1).transpose(0, 1)
+    if given.dlse is not None:
+        delta = delta - given.dlse
+    weight = (sink.to(given.lse.dtype)[:, None] - given.lse).exp()
+    return -(weight * delta).masked_fill(given.lse.isneginf(), 0).sum(1).to(sink.dtype)

@@ -1,0 +1,116 @@
+"""Passing keys round: a rank computes with one block of keys while the next one is on its way.
+
+Ring attention (Liu et al., arXiv 2310.01889). At step t a rank has the block of the rank t places before it: those of
+its keys that any other rank needs. A block goes on as long as a rank further on needs it: under a window to the next
+ones alone. In the backward pass the sums of its gradients follow it, and the last rank sends them home. So they are
+added in the order of the ring.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.distributed import passes
+from flash_attn_cute.distributed.groups import Transfer
+from flash_attn_cute.distributed.key_values import KeyValues
+from flash_attn_cute.distributed.layout import Layout, side_by_side
+from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
+
+
+class Ring:
+    """An attention of one rank, planned once for all layers and both passes."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self._rank, self._size = rank, layout.num_ranks
+        self._hops = layout.hops()
+        travelling = layout.travelling()
+        blocks = [side_by_side(runs) for runs in travelling]
+        self._num_rows = [rows for _, rows in blocks]
+        # Which of the rank's own rows are its block.
+        self._own_block = [
+            (run.row, run.row + run.stop - run.start) for runs in travelling[rank].values() for run in runs
+        ]
+        self._padding = layout.padding_of(rank)
+        keys = [layout.keys_of(rank), *(blocks[self._owner(t)][0] for t in range(1, 1 + max(self._hops)))]
+        queries = layout.queries_of(rank)
+        parts = [parts_of(queries, seen, layout.bands) for seen in keys]
+        self._calls = [calls_of(step, device) for step in parts]
+        self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
+
+    def forward(
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
+        merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
+        block = KeyValues.of(k, v)
+        for t, calls in enumerate(self._calls):
+            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
+            for call in calls:
+                merged.add(call, *passes.forward(context, call, q, block.k, block.v))
+            transfer.wait()
+            block = coming
+        return merged.result(sink, self._padding)
+
+    def backward(
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
+        sums = passes.wide(k.dtype)
+        dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
+        block = KeyValues.of(k, v)
+        own = total = block.zeros(k.shape[0], sums)
+        home = own.empty(self._num_rows[self._rank] if self._hops[self._rank] else 0)
+        following = Transfer(context.group, (), ())
+        for t, calls in enumerate(self._calls):
+            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
+            parts = []
+            for call in calls:
+                dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v)
+                dq[call.q_start : call.q_stop] += dq_part
+                parts.append((call.k_start, dk, dv))
+            following.wait()
+            for part in parts:
+                total.add(*part)
+            transfer.wait()
+            following, total = self._hand_on(context, t, total if t else own.part(self._own_block), home)
+            block = coming
+        following.wait()
+        if self._hops[self._rank]:
+            own.set_part(self._own_block, home)
+        return dq, own.k, own.v
+
+    def _owner(self, t: int) -> int:
+        """Whose block this rank has at step t."""
+        return (self._rank - t) % self._size
+
+    def _goes_on(self, t: int, owner: int) -> bool:
+        """Whether a block goes to another rank after step t."""
+        return t < self._hops[owner]
+
+    def _pass_on(self, context: passes.Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
+        """Sends this step's block, and receives that of the next step."""
+        return self._exchange(context, t, block, [], [])
+
+    def _hand_on(
+        self, context: passes.Context, t: int, total: KeyValues, home: KeyValues
+    ) -> tuple[Transfer, KeyValues]:
+        """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
+        owner = self._owner(t)
+        sends = [(total.data, owner)] if t == self._hops[owner] and t > 0 else []
+        comes_home = t == self._hops[self._rank] and t > 0
+        receives = [(home.data, (self._rank + t) % self._size)] if comes_home else []
+        return self._exchange(context, t, total, sends, receives)
+
+    def _exchange(
+        self,
+        context: passes.Context,
+        t: int,
+        x: KeyValues,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+    ) -> tuple[Transfer, KeyValues]:
+        following = self._owner(t + 1)
+        coming = x.empty(self._num_rows[following] if self._goes_on(t, following) else 0)
+        if self._goes_on(t, self._owner(t)):
+            sends = [*sends, (x.data, (self._rank + 1) % self._size)]
+        receives = [*receives, (coming.data, (self._rank - 1) % self._size)]
+        return Transfer(context.group, sends, receives), coming

@@ -1,0 +1,516 @@
+"""Which rank holds which rows: layouts of packed documents over ranks, balanced by what attention costs.
+
+All of this is arithmetic on lengths that the host knows. No rank has to ask for its rows or for those of others.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute import validate
+
+# Lengths or offsets, on the host.
+Numbers = Sequence[int] | Tensor
+
+# How far the area of the first ranks together may be off if that saves a cut, as a part of one rank's area.
+_TOLERANCE = 0.005
+# By which part a rank's area may exceed the mean if that saves communication.
+_ENOUGH = 0.015
+
+
+class Segment(NamedTuple):
+    """Consecutive rows that one rank holds, counted over all packed rows."""
+
+    document: int  # -1: rows that no document owns
+    start: int
+    stop: int
+
+
+class Band(NamedTuple):
+    """What the queries of one document see: query i the keys i + lower <= j <= i + upper (None: unbounded)."""
+
+    lower: int | None
+    upper: int | None
+
+    @classmethod
+    def of(cls, window: validate.Window, seqlen_q: int, seqlen_k: int) -> "Band":
+        """The bottom-right aligned window of a document, ``causal`` folded in."""
+        (left, right), offset = window, seqlen_k - seqlen_q
+        return cls(None if left is None else offset - left, None if right is None else offset + right)
+
+    def area(self, start: int, stop: int, seqlen_k: int) -> int:
+        """The keys that queries start .. stop see, summed over these."""
+        hidden = 0 if self.lower is None else _sum_clamped(start + self.lower, stop + self.lower, seqlen_k)
+        if self.upper is None:
+            return (stop - start) * seqlen_k - hidden
+        return _sum_clamped(start + self.upper + 1, stop + self.upper + 1, seqlen_k) - hidden
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """Which rows of packed documents each rank holds, and in which order.
+
+    A rank's rows are its segments one behind another. ``balanced`` and ``contiguous`` make layouts; any other will do
+    that gives every row to one rank, and to each rank its segments in ascending order, rows of no document behind them.
+    For a dense batch it is the layout of the rows of an entry, one document, and all entries have the same.
+
+    Make it once a batch, on every rank the same, and use it in all layers: attention remembers what it has worked out
+    for the object.
+
+    Attributes:
+        cu_seqlens: the offsets of the documents, one more than there are documents.
+        total: the rows of all ranks together, padding included.
+        segments: those of each rank.
+        plans: what attention has worked out for this layout and remembers.
+
+    Raises:
+        ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    total: int
+    segments: tuple[tuple[Segment, ...], ...]
+    plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks that every row is somewhere, once and in order."""
+        row = 0
+        for s in sorted(itertools.chain.from_iterable(self.segments), key=lambda s: (s.start, s.stop)):
+            if s.start != row:
+                raise ValueError(f"segments: expected every row on one rank, got {s} where row {row} is next")
+            if (
+                s.document >= 0
+                and not self.cu_seqlens[s.document] <= s.start <= s.stop <= self.cu_seqlens[s.document + 1]
+            ):
+                raise ValueError(f"segments: expected rows of one document, got {s}")
+            row = s.stop
+        if row != self.total:
+            raise ValueError(f"segments: expected {self.total} rows on all ranks together, got {row}")
+        for rank, segments in enumerate(self.segments):
+            if list(segments) != sorted(segments, key=_order):
+                raise ValueError(f"segments: expected those of rank {rank} in order, rows of no document last")
+
+    @classmethod
+    def balanced(
+        cls,
+        cu_seqlens: Numbers,
+        num_ranks: int,
+        *,
+        causal: bool = False,
+        window_size: validate.Window = (None, None),
+        seqused_q: Numbers | None = None,
+        cu_seqlens_k: Numbers | None = None,
+        seqused_k: Numbers | None = None,
+        total: int | None = None,
+    ) -> "Sharding":
+        """Ranks of the same number of rows, but for one, and of nearly the same number of visible (query, key) pairs.
+
+        Rows of a causal document are taken from both of its ends inwards, so that every early row goes with a late one
+        and all such pairs cost the same. A rank takes rows of the shortest documents and rows of the longest ones, as
+        many of either as make both numbers right. So most documents stay whole: there are two cuts a rank or fewer.
+        One causal sequence alone becomes the usual early and late chunk a rank. Windows that are short for a document,
+        and full masks, have it cut into runs of rows, so that only neighbours share it.
+
+        Args:
+            cu_seqlens: (documents + 1,) offsets of the documents' rows; a tensor on a GPU is waited for, here and
+                below.
+            num_ranks: the size of the group.
+            causal: of the attention whose cost is balanced, as is what follows.
+            window_size: (left, right).
+            seqused_q: (documents,) the real rows of each; the others count as padding.
+            cu_seqlens_k: (documents + 1,) offsets of the keys; None: they are of the same rows.
+            seqused_k: (documents,) the real keys of each.
+            total: the rows, if there is padding behind the last document.
+
+        Raises:
+            TypeError: num_ranks or a side of the window is no int.
+            ValueError: num_ranks below 1, offsets that decrease or leave the rows, or a length outside its document.
+        """
+        offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
+        num_ranks = _check_num_ranks(num_ranks)
+        used_q = real_lengths("seqused_q", seqused_q, offsets)
+        offsets_k = offsets if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]
+        if len(offsets_k) != len(offsets):
+            raise ValueError(f"cu_seqlens_k: expected {len(offsets)} offsets, got {len(offsets_k)}")
+        used_k = real_lengths("seqused_k", seqused_k, offsets_k)
+        window = checked_window(causal, window_size)
+        padding = list(_padding(offsets, used_q, total))
+        whole, sloped = (
+            _deal([*_bars(offsets, used_q, used_k, window, by_slope), *padding], num_ranks)
+            for by_slope in (False, True)
+        )
+        # Under a window runs of rows have fewer neighbours than pairs. Only a document's first ones cost less.
+        is_enough = window[0] is not None and whole.imbalance <= _ENOUGH
+        return cls(offsets, total, (whole if is_enough else sloped).segments)
+
+    @classmethod
+    def contiguous(cls, cu_seqlens: Numbers, num_ranks: int, *, total: int | None = None) -> "Sharding":
+        """Ranks that have one run of rows each, in their order, of the same length but for one row.
+
+        Args:
+            cu_seqlens: (documents + 1,) offsets of the documents' rows; a tensor on a GPU is waited for.
+            num_ranks: the size of the group.
+            total: the rows, if there is padding behind the last document.
+
+        Raises:
+            TypeError: num_ranks is no int.
+            ValueError: num_ranks below 1, or offsets that decrease or leave the rows.
+        """
+        offsets, total = _check_offsets("cu_seqlens", cu_seqlens, total)
+        num_ranks = _check_num_ranks(num_ranks)
+        everything = [Segment(document, *rows) for document, rows in enumerate(itertools.pairwise(offsets))]
+        everything += [Segment(-1, 0, offsets[0]), Segment(-1, offsets[-1], total)]
+        ends = [total * rank // num_ranks for rank in range(num_ranks + 1)]
+        runs = itertools.pairwise(ends)
+        return cls(
+            offsets,
+            total,
+            tuple(
+                _tidy(Segment(s.document, max(s.start, first), min(s.stop, last)) for s in everything)
+                for first, last in runs
+            ),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """The size of the group."""
+        return len(self.segments)
+
+    def offsets(self, rank: int) -> tuple[int, ...]:
+        """Where in a rank's own rows each of its segments starts and, last, how many rows it has."""
+        return (0, *itertools.accumulate(s.stop - s.start for s in self.segments[rank]))
+
+    def num_rows(self, rank: int) -> int:
+        """The rows of a rank."""
+        return self.offsets(rank)[-1]
+
+    def index(self, rank: int) -> Tensor:
+        """(rows,) int64 on the CPU: which of all packed rows each row of a rank is."""
+        return rows_of((s.start, s.stop) for s in self.segments[rank])
+
+    def positions(self, rank: int) -> Tensor:
+        """(rows,) int64 on the CPU: each row's position in its document, as rotary embeddings want it; padding: 0."""
+        positions = self.index(rank)
+        for s, row in zip(self.segments[rank], self.offsets(rank), strict=False):
+            rows = positions[row : row + s.stop - s.start]
+            rows.zero_() if s.document < 0 else rows.sub_(self.cu_seqlens[s.document])
+        return positions
+
+    def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """A rank's rows of a tensor that has all of them, differentiable.
+
+        Args:
+            x: any tensor with ``total`` rows, on any device.
+            rank: whose rows.
+            dim: the dimension of rows: 0 of packed tensors, 1 of (batch, rows, ...).
+
+        Raises:
+            ValueError: a tensor of another number of rows.
+        """
+        if x.shape[dim] != self.total:
+            raise ValueError(f"x: expected {self.total} rows in dimension {dim}, got shape {tuple(x.shape)}")
+        parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self.segments[rank]]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """All rows in their order from those of every rank: the inverse of ``shard``, differentiable as well.
+
+        ``flash_attn_cute.distributed.gather`` collects them from a group.
+
+        Args:
+            shards: a tensor a rank, as ``shard`` gives them.
+            dim: the dimension of rows.
+
+        Raises:
+            ValueError: another number of shards than ranks, or a shard of another number of rows.
+        """
+        if len(shards) != self.num_ranks:
+            raise ValueError(f"shards: expected {self.num_ranks}, one a rank, got {len(shards)}")
+        for rank, x in enumerate(shards):
+            if x.shape[dim] != self.num_rows(rank):
+                raise ValueError(
+                    f"shards: expected {self.num_rows(rank)} rows in dimension {dim} of rank {rank}, "
+                    f"got shape {tuple(x.shape)}"
+                )
+        places = torch.cat([self.index(rank) for rank in range(self.num_ranks)]).argsort()
+        together = torch.cat(list(shards), dim)
+        return together.index_select(dim, places.to(together.device))
+
+    def area(
+        self,
+        rank: int,
+        *,
+        causal: bool = False,
+        window_size: validate.Window = (None, None),
+        seqused_q: Numbers | None = None,
+        cu_seqlens_k: Numbers | None = None,
+        seqused_k: Numbers | None = None,
+    ) -> int:
+        """The visible (query, key) pairs of a rank's queries, of one head: what balance is measured by.
+
+        Arguments and errors are those of ``balanced``.
+        """
+        window = checked_window(causal, window_size)
+        offsets_k = self.cu_seqlens if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]
+        used_q = real_lengths("seqused_q", seqused_q, self.cu_seqlens)
+        used_k = real_lengths("seqused_k", seqused_k, offsets_k)
+        area = 0
+        for s in self.segments[rank]:
+            if s.document >= 0:
+                length_q, length_k = used_q[s.document], used_k[s.document]
+                start, stop = (min(row - self.cu_seqlens[s.document], length_q) for row in (s.start, s.stop))
+                area += Band.of(window, length_q, length_k).area(start, stop, length_k)
+        return area
+
+    def batched(self, batch: int) -> "Sharding":
+        """The layout of the rows of a dense batch, its entries one behind another, from that of an entry."""
+        total = self.total
+        return Sharding(
+            tuple(b * total for b in range(batch + 1)),
+            batch * total,
+            tuple(
+                tuple(Segment(b, b * total + s.start, b * total + s.stop) for b in range(batch) for s in segments)
+                for segments in self.segments
+            ),
+        )
+
+    def merged(self, size: int) -> "Sharding":
+        """The layout of a smaller group, each rank of which has the rows of ``size`` neighbouring ones of this."""
+        starts = range(0, self.num_ranks, size)
+        together = (itertools.chain.from_iterable(self.segments[start : start + size]) for start in starts)
+        return Sharding(self.cu_seqlens, self.total, tuple(_tidy(segments) for segments in together))
+
+
+def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:
+    """The rows of ranges (start, stop), one behind another, int64 on the CPU."""
+    parts = [torch.arange(start, stop) for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def checked_window(causal: bool, window_size: validate.Window) -> validate.Window:
+    """The window with ``causal`` folded in; None on a side that is unbounded."""
+    options = validate.check_options(
+        softmax_scale=None,
+        causal=causal,
+        window_size=window_size,
+        softcap=0.0,
+        deterministic=False,
+        return_lse=False,
+        zero_padding=True,
+        backend=None,
+        dropout_p=0.0,
+    )
+    return options.window_left, options.window_right
+
+
+def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tuple[int, ...]:
+    """The real rows of each document.
+
+    Raises:
+        ValueError: not as many lengths as documents, or one that is negative or longer than its document.
+    """
+    slots = [stop - start for start, stop in itertools.pairwise(offsets)]
+    if used is None:
+        return tuple(slots)
+    lengths = numbers(used)
+    if len(lengths) != len(slots):
+        raise ValueError(f"{name}: expected {len(slots)} lengths, got {len(lengths)}")
+    for document, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+        if not 0 <= length <= slot:
+            raise ValueError(f"{name}: expected 0 to {slot} rows of document {document}, got {length}")
+    return lengths
+
+
+def numbers(given: Numbers) -> tuple[int, ...]:
+    """Lengths or offsets as ints."""
+    return tuple(given.tolist() if isinstance(given, Tensor) else map(int, given))
+
+
+def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[int, ...], int]:
+    offsets = numbers(given)
+    if not offsets:
+        raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
+    rows = offsets[-1] if total is None else total
+    for start, stop in itertools.pairwise((0, *offsets, rows)):
+        if start > stop:
+            raise ValueError(f"{name}: expected offsets from 0 to {rows} that never decrease, got {stop} after {start}")
+    return offsets, rows
+
+
+def _check_num_ranks(num_ranks: int) -> int:
+    number = validate.as_int(num_ranks)
+    if number is None:
+        raise TypeError(f"num_ranks: expected an int, got {num_ranks!r}")
+    if number < 1:
+        raise ValueError(f"num_ranks: expected at least 1, got {number}")
+    return number
+
+
+def _sum_clamped(start: int, stop: int, most: int) -> int:
+    """The sum of the ints start .. stop, each of them brought to 0 .. most."""
+    return _sum_below(stop, most) - _sum_below(start, most)
+
+
+def _sum_below(stop: int, most: int) -> int:
+    """The sum of the ints 0 .. stop, none counted as more than most."""
+    if stop <= 0:
+        return 0
+    ramp = min(stop, most + 1)
+    return ramp * (ramp - 1) // 2 + (stop - ramp) * most
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """Some rows of a document, or of none, in the order in which they are dealt out."""
+
+    document: int
+    origin: int  # the row of the document's first query
+    start: int  # queries of the document
+    stop: int
+    band: Band
+    length_k: int
+    in_pairs: bool  # from both ends inwards: an early row, a late one, the next early one
+
+    @property
+    def length(self) -> int:
+        """How many rows it has."""
+        return self.stop - self.start
+
+    def area(self, count: int) -> int:
+        """The visible pairs of the first rows dealt."""
+        early, late = self._split(count)
+        area = self.band.area(self.start, self.start + early, self.length_k)
+        return area + self.band.area(self.stop - late, self.stop, self.length_k) if late else area
+
+    def segments(self, first: int, last: int) -> Iterable[Segment]:
+        """The rows dealt from the first to before the last."""
+        (early, late), (early_stop, late_stop) = self._split(first), self._split(last)
+        start, stop = self.origin + self.start, self.origin + self.stop
+        yield Segment(self.document, start + early, start + early_stop)
+        yield Segment(self.document, stop - late_stop, stop - late)
+
+    def _split(self, count: int) -> tuple[int, int]:
+        return (count - count // 2, count // 2) if self.in_pairs else (count, 0)
+
+
+def _bars(
+    offsets: Sequence[int], used_q: Sequence[int], used_k: Sequence[int], window: validate.Window, by_slope: bool
+) -> Iterable[_Bar]:
+    """A bar a document, rows in their order; or by slope: bars whose rows, or whose pairs of rows, cost the same."""
+    for document, (origin, length, length_k) in enumerate(zip(offsets[:-1], used_q, used_k, strict=True)):
+        band = Band.of(window, length, length_k)
+        edges = {0, length}
+        if by_slope:
+            # Either end of a query's keys moves with it while it is between the document's ends.
+            ends = (band.lower, None if band.upper is None else band.upper + 1)
+            corners = {1 - end + shift for end in ends if end is not None for shift in (0, length_k)}
+            edges |= {corner for corner in corners if 0 < corner < length}
+        for start, stop in itertools.pairwise(sorted(edges)):
+            slopes = band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k)
+            yield _Bar(document, origin, start, stop, band, length_k, in_pairs=by_slope and slopes)
+
+
+def _padding(offsets: Sequence[int], used_q: Sequence[int], total: int) -> Iterable[_Bar]:
+    """What no document owns."""
+    stops = [start + length for start, length in zip(offsets[:-1], used_q, strict=True)]
+    for start, stop in zip((0, *stops), (*offsets[:-1], total), strict=True):
+        yield _Bar(-1, 0, start, stop, Band(None, None), 0, in_pairs=False)
+
+
+class _Line:
+    """Bars one behind another, from the one whose rows cost least."""
+
+    def __init__(self, bars: Iterable[_Bar]) -> None:
+        self.bars = sorted((bar for bar in bars if bar.length), key=lambda bar: bar.area(bar.length) / bar.length)
+        self.rows = (0, *itertools.accumulate(bar.length for bar in self.bars))
+        self.areas = (0, *itertools.accumulate(bar.area(bar.length) for bar in self.bars))
+
+    def area(self, first: int, last: int) -> int:
+        """The visible pairs of rows of the line."""
+        return self._area_to(last) - self._area_to(first)
+
+    def _area_to(self, row: int) -> int:
+        i = bisect_right(self.rows, row) - 1
+        return self.areas[i] + (self.bars[i].area(row - self.rows[i]) if row > self.rows[i] else 0)
+
+    def cuts_about(self, row: int) -> tuple[int, int]:
+        """The ends of bars next to a row."""
+        i = bisect_right(self.rows, row)
+        return self.rows[i - 1], self.rows[min(i, len(self.bars))]
+
+    def segments(self, first: int, last: int) -> Iterable[Segment]:
+        """Rows of the line as segments."""
+        i = bisect_right(self.rows, first) - 1
+        while first < last:
+            stop = min(last, self.rows[i + 1])
+            yield from self.bars[i].segments(first - self.rows[i], stop - self.rows[i])
+            first, i = stop, i + 1
+
+
+class _Deal(NamedTuple):
+    """The segments of each rank, and by which part the largest area exceeds the mean."""
+
+    segments: tuple[tuple[Segment, ...], ...]
+    imbalance: float
+
+
+def _deal(bars: Iterable[_Bar], num_ranks: int) -> _Deal:
+    """Gives each rank rows from the cheap end of the line of bars and rows from its dear end.
+
+    What is left then costs as much a row as all of the line did, and can be dealt on in the same way.
+    """
+    line = _Line(bars)
+    cheap, dear = 0, line.rows[-1]
+    share = line.area(cheap, dear) / num_ranks
+    segments: list[tuple[Segment, ...]] = []
+    areas: list[int] = []
+    for rank in range(num_ranks):
+        rows = (dear - cheap) // (num_ranks - rank)
+        count = _cheap_rows(line, cheap, dear, rows, share * (rank + 1) - sum(areas), _TOLERANCE * share)
+        first, last = cheap + count, dear - rows + count
+        segments.append(_tidy([*line.segments(cheap, first), *line.segments(last, dear)]))
+        areas.append(line.area(cheap, first) + line.area(last, dear))
+        cheap, dear = first, last
+    return _Deal(tuple(segments), max(areas) / share - 1 if share else 0.0)
+
+
+def _cheap_rows(line: _Line, cheap: int, dear: int, rows: int, area: float, tolerance: float) -> int:
+    """How many rows a rank takes from the cheap end of the line; all others come from the dear one."""
+
+    def excess(count: int) -> float:
+        return line.area(cheap, cheap + count) + line.area(dear - rows + count, dear) - area
+
+    low, high = 0, rows
+    for count in (high, low):
+        if abs(excess(count)) <= tolerance:
+            return count
+    if excess(high) > 0 or excess(low) < 0:  # no mixture fits: the end that comes closest
+        return min(high, low, key=lambda count: abs(excess(count)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if excess(middle) >= 0 else (low, middle)
+    # Better than a cut through two bars is one through one of them.
+    whole = [row - cheap for row in line.cuts_about(cheap + low)]
+    whole += [row - dear + rows for row in line.cuts_about(dear - rows + low)]
+    close = [count for count in whole if 0 <= count <= rows and abs(excess(count)) <= tolerance]
+    return min(close or (low, high), key=lambda count: abs(excess(count)))
+
+
+def _order(segment: Segment) -> tuple[bool, Segment]:
+    return segment.document < 0, segment
+
+
+def _tidy(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Segments that are not empty, in order, adjacent ones joined, those of no document last."""
+    joined: list[Segment] = []
+    for s in sorted((s for s in segments if s.start < s.stop), key=_order):
+        if joined and (joined[-1].document, joined[-1].stop) == (s.document, s.start):
+            joined[-1] = joined[-1]._replace(stop=s.stop)
+        else:
+            joined.append(s)
+    return tuple(joined)

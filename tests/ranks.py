@@ -1,0 +1,83 @@
+"""Ranks of a test: processes on this machine that share a group, of Gloo, or of NCCL with a GPU each.
+
+The first process imports all that the ranks need and forks them, which takes less time than starting each anew.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+def run(
+    functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, backend: str = "gloo", **environment: str
+) -> None:
+    """Runs functions of a module, one after the other, on so many ranks; fails with what a rank raised.
+
+    Args:
+        functions: what every rank runs, after it has joined the group of all.
+        num_ranks: how many processes.
+        folder: an empty one, where the ranks meet.
+        backend: "gloo", or "nccl", with which each rank has the GPU of its number for the current one.
+        environment: variables that the ranks are to see.
+    """
+    names = [function.__qualname__ for function in functions]
+    where = [backend, str(num_ranks), str(folder)]
+    command = [sys.executable, "-m", "tests.ranks", *where, functions[0].__module__, *names]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _main(backend: str, num_ranks: int, folder: Path, module: str, *names: str) -> int:
+    functions = [getattr(import_module(module), name) for name in names]
+    # A process that has asked for GPUs cannot fork.
+    context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
+    arguments = [(functions, backend, rank, num_ranks, folder) for rank in range(num_ranks)]
+    children = [context.Process(target=_rank, args=given) for given in arguments]
+    for child in children:
+        child.start()
+    # A rank that has failed leaves the others waiting.
+    while any(child.is_alive() for child in children):
+        for child in children:
+            child.join(0.05)
+        if any(child.exitcode for child in children):
+            for child in children:
+                child.join(2.0)
+                child.kill()
+    return max(abs(child.exitcode or 0) for child in children)
+
+
+def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # all draw the same
+    try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        where = f"file://{folder}/store"
+        dist.init_process_group(
+            backend, init_method=where, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, device_id=device
+        )
+        for function in functions:
+            function()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        print(f"rank {rank} of {num_ranks}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))
