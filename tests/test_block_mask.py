@@ -510,3 +510,11 @@ def test_only_masks_combine() -> None:
         BlockMask.causal(3, 3) & MAP  # type: ignore[operator]
     with pytest.raises(TypeError, match="unsupported operand"):
         BlockMask.causal(3, 3) | 1  # type: ignore[operator]
+
+
+def test_functions_are_not_asked_about_nothing() -> None:
+    def never(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        raise AssertionError("no block is partial")
+
+    mask = BlockMask.from_blocks(torch.zeros(2, 3, dtype=torch.bool)) & BlockMask.from_function(never, 256, 384)
+    assert mask.sparsity == 1.0

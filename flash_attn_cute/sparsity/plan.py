@@ -9,6 +9,8 @@ Making rows of an expression reads back how many there are of what. All else her
 are bounds, and what is not used stands behind what is.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,8 @@ class _Found:
         tile = torch.full_like(blocks.m, FULL)
         partial = (kinds != ALL).nonzero().flatten()
         seen = torch.ones_like(kinds, dtype=torch.bool)
-        for part in partial.split(_TILES_AT_ONCE):
+        for start in range(0, len(partial), _TILES_AT_ONCE):
+            part = partial[start : start + _TILES_AT_ONCE]
             some_blocks = blocks.part(part)
             tiles = bits.pack(_existing(node.elements(some_blocks), some_blocks))
             kind = bits.kinds(tiles)
@@ -106,12 +109,22 @@ def _existing(elements: Tensor, blocks: Blocks) -> Tensor:
     return elements & of_q[:, :, None] & of_k[:, None, :]
 
 
-def lengths_of_columns(rows: BlockRows, blocks_k: int) -> Tensor:
-    """How many blocks of 128 queries see each block of keys: (batch, heads, blocks_k), int64."""
-    batch, heads, blocks_q, _ = rows.spans.shape
-    row, is_used = owners(rows)
-    column = row // max(blocks_q, 1) * blocks_k + rows.entries[:, 0]
-    return _counts(column, is_used, batch * heads * blocks_k).view(batch, heads, blocks_k)
+def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
+    """How many blocks of 64 queries see each block of keys: (batch, heads, blocks_k), int64."""
+    parts = _halved(_additions(rows), rows.tiles, -(-sizes.seqlen_q // HALF))
+    column = parts.owner * sizes.blocks_k + parts.n
+    shape = (sizes.batch, sizes.heads, sizes.blocks_k)
+    return _counts(column, parts.is_used, math.prod(shape)).view(shape)
+
+
+def visible_halves(rows: BlockRows, sizes: Sizes) -> Tensor:
+    """Which blocks of 64 queries and 128 keys see each other: (batch, heads, blocks of 64 queries, blocks_k), bool."""
+    halves = -(-sizes.seqlen_q // HALF)
+    parts = _halved(_additions(rows), rows.tiles, halves)
+    visible = torch.zeros(sizes.batch * sizes.heads, halves, sizes.blocks_k, dtype=torch.bool, device=parts.m.device)
+    kept = parts.is_used.nonzero().flatten()
+    visible[parts.owner[kept], parts.m[kept], parts.n[kept]] = True
+    return visible.unflatten(0, (sizes.batch, sizes.heads))
 
 
 def columns(rows: BlockRows, order: Tensor, seqlen_q: int) -> BlockColumns:
@@ -130,11 +143,7 @@ def columns(rows: BlockRows, order: Tensor, seqlen_q: int) -> BlockColumns:
         -1, order.long(), torch.arange(blocks_k, dtype=torch.int32, device=order.device).expand_as(order)
     )
     rank = rank.repeat_interleave(group, 1).expand(batch, heads, blocks_k).reshape(-1)
-    row, is_used = owners(rows)
-    block, tile = rows.entries.long().unbind(1)
-    halves = -(-seqlen_q // HALF)
-    owner, m = row // max(blocks_q, 1), row % max(blocks_q, 1)
-    whole = _Additions(owner, m, block, tile, is_used)
+    halves, whole = -(-seqlen_q // HALF), _additions(rows)
     spans, entries, contributors = [], [], []
     start = 0
     for part, length in ((_halved(whole, rows.tiles, halves), halves), (whole, blocks_q)):
@@ -168,6 +177,13 @@ class _Additions:
         lengths = _counts(column, self.is_used, owners * blocks_k)
         spans = torch.stack((lengths.cumsum(0) - lengths + start, lengths), -1).int()
         return spans, entries, contributors.int()
+
+
+def _additions(rows: BlockRows) -> _Additions:
+    row, is_used = owners(rows)
+    blocks_q = max(rows.spans.shape[2], 1)
+    block, tile = rows.entries.long().unbind(1)
+    return _Additions(row // blocks_q, row % blocks_q, block, tile, is_used)
 
 
 def _halved(whole: _Additions, tiles: Tensor, blocks_q: int) -> _Additions:
