@@ -91,6 +91,14 @@ def _prefix_lm(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int
     return Made(BlockMask.prefix_lm(seqlen_q, seqlen_k, prefix), shown[:, None])
 
 
+def _sink(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    length, left = rng.choice([1, 4, 130]), rng.choice([5, 200])
+    i, j = positions(seqlen_q, seqlen_k)
+    i = i + seqlen_k - seqlen_q
+    mask = BlockMask.prefix(seqlen_q, seqlen_k, length) | BlockMask.window(seqlen_q, seqlen_k, left=left)
+    return Made(mask & BlockMask.causal(seqlen_q, seqlen_k), (((j < length) | (j >= i - left)) & (j <= i))[None, None])
+
+
 def _dilated(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
     step, left = rng.choice([1, 2, 3, 64, 128, 255, 256, 300]), rng.choice([None, 3, 400])
     i, j = positions(seqlen_q, seqlen_k)
@@ -154,6 +162,7 @@ KINDS: dict[str, Callable[[int, int, random.Random, tuple[int, int]], Made]] = {
     "documents": _documents,
     "offsets": _offsets,
     "prefix_lm": _prefix_lm,
+    "sink": _sink,
     "dilated": _dilated,
     "blocks": _blocks,
     "indices": _indices,

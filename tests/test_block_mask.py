@@ -367,8 +367,8 @@ MAP = torch.ones(2, 3, dtype=torch.bool)
             ValueError,
             "cu_seqlens_k: expected shape (5,), got (4,)",
         ),
-        (lambda: BlockMask.prefix_lm(3, 3, 1.0), TypeError, "prefix: expected an int or a tensor, got 1.0"),  # type: ignore[arg-type]
-        (lambda: BlockMask.prefix_lm(3, 3, IDS[None]), ValueError, "prefix: expected shape (batch,), got shape (1, 5)"),
+        (lambda: BlockMask.prefix_lm(3, 3, 1.0), TypeError, "length: expected an int or a tensor, got 1.0"),  # type: ignore[arg-type]
+        (lambda: BlockMask.prefix_lm(3, 3, IDS[None]), ValueError, "length: expected shape (batch,), got shape (1, 5)"),
         (lambda: BlockMask.dilated(3, 3, 2.0), TypeError, "step: expected an int, got 2.0"),  # type: ignore[arg-type]
         (lambda: BlockMask.dilated(3, 3, 0), ValueError, "step: expected at least 1, got 0"),
         (lambda: BlockMask.from_blocks(MAP.int()), TypeError, "visible: expected a bool tensor, got torch.int32"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/masks-and-biases.md", "docs/migrating.md", "docs/padding.md"]
+PAGES = ["README.md", "docs/block-masks.md", "docs/masks-and-biases.md", "docs/migrating.md", "docs/padding.md"]
 
 
 def blocks(page: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "flash_attn_cute" / "demo.py"
+PLOT = ROOT / "flash_attn_cute" / "sparsity" / "plot.py"
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools"}
 DISTRIBUTIONS = {"cuda": "cuda-bindings", "cutlass": "nvidia-cutlass-dsl"}  # where they are named unlike their modules
 PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
@@ -72,13 +73,14 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     unexplained = set().union(package, *extras.values()) - NOT_IMPORTED.keys()
 
     def files(*folders: str) -> list[Path]:
-        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != DEMO]
+        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in (DEMO, PLOT)]
 
     below = files("flash_attn_cute")
     assert len(below) > 10
     for paths, extra, others in (
         (below, set(), set()),
         ([DEMO], extras["demo"], set()),
+        ([PLOT], extras["plot"], set()),
         (files("tests"), extras["test"], extras["bench"]),
         (files("benchmarks", "tools"), extras["bench"], set()),
     ):
@@ -87,7 +89,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "plot", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -197,25 +197,40 @@ class BlockMask:
         return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
 
     @classmethod
-    def prefix_lm(cls, seqlen_q: int, seqlen_k: int, prefix: int | Tensor) -> BlockMask:
+    def prefix(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
+        """All queries see the first keys, and no others; with ``|`` sinks and global tokens.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+            length: keys that all see; an int, or (batch,) int32 or int64.
+
+        Raises:
+            TypeError: a length of another type or dtype, or a seqlen that is no int.
+            ValueError: a wrong shape or length.
+        """
+        arguments.check_lengths(seqlen_q, seqlen_k)
+        if isinstance(length, Tensor):
+            arguments.check_integers("length", length, (1,), "(batch,)")
+            length = length.long()
+        elif not arguments.is_int(length):
+            raise TypeError(f"length: expected an int or a tensor, got {length!r}")
+        return cls(Prefix(length), seqlen_q, seqlen_k)
+
+    @classmethod
+    def prefix_lm(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
         """All queries see the prefix, and behind it what ``causal`` shows.
 
         Args:
             seqlen_q: queries.
             seqlen_k: keys.
-            prefix: keys that all see; an int, or (batch,) int32 or int64.
+            length: keys of the prefix, see ``prefix``.
 
         Raises:
-            TypeError: a prefix of another type or dtype, or a length that is no int.
-            ValueError: a wrong shape or length.
+            TypeError: as ``prefix`` does.
+            ValueError: likewise.
         """
-        if isinstance(prefix, Tensor):
-            arguments.check_integers("prefix", prefix, (1,), "(batch,)")
-            prefix = prefix.long()
-        elif not arguments.is_int(prefix):
-            raise TypeError(f"prefix: expected an int or a tensor, got {prefix!r}")
-        causal = cls.causal(seqlen_q, seqlen_k)
-        return cls(Or(causal._node, Prefix(prefix)), seqlen_q, seqlen_k)
+        return cls.causal(seqlen_q, seqlen_k) | cls.prefix(seqlen_q, seqlen_k, length)
 
     @classmethod
     def dilated(
@@ -533,6 +548,17 @@ class BlockMask:
         """The share of blocks of 128 x 128 that nobody sees; builds the mask, and waits for the device."""
         told = self.statistics
         return 1 - (told.full + told.partial) / told.blocks if told.blocks else 0.0
+
+    def plot(self, *, batch: int = 0, head: int = 0) -> Any:
+        """A matplotlib figure of one batch entry and head: blocks, their turns, and the timeline of a model.
+
+        Raises:
+            ImportError: matplotlib is missing (``pip install flash-attn-cute[plot]``).
+            ValueError: a batch entry or head that there is not.
+        """
+        from flash_attn_cute.sparsity import plot
+
+        return plot.figure(self, batch, head)
 
     def __repr__(self) -> str:
         parts = [_sizes_told(self.sizes)]

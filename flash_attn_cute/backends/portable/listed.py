@@ -94,7 +94,7 @@ class Lists:
             if visible is None:
                 shape = (len(lists), rows.stop - rows.start, len(merged), TILE)
                 visible = torch.zeros(shape, dtype=torch.bool, device=device)
-            place = torch.searchsorted(merged, blocks)
+            place = torch.searchsorted(merged, blocks.contiguous())
             visible[i, :, place[tiles == FULL].to(device)] = True
             partial = tiles != FULL
             words = self.tiles[tiles[partial].to(device), inside : inside + rows.stop - rows.start]
