@@ -31,7 +31,7 @@ def random_ids(length: int, rng: random.Random, *, is_sorted: bool = True) -> Te
     while len(ids) < length:
         document = len(set(ids)) if is_sorted else rng.randrange(4)
         ids += [-1 if rng.random() < 0.1 else document] * rng.choice([1, 7, 100, 128, 300])
-    return torch.tensor(ids[:length])
+    return torch.tensor(ids[:length], dtype=torch.int64)
 
 
 def spread(visible: Tensor, block_q: int, block_k: int, seqlen_q: int, seqlen_k: int) -> Tensor:
