@@ -10,6 +10,7 @@ from torch import Tensor
 
 TILE = 128  # queries and keys of a block
 WORDS = TILE // 32
+HALF = TILE // 2  # queries of a block of the backward pass, where it is not 128
 FULL = -1  # in the place of a tile's number: a block all of whose elements are visible
 
 # What is known of a block. ``&`` is the minimum and ``|`` the maximum: SOME means not known to be NONE or ALL.
@@ -34,6 +35,15 @@ def unpack(tiles: Tensor) -> Tensor:
     """The elements of tiles, or of some of their rows: (..., 4) int32 gives (..., 128) bool."""
     places = torch.arange(32, dtype=torch.int32, device=tiles.device)
     return (tiles[..., None] >> places).bitwise_and_(1).bool().flatten(-2)
+
+
+def cut(tiles: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Tiles (n, 128, 4) of blocks of which only so many queries and keys exist, (n,) each; 128 and more are all."""
+    device = tiles.device
+    left = keys[:, None] - 32 * torch.arange(WORDS, device=device)
+    exist = torch.where(left >= 32, -1, (1 << left.clamp(0, 31)) - 1).int()
+    is_real = torch.arange(TILE, device=device) < queries[:, None]
+    return torch.where(is_real[:, :, None], tiles & exist[:, None], 0)
 
 
 def kinds(tiles: Tensor) -> Tensor:

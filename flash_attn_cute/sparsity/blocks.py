@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.sparsity import arguments, launch, plan
-from flash_attn_cute.sparsity.bits import FULL, TILE
+from flash_attn_cute.sparsity.bits import FULL, HALF, TILE
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import (
     And,
@@ -320,7 +320,7 @@ class BlockMask:
         """
         arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
         block_q, block_k = arguments.check_block(block)
-        if any(size != plan.HALF and size % TILE for size in (block_q, block_k)):
+        if any(size != HALF and size % TILE for size in (block_q, block_k)):
             raise ValueError(f"block: expected 64 or multiples of 128, got {(block_q, block_k)}")
         seqlen_q = arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
         arguments.check_lengths(seqlen_q, seqlen_k)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import FULL, TILE
+from flash_attn_cute.sparsity.bits import FULL, HALF, TILE
 from flash_attn_cute.sparsity.nodes import BlockMap, Blocks, Node, Sizes
-from flash_attn_cute.sparsity.plan import HALF
 from flash_attn_cute.spec import BlockRows
 
 
@@ -54,9 +53,9 @@ class Indices(Node):
         """See ``Node``."""
         return self._map.kinds(blocks)
 
-    def elements(self, blocks: Blocks) -> Tensor:
+    def tiles(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
-        return self._map.elements(blocks)
+        return self._map.tiles(blocks)
 
     def rows(self) -> BlockRows:
         """The rows, each with room for as many blocks as could be in it."""

@@ -2,8 +2,8 @@
 
 A node never makes a tensor of (seqlen_q, seqlen_k). It says in which range of key blocks a row of blocks can see
 anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), and which these
-are (``elements``). The first two may know less than there is to know: a wider range, SOME. ``plan.build`` asks for the
-elements only of blocks that are SOME, and classifies them again.
+are, as bits (``tiles``) or one by one (``elements``). The first two may know less than there is to know: a wider range,
+SOME. ``plan.build`` asks for the tiles only of blocks that are SOME, and classifies them again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import ALL, NONE, SOME, TILE
 
 # FlexAttention's: (batch entry, head, query, key) as 0-d integer tensors, to a 0-d bool.
@@ -119,8 +120,12 @@ class Node:
         """NONE, SOME or ALL for each block: (n,), int8."""
         return torch.full_like(blocks.m, SOME, dtype=torch.int8)
 
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """(n, 128, 4), int32: which elements are visible; behind the last query and key it may say anything."""
+        return bits.pack(self.elements(blocks))
+
     def elements(self, blocks: Blocks) -> Tensor:
-        """(n, 128, 128), bool: which elements are visible; behind the last query and key it may say anything."""
+        """(n, 128, 128), bool: the same one by one."""
         raise NotImplementedError
 
 
@@ -320,11 +325,21 @@ class BlockMap(Node):
                 no, all_ = no & ~met, all_ & met
         return _kinds(no, all_)
 
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``; of sizes that are multiples of 64 by quarters of a block."""
+        if self.block_q % bits.HALF or self.block_k % bits.HALF:
+            return super().tiles(blocks)
+        quarters = self._at(blocks, blocks.queries[:, :: bits.HALF], blocks.keys[:, :: bits.HALF])
+        words = torch.where(quarters, -1, 0).int()
+        return words.repeat_interleave(bits.HALF, 1).repeat_interleave(bits.WORDS // 2, 2)
+
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
+        return self._at(blocks, blocks.queries, blocks.keys)
+
+    def _at(self, blocks: Blocks, queries: Tensor, keys: Tensor) -> Tensor:
         b, h = (x[:, None, None] for x in blocks.entries(self))
-        m, n = blocks.queries // self.block_q, blocks.keys // self.block_k
-        return self.visible[b, h, m[:, :, None], n[:, None, :]]
+        return self.visible[b, h, (queries // self.block_q)[:, :, None], (keys // self.block_k)[:, None, :]]
 
 
 def _most_met(size: int) -> int:
@@ -429,9 +444,9 @@ class And(Pair):
         """See ``Node``."""
         return torch.minimum(self.a.kinds(blocks), self.b.kinds(blocks))
 
-    def elements(self, blocks: Blocks) -> Tensor:
+    def tiles(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
-        return self.a.elements(blocks) & self.b.elements(blocks)
+        return self.a.tiles(blocks) & self.b.tiles(blocks)
 
 
 class Or(Pair):
@@ -446,6 +461,6 @@ class Or(Pair):
         """See ``Node``."""
         return torch.maximum(self.a.kinds(blocks), self.b.kinds(blocks))
 
-    def elements(self, blocks: Blocks) -> Tensor:
+    def tiles(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
-        return self.a.elements(blocks) | self.b.elements(blocks)
+        return self.a.tiles(blocks) | self.b.tiles(blocks)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import ALL, FULL, NONE, SOME, TILE
+from flash_attn_cute.sparsity.bits import ALL, FULL, HALF, NONE, SOME, TILE
 from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
 from flash_attn_cute.spec import BlockColumns, BlockRows
 
 _PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
-_TILES_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and some indices
-HALF = TILE // 2  # queries of a block of the backward pass, where it is not 128
+_TILES_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
 
 
 def build(node: Node, sizes: Sizes, device: torch.device) -> BlockRows:
@@ -73,7 +72,8 @@ class _Found:
         for start in range(0, len(partial), _TILES_AT_ONCE):
             part = partial[start : start + _TILES_AT_ONCE]
             some_blocks = blocks.part(part)
-            tiles = bits.pack(_existing(node.elements(some_blocks), some_blocks))
+            ends = sizes.seqlen_q - some_blocks.m * TILE, sizes.seqlen_k - some_blocks.n * TILE
+            tiles = bits.cut(node.tiles(some_blocks), *ends)
             kind = bits.kinds(tiles)
             some = (kind == SOME).nonzero().flatten()
             distinct, number = bits.distinct(tiles[some])
@@ -99,14 +99,6 @@ class _Found:
         spans = torch.stack((counts.cumsum(0) - counts, counts), -1).int()
         spans = spans.view(sizes.batch, sizes.heads, sizes.blocks_q, 2)
         return BlockRows(spans, torch.stack((block, tile), 1).int(), tiles)
-
-
-def _existing(elements: Tensor, blocks: Blocks) -> Tensor:
-    """Without what is behind the last query or key."""
-    inside = torch.arange(TILE, device=elements.device)
-    of_q = blocks.m[:, None] * TILE + inside < blocks.sizes.seqlen_q
-    of_k = blocks.n[:, None] * TILE + inside < blocks.sizes.seqlen_k
-    return elements & of_q[:, :, None] & of_k[:, None, :]
 
 
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
