@@ -366,7 +366,6 @@ def _attend(
     tables = None
     if block_mask is not None:
         tables = block_mask.tables(tensors[0].device, backward=ops.is_recorded(tensors, watched))
-        watched = watched or ops.is_watched(tables.flat())
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     return (out, lse) if return_lse else out
