@@ -263,6 +263,27 @@ def test_compile_with_indices_made_inside() -> None:
     assert counter.frame_count == 1
 
 
+def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph computes is there when it runs: tables of indices are made anew, others have to be built."""
+    indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
+    causal = BlockMask.causal(384, 384)
+    q = torch.randn(1, 384, 2, 16)
+    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    first = flash_attn_func(q, q, q, block_mask=indices)
+    assert not indices._rows
+    assert not indices._tables
+    for mask in (causal, indices.with_order("auto")):
+        with pytest.raises(RuntimeError, match="block_mask: expected one that has been built"):
+            flash_attn_func(q, q, q, block_mask=mask)
+    monkeypatch.undo()
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
+    indices.build()
+    causal.build("cpu")
+    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    flash_attn_func(q, q, q, block_mask=causal)
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
+
+
 def test_unbuilt_masks_do_not_compile() -> None:
     step, _ = compiled(attend)
     q = torch.randn(1, 300, 2, 16)
@@ -351,7 +372,7 @@ def test_other_backends_say_that_they_lack_it() -> None:
     assert told.backend == "portable"
     assert told.passed_over["sm90"] == ("block_mask",)
     assert "block_mask" in str(told).splitlines()[-2]
-    assert not mask._made
+    assert not mask._rows
     with pytest.raises(ValueError, match=r"got 'sm90', which cannot: .*block_mask"):
         flash_attn_func(q, q, q, block_mask=mask, backend="sm90")
 

@@ -49,6 +49,26 @@ def test_compositions(seed: int) -> None:
     check(random_mask(rng.choice(LENGTHS), rng.choice(LENGTHS), rng, rng.choice([(1, 1), (2, 1), (1, 3), (2, 3)])))
 
 
+@pytest.mark.parametrize("side", [0, 1, 126, 127, 128, 129, 254, 255, 256, 257])
+def test_edges_of_windows(side: int) -> None:
+    """Where a block has one element that is visible, or one that is hidden."""
+    for seqlen_q, seqlen_k in ((384, 384), (300, 384), (384, 257)):
+        i, j = positions(seqlen_q, seqlen_k)
+        i = i + seqlen_k - seqlen_q
+        check(Made(BlockMask.window(seqlen_q, seqlen_k, left=side), (j >= i - side)[None, None]))
+        check(Made(BlockMask.window(seqlen_q, seqlen_k, right=side), (j <= i + side)[None, None]))
+
+
+@pytest.mark.parametrize("size", [1, 17, 33, 63, 64, 96, 100, 127, 128, 129, 192, 200, 256])
+def test_blocks_of_any_size(size: int) -> None:
+    """However many of them a block of 128 lies in."""
+    blocks = -(-640 // size)
+    for share in (0.03, 0.5, 0.95):
+        visible = torch.rand(1, 1, blocks, blocks, generator=torch.Generator().manual_seed(size)) < share
+        shown = spread(visible, size, size, 640, 640)
+        check(Made(BlockMask.from_blocks(visible, size, seqlen_q=640, seqlen_k=640), shown))
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 0), (0, 200), (200, 0)])
 def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
     for mask in (
@@ -225,7 +245,8 @@ def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_PAIRS_AT_ONCE", at_once)
     monkeypatch.setattr(plan, "_TILES_AT_ONCE", max(1, at_once // 2))
     for mask, tables in zip(masks, whole, strict=True):
-        mask._made.clear()
+        mask._rows.clear()
+        mask._tables.clear()
         again = tables_of(mask).flat()
         assert all(torch.equal(a, b) for a, b in zip(tables.flat(), again, strict=True))  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from flash_attn_cute.sparsity.nodes import (
     Prefix,
     Sizes,
 )
-from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
+from flash_attn_cute.spec import BlockRows, BlockTables
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -39,15 +39,6 @@ class Statistics(NamedTuple):
     full: int
     partial: int
     tiles: int  # how many kinds of partial blocks there are
-
-
-@dataclass
-class _Made:
-    """What has been made of a mask on one device."""
-
-    rows: BlockRows
-    order: Tensor | None = None
-    columns: BlockColumns | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +71,9 @@ class BlockMask:
     seqlen_k: int
     _order: str | Tensor = "default"
     _group: int = 1
-    _made: dict[torch.device, _Made] = field(default_factory=dict)
+    # What has been made of it on each device; the same rows serve all orders.
+    _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
+    _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -476,8 +469,7 @@ class BlockMask:
             raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order not in launch.NAMES:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
-        made = {device: _Made(x.rows) for device, x in self._made.items()}
-        return replace(self, _order=order, _group=group, _made=made)
+        return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None) -> BlockMask:
         """Makes all tables now, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -508,28 +500,30 @@ class BlockMask:
             backward: whether gradients are wanted.
 
         Raises:
-            RuntimeError: torch.compile is tracing, and they have not been made.
+            RuntimeError: they have not been made, and torch.compile or a CUDA graph is recording what waits for none.
         """
-        made = self._made.get(device)
-        if made is None:
-            if isinstance(self._node, Indices):
-                rows = self._node.rows()
-            elif torch.compiler.is_compiling():
+        tables = self._tables.get(device)
+        if tables is None or (backward and tables.columns is None):
+            is_captured = _is_captured(device)
+            if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
                 raise RuntimeError(
-                    "block_mask: expected one that has been built, as torch.compile cannot: call its build() before"
+                    "block_mask: expected one that has been built, as its tables wait for the device, which "
+                    "torch.compile and CUDA graphs cannot: call its build() before"
                 )
-            else:
-                rows = plan.build(self._node, self.sizes, device)
-            made = self._made[device] = _Made(rows)
-        if made.order is None:
-            made.order = launch.order_of(self._order, made.rows, self.sizes, self._group)
-        if backward and made.columns is None:
-            made.columns = plan.columns(made.rows, made.order, self.seqlen_q)
-        return BlockTables(made.rows, made.order, made.columns)
+            rows = self._rows.get(device)
+            if rows is None:
+                rows = (
+                    self._node.rows() if isinstance(self._node, Indices) else plan.build(self._node, self.sizes, device)
+                )
+            order = launch.order_of(self._order, rows, self.sizes, self._group)
+            tables = BlockTables(rows, order, plan.columns(rows, order, self.seqlen_q) if backward else None)
+            if not is_captured:
+                self._rows[device], self._tables[device] = rows, tables
+        return tables
 
     def _any_tables(self) -> BlockTables:
         """On the device where there are some already, if any."""
-        device = next(iter(self._made), self.device or torch.device("cpu"))
+        device = next(iter(self._rows), self.device or torch.device("cpu"))
         return self.tables(device, backward=False)
 
     @property
@@ -562,7 +556,7 @@ class BlockMask:
 
     def __repr__(self) -> str:
         parts = [_sizes_told(self.sizes)]
-        if not self._made:
+        if not self._rows:
             parts.append("not built")
         else:
             told = self.statistics
@@ -572,6 +566,13 @@ class BlockMask:
             parts.append(f"{told.partial} partial ({told.tiles} distinct)")
         parts.append(f"order {'of its own' if isinstance(self._order, Tensor) else self._order}")
         return f"BlockMask({', '.join(parts)})"
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is launched now does not run now: what it computes belongs to a program, and is not to be kept."""
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _ids_of(offsets: Tensor, length: int) -> Tensor:

@@ -13,6 +13,7 @@ from flash_attn_cute.spec import BlockRows
 
 _GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
 NAMES = ("auto", "default", "spt", "permutation")
+WAITING = ("auto", "permutation")  # for the device
 
 
 def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Tensor:

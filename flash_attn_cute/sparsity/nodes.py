@@ -269,7 +269,7 @@ class Documents(Node):
             for (least, most), block in zip(self._ranges, (blocks.m, blocks.n), strict=True)
         )
         no = (most_q < least_k) | (most_k < least_q) | (most_q < 0) | (most_k < 0)
-        all_ = (least_q == most_q) & (least_k == most_k) & (least_q == least_k) & (least_q >= 0)
+        all_ = (least_q == most_q) & (least_k == most_k) & (least_q == least_k)
         return _kinds(no, all_)
 
     def elements(self, blocks: Blocks) -> Tensor:

@@ -103,7 +103,7 @@ class _Found:
 
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
     """How many blocks of 64 queries see each block of keys: (batch, heads, blocks_k), int64."""
-    parts = _halved(_additions(rows), rows.tiles, -(-sizes.seqlen_q // HALF))
+    parts = _halved(_additions(rows), rows.tiles)
     column = parts.owner * sizes.blocks_k + parts.n
     shape = (sizes.batch, sizes.heads, sizes.blocks_k)
     return _counts(column, parts.is_used, math.prod(shape)).view(shape)
@@ -112,7 +112,7 @@ def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
 def visible_halves(rows: BlockRows, sizes: Sizes) -> Tensor:
     """Which blocks of 64 queries and 128 keys see each other: (batch, heads, blocks of 64 queries, blocks_k), bool."""
     halves = -(-sizes.seqlen_q // HALF)
-    parts = _halved(_additions(rows), rows.tiles, halves)
+    parts = _halved(_additions(rows), rows.tiles)
     visible = torch.zeros(sizes.batch * sizes.heads, halves, sizes.blocks_k, dtype=torch.bool, device=parts.m.device)
     kept = parts.is_used.nonzero().flatten()
     visible[parts.owner[kept], parts.m[kept], parts.n[kept]] = True
@@ -138,7 +138,7 @@ def columns(rows: BlockRows, order: Tensor, seqlen_q: int) -> BlockColumns:
     halves, whole = -(-seqlen_q // HALF), _additions(rows)
     spans, entries, contributors = [], [], []
     start = 0
-    for part, length in ((_halved(whole, rows.tiles, halves), halves), (whole, blocks_q)):
+    for part, length in ((_halved(whole, rows.tiles), halves), (whole, blocks_q)):
         span, entry, contributor = part.by_column(rank, batch * heads, length, blocks_k, start)
         spans.append(span.view(batch, heads, blocks_k, 2))
         entries.append(entry)
@@ -178,7 +178,7 @@ def _additions(rows: BlockRows) -> _Additions:
     return _Additions(row // blocks_q, row % blocks_q, block, tile, is_used)
 
 
-def _halved(whole: _Additions, tiles: Tensor, blocks_q: int) -> _Additions:
+def _halved(whole: _Additions, tiles: Tensor) -> _Additions:
     """Blocks of 64 queries, without those that see nothing; a tile may be full in one of its halves."""
     kinds = torch.stack([bits.kinds(half) for half in tiles.split(HALF, 1)])  # (2, tiles)
     kinds = torch.cat((kinds, kinds.new_full((2, 1), ALL)), 1)[:, whole.tile]  # FULL, which is -1, is the last one
@@ -186,7 +186,7 @@ def _halved(whole: _Additions, tiles: Tensor, blocks_q: int) -> _Additions:
     for half, kind in enumerate(kinds):
         m = 2 * whole.m + half
         tile = torch.where(kind == ALL, FULL, whole.tile)
-        parts.append((whole.owner, m, whole.n, tile, whole.is_used & (kind != NONE) & (m < blocks_q)))
+        parts.append((whole.owner, m, whole.n, tile, whole.is_used & (kind != NONE)))
     return _Additions(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
