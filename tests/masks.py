@@ -120,7 +120,7 @@ def _blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, i
 
 
 def _indices(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
-    block_q, block_k = (rng.choice([64, 128, 256, 384]) for _ in range(2))
+    block_q, block_k = (rng.choice([64, 64, 128, 384]) for _ in range(2))
     blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     width = rng.randint(0, blocks_k)

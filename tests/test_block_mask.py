@@ -69,6 +69,19 @@ def test_blocks_of_any_size(size: int) -> None:
         check(Made(BlockMask.from_blocks(visible, size, seqlen_q=640, seqlen_k=640), shown))
 
 
+@pytest.mark.parametrize("block_k", [64, 128, 256])
+@pytest.mark.parametrize("block_q", [64, 128, 256])
+def test_indices_of_blocks_of_any_size(block_q: int, block_k: int) -> None:
+    """Whole and cut last blocks; halves and quarters of blocks of 128 that are visible alone."""
+    generator = torch.Generator().manual_seed(block_q + block_k)
+    for seqlen_q, seqlen_k in ((512, 512), (500, 400), (65, 700)):
+        blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+        indices = torch.rand(2, 3, blocks_q, blocks_k, generator=generator).argsort(-1)[..., : max(1, blocks_k // 3)]
+        visible = torch.zeros(2, 3, blocks_q, blocks_k, dtype=torch.bool).scatter_(-1, indices, True)
+        mask = BlockMask.from_indices(indices, block=(block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        check(Made(mask, spread(visible, block_q, block_k, seqlen_q, seqlen_k)))
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 0), (0, 200), (200, 0)])
 def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
     for mask in (

@@ -511,10 +511,10 @@ class BlockMask:
                     "torch.compile and CUDA graphs cannot: call its build() before"
                 )
             rows = self._rows.get(device)
-            if rows is None:
-                rows = (
-                    self._node.rows() if isinstance(self._node, Indices) else plan.build(self._node, self.sizes, device)
-                )
+            if rows is None and isinstance(self._node, Indices):
+                rows = self._node.rows()
+            elif rows is None:
+                rows = plan.build(self._node, self.sizes, device)
             order = launch.order_of(self._order, rows, self.sizes, self._group)
             tables = BlockTables(rows, order, plan.columns(rows, order, self.seqlen_q) if backward else None)
             if not is_captured:
