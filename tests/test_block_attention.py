@@ -112,6 +112,13 @@ def test_packed(options: dict[str, Any], seed: int) -> None:
     assert_matches_oracle(masked(call, random_mask(call.q.shape[0], call.k.shape[0], rng, (1, heads))))
 
 
+def test_packed_sequences_of_equal_lengths() -> None:
+    """Which are served together without a mask: each has rows of its own."""
+    call = random_call([130] * 3, [90] * 3)
+    shown = torch.rand(1, 2, 390, 270) < 0.5
+    assert_matches_oracle(masked(call, Made(BlockMask.from_dense(shown), shown)))
+
+
 def test_packed_documents_are_sequences() -> None:
     """A mask of documents over one long sequence, and the documents as sequences."""
     cu = torch.tensor([0, 100, 333, 400], dtype=torch.int32)
@@ -177,6 +184,16 @@ def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work(BlockMask.window(1024, 1024, left=127, right=0)) == whole * 15 // 64
     causal = work(BlockMask.from_blocks(torch.ones(8, 8, dtype=torch.bool)) & BlockMask.causal(1024, 1024))
     assert causal == whole * 36 // 64
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_heads_of_a_group_that_see_more_than_others(first: int) -> None:
+    """One sees all of what any of them sees, another one less, and whole blocks both."""
+    visible = torch.ones(1, 2, 2, 2, dtype=torch.bool)
+    visible[0, first, :, 1] = False
+    call = dense_call(256, 256, 1, nheads=2, nheads_k=1)
+    shown = visible.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    assert_matches_oracle(masked(call, Made(BlockMask.from_blocks(visible), shown)))
 
 
 def test_deterministic_and_orders() -> None:

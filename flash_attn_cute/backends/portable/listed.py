@@ -86,17 +86,15 @@ class Lists:
     def _hidden(self, lists: list[Tensor], merged: Tensor, rows: slice) -> Tensor | None:
         """(heads, rows, blocks, 128) of merged blocks; None if no score is hidden."""
         device, inside = self.tiles.device, (self.query + rows.start) % TILE
-        visible = None
+        num_rows = rows.stop - rows.start
+        visible = torch.zeros(len(lists), num_rows, len(merged), TILE, dtype=torch.bool, device=device)
         for i, entries in enumerate(lists):
             blocks, tiles = entries[torch.isin(entries[:, 0], merged)].unbind(1)
-            if len(blocks) == len(merged) and bool((tiles == FULL).all()) and visible is None and len(lists) == 1:
+            is_full = tiles == FULL
+            if len(lists) == 1 and bool(is_full.all()):
                 return None
-            if visible is None:
-                shape = (len(lists), rows.stop - rows.start, len(merged), TILE)
-                visible = torch.zeros(shape, dtype=torch.bool, device=device)
             place = torch.searchsorted(merged, blocks.contiguous())
-            visible[i, :, place[tiles == FULL].to(device)] = True
-            partial = tiles != FULL
-            words = self.tiles[tiles[partial].to(device), inside : inside + rows.stop - rows.start]
-            visible[i, :, place[partial].to(device)] = bits.unpack(words).transpose(0, 1)
-        return None if visible is None else ~visible
+            visible[i, :, place[is_full].to(device)] = True
+            words = self.tiles[tiles[~is_full].to(device), inside : inside + num_rows]
+            visible[i, :, place[~is_full].to(device)] = bits.unpack(words).transpose(0, 1)
+        return ~visible
