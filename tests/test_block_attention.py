@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise
 from tests.checks import assert_matches_oracle, bitwise_equal, random_call, run
-from tests.masks import KINDS, Made, positions, random_mask
+from tests.masks import KINDS, Made, positions, random_mask, spread
 from tests.oracle import Call
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -110,6 +110,15 @@ def test_packed(options: dict[str, Any], seed: int) -> None:
     call = random_call(lengths_q, lengths_k, **options)
     heads = rng.choice([1, call.q.shape[1], call.k.shape[1]])
     assert_matches_oracle(masked(call, random_mask(call.q.shape[0], call.k.shape[0], rng, (1, heads))))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
+def test_blocks_apart_from_each_other(options: dict[str, Any]) -> None:
+    """Keys that are gathered, beside a window that cuts them, and a bias that all queries add to the gradient of."""
+    visible = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0], [1, 0, 1, 1, 0], [1, 1, 0, 1, 1]])
+    made = Made(BlockMask.from_blocks(visible.bool()), spread(visible.bool(), 128, 128, 640, 640)[None, None])
+    for bias in ((0, 1), (1, 1)):
+        assert_matches_oracle(masked(dense_call(640, 640, 1, bias=bias, **options), made))
 
 
 def test_packed_sequences_of_equal_lengths() -> None:
@@ -368,6 +377,10 @@ def test_transforms() -> None:
     (plain,) = torch.autograd.grad(loss(leaf, k[0], v[0]), leaf)
     torch.testing.assert_close(expected[0], plain)
     torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(q, k, v), torch.stack(expected))
+    own = BlockMask.from_dense(torch.rand(2, 1, 200, 200) < 0.5)
+    q, k, v = (torch.randn(3, 2, 200, 2, 8) for _ in range(3))
+    mapped = torch.vmap(lambda *qkv: flash_attn_func(*qkv, block_mask=own))(q, k, v)
+    torch.testing.assert_close(mapped[1], flash_attn_func(q[1], k[1], v[1], block_mask=own))
 
 
 def test_nested_tensors() -> None:

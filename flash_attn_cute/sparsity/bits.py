@@ -67,14 +67,19 @@ def distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
     words = tiles.flatten(1)
     if not len(words):
         return tiles, torch.zeros(0, dtype=torch.int64, device=tiles.device)
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**63), 2**63 - 1, words.shape[1:], generator=generator).to(words.device)
-    _, number = (words * factors).sum(1).unique(return_inverse=True)
+    _, number = (words * _factors(words.shape[1], words.device)).sum(1).unique(return_inverse=True)
     first, number = _by_first(number)
     if not torch.equal(words[first[number]], words):
         _, number = words.unique(dim=0, return_inverse=True)
         first, number = _by_first(number)
     return tiles[first], number
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """As good as random, (count,) int64: the numbers of SplitMix64 (Steele et al., 2014), but for its last step."""
+    x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    return (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
 
 
 def _by_first(number: Tensor) -> tuple[Tensor, Tensor]:
