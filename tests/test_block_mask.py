@@ -98,6 +98,8 @@ def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
         assert not any(columns_spelled_out(tables, 64).values())
         assert mask.sparsity == 0.0
         assert "0 of 0 blocks" in repr(mask)
+        for order in ("auto", "permutation", "spt"):
+            assert tables_of(mask.with_order(order)).order.shape[2] == mask.sizes.blocks_k
 
 
 def test_batch_of_nothing() -> None:
@@ -143,6 +145,7 @@ def test_columns_and_turns(seed: int) -> None:
     tables = tables_of(mask)
     assert tables.columns is not None
     assert {x.dtype for x in (*tables.columns, tables.order)} == {torch.int32}
+    assert all(x is not None and x.is_contiguous() for x in tables.flat())
     for block_q in (64, 128):
         expected = columns_of(made, launch, block_q)
         found = columns_spelled_out(tables, block_q)

@@ -23,7 +23,7 @@ def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> 
     """
     device = rows.spans.device
     if isinstance(order, Tensor):
-        return order.to(device)
+        return order.to(device).contiguous()
     last_first = torch.arange(sizes.blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
     if order == "default":
         return last_first
@@ -31,12 +31,14 @@ def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> 
     spt = shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
     if order == "spt":
         return spt
-    return _fastest(order, last_first.expand_as(spt).cpu(), spt.cpu(), rows, sizes, group).to(device)
+    return _fastest(order, last_first.expand_as(spt).cpu(), spt.cpu(), rows, sizes, group).to(device).contiguous()
 
 
 def _fastest(order: str, last_first: Tensor, spt: Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Tensor:
     """The order that takes the model the least time; the first one on ties."""
     work = Pass(plan.visible_halves(rows, sizes).cpu(), group)
+    if not work.columns.numel():
+        return last_first
     times = [(work.play(candidate).makespan, candidate) for candidate in (last_first, spt)]
     if order == "auto" and times[0][0] <= _GOOD_ENOUGH * work.play(last_first, ordered=False).makespan:
         return last_first
