@@ -18,7 +18,7 @@ from flash_attn_cute.sparsity.nodes import BlockMap, Blocks, Node, Sizes
 from flash_attn_cute.spec import BlockRows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Indices(Node):
     """For each block of queries the key blocks that it sees: (batch, heads, blocks_q, width), int64; others are < 0."""
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.model import Pass
 from flash_attn_cute.sparsity.nodes import Sizes
 from flash_attn_cute.sparsity.order import shortest_first
 from flash_attn_cute.spec import BlockRows
@@ -36,6 +35,8 @@ def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> 
 
 def _fastest(order: str, last_first: Tensor, spt: Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Tensor:
     """The order that takes the model the least time; the first one on ties."""
+    from flash_attn_cute.sparsity.model import Pass  # few masks need it
+
     work = Pass(plan.visible_halves(rows, sizes).cpu(), group)
     if not work.columns.numel():
         return last_first

@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
         return -(-self.seqlen_k // TILE)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Blocks:
     """Some blocks of a mask: (n,) int64 each. Positions behind the last query or key are clamped to it."""
 
@@ -133,7 +133,7 @@ def _kinds(no: Tensor, all_: Tensor) -> Tensor:
     return torch.where(no, NONE, torch.where(all_, ALL, SOME)).to(torch.int8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Band(Node):
     """Query i sees key j when ``lower <= j - i <= upper``; None is unbounded."""
 
@@ -173,7 +173,7 @@ class Band(Node):
         return seen
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Dilation(Node):
     """Query i sees key j when ``j - i - shift`` is a multiple of ``step``."""
 
@@ -192,7 +192,7 @@ class Dilation(Node):
         return (blocks.keys[:, None, :] - blocks.queries[:, :, None] - self.shift) % self.step == 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Prefix(Node):
     """All queries see the first ``lengths[b]`` keys: (batch,) int64 on any device."""
 
@@ -230,7 +230,7 @@ class Prefix(Node):
         return (blocks.keys < self._length_of(blocks)[:, None])[:, None, :].expand(-1, TILE, -1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Documents(Node):
     """Query i sees key j when they are of the same document; negative ids are padding, which nobody sees."""
 
@@ -287,7 +287,7 @@ def _range_of_blocks(ids: Tensor) -> tuple[Tensor, Tensor]:
     return by_block.amin(-1), by_block.amax(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class BlockMap(Node):
     """Blocks of any size, each visible as a whole or not: (batch, heads, blocks_q, blocks_k), bool."""
 
@@ -347,7 +347,7 @@ def _most_met(size: int) -> int:
     return max(1, TILE // size) if TILE % size == 0 or size % TILE == 0 else (TILE - 2) // size + 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Dense(Node):
     """A mask that exists element by element: (batch, heads, seqlen_q, seqlen_k), bool, of any strides."""
 
@@ -376,7 +376,7 @@ class Dense(Node):
         return self.mask[b, h, q[:, :, None], k[:, None, :]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Function(Node):
     """A ``mask_mod`` as FlexAttention has them, evaluated by vmap over the elements of given blocks."""
 
@@ -409,7 +409,7 @@ class Function(Node):
         return seen
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Pair(Node):
     """Two expressions as one; each may be the same for all batch entries or heads of the other."""
 

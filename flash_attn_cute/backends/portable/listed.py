@@ -15,7 +15,7 @@ from flash_attn_cute.spec import BlockTables
 Keys = slice | Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False)
 class Lists:
     """The rows of a block mask, read by the host once a pass, from a tile's first query and key on."""
 
