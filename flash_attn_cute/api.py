@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias, overload
 from torch import Tensor
 
 from flash_attn_cute import nested, ops, plan, validate
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
@@ -26,6 +27,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -49,6 +51,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -72,6 +75,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -94,6 +98,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -136,6 +141,10 @@ def flash_attn_func(
             or see ``flash_attn_cute.padding``, which skips what is hidden.
         bias: float32 or q's dtype, broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
             Its gradient has its own shape.
+        block_mask: which keys each query sees, as a ``BlockMask`` over (seqlen_q, seqlen_k), so that the call costs
+            what its visible blocks cost. Its batch is 1 or that of q, its heads are 1, nheads or nheads_k. Causal,
+            window, mask and seqused hide more; positions of the block mask are rows, wherever the real ones end. In
+            what is compiled or captured it has to be built before (``BlockMask.build``).
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
@@ -163,7 +172,7 @@ def flash_attn_func(
         dropout_p=dropout_p,
     )
     tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
-    return _attend(tensors, (), options, backend, return_lse)
+    return _attend(tensors, (), block_mask, options, backend, return_lse)
 
 
 @overload
@@ -185,6 +194,7 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -212,6 +222,7 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -239,6 +250,7 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -265,6 +277,7 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -301,6 +314,8 @@ def flash_attn_varlen_func(
             sequence; True = may attend.
         bias: float32 or q's dtype, broadcastable to (nheads, total_q, max_seqlen_k), likewise. Entries that
             belong to padding are ignored and have a gradient of zero.
+        block_mask: a ``BlockMask`` over (total_q, total_k), rows and not positions within sequences, see
+            ``flash_attn_func``; its batch is 1. Of what it shows a query sees the keys of its own sequence.
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: False leaves padding rows of the results and gradients unwritten.
@@ -332,25 +347,35 @@ def flash_attn_varlen_func(
         validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
     )
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias)
-    return _attend(tensors, bounds, options, backend, return_lse)
+    return _attend(tensors, bounds, block_mask, options, backend, return_lse)
 
 
 def _attend(
-    tensors: plan.Tensors, bounds: plan.Bounds, options: Options, backend: str | None, return_lse: bool
+    tensors: plan.Tensors,
+    bounds: plan.Bounds,
+    block_mask: BlockMask | None,
+    options: Options,
+    backend: str | None,
+    return_lse: bool,
 ) -> Result:
     watched = ops.is_watched(tensors)
     if watched and not bounds and nested.is_among(tensors[:3]):
-        return _attend_nested(tensors, options, backend, return_lse)
+        return _attend_nested(tensors, block_mask, options, backend, return_lse)
     tensors = ops.autocast(tensors)
-    chosen = (plan.make if watched else plan.recall)(tensors, bounds, options, backend)
-    inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens))
+    chosen = (plan.make if watched else plan.recall)(tensors, bounds, block_mask, options, backend)
+    tables = None
+    if block_mask is not None:
+        tables = block_mask.tables(tensors[0].device, backward=ops.is_recorded(tensors, watched))
+    inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     return (out, lse) if return_lse else out
 
 
-def _attend_nested(tensors: plan.Tensors, options: Options, backend: str | None, return_lse: bool) -> Result:
+def _attend_nested(
+    tensors: plan.Tensors, block_mask: BlockMask | None, options: Options, backend: str | None, return_lse: bool
+) -> Result:
     tensors, bounds, jagged = nested.as_packed(tensors)
-    result = _attend(tensors, bounds, options, backend, return_lse)
+    result = _attend(tensors, bounds, block_mask, options, backend, return_lse)
     if isinstance(result, Tensor):
         return jagged.wrap(result, rows=0)
     out, lse = result

@@ -13,6 +13,7 @@ from flash_attn_cute import dispatch, nested, ops, plan, validate
 from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
@@ -76,6 +77,7 @@ def explain(
     learnable_sink: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -105,6 +107,7 @@ def explain(
         learnable_sink: likewise.
         mask: likewise.
         bias: likewise.
+        block_mask: likewise; it is not built.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
         zero_padding: likewise.
@@ -146,8 +149,8 @@ def explain(
         raise ValueError(f"q: expected gpu= to say which GPU is meant, as PyTorch finds none, got a tensor on {device}")
     copies = _on_meta(tensors)
     with _disable_current_modes():
-        inputs = plan.check(copies, bounds)
-        spec = AttentionSpec.of(inputs, options)
+        inputs = plan.check(copies, bounds, block_mask, device)
+        spec = plan.spec_of(inputs, options, block_mask)
         selection = dispatch.select(spec, inputs._replace(q=tensors[0]), backend, backends)
         chosen = backends[selection.name]
         passes: tuple[PassPlan | None, PassPlan | None] = (None, None)

@@ -1,10 +1,11 @@
 """The way from a valid call to a backend: two custom operators, or the same code without them.
 
 ``flash_attn_cute::forward`` and ``flash_attn_cute::backward`` are opaque to torch.compile, which sees only the
-fakes. Operator schemas know nothing but tensors and numbers, so a call crosses them flattened: the fields of
-``AttentionInputs`` in their order, those of ``Options`` in theirs, the backend's name, and the scale and the softcap
-once more, as 0-d tensors on the CPU. Those are None, unless a compiled program is to serve any scale or softcap:
-floats that are no constants of it reach operators only as tensors. They then stand for the numbers.
+fakes. Operator schemas know nothing but tensors and numbers, so a call crosses them flattened: the tensors of
+``AttentionInputs`` in their order, those of its block mask, its bounds, the fields of ``Options``, the backend's name,
+and the scale and the softcap once more, as 0-d tensors on the CPU. Those are None, unless a compiled program is to
+serve any scale or softcap: floats that are no constants of it reach operators only as tensors. They then stand for the
+numbers.
 
 An operator takes the host longer than many a kernel takes the device. Where nobody is there to see it, as in all
 plain eager code, the backend is called directly, and ``FlashAttention`` is what autograd records.
@@ -34,11 +35,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from flash_attn_cute import dispatch, flops, profiling, settings
 from flash_attn_cute.backends.base import Backend, Gradients
 from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor? learnable_sink, Tensor? mask, Tensor? bias"
+    "Tensor? seqused_k, Tensor? learnable_sink, Tensor? mask, Tensor? bias, "
+    # BlockTables.flat()
+    "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, Tensor? order, "
+    "Tensor? column_spans, Tensor? column_entries, Tensor? contributors"
 )
 _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
@@ -46,7 +50,9 @@ _NUMBERS = (
     "Tensor? any_scale, Tensor? any_softcap"
 )
 _FIELDS = AttentionInputs._fields
-_NUM_TENSORS = _FIELDS.index("max_seqlen_q")
+_NUM_PLAIN = _FIELDS.index("max_seqlen_q")  # tensors of ``AttentionInputs`` but for the block mask's
+_NUM_TENSORS = _NUM_PLAIN + 7  # and with them
+_NUM_INPUTS = _NUM_TENSORS + 2  # and with both bounds
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
 _NUM_ANY = 2  # any_scale and any_softcap, which end a flattened call
 _NUM_RESULTS = 6  # before the call come, in the backward operator, its results, their gradients and what is wanted
@@ -102,6 +108,11 @@ def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(x, Tensor) and x.dtype in _AUTOCAST_FROM and (i != _SINK or x.dtype != torch.float32):
             cast[i] = x.to(dtype)
     return tuple(cast)
+
+
+def is_recorded(tensors: tuple[Any, ...], watched: bool) -> bool:
+    """Whether gradients of a call with these tensors (or None) may be wanted; who watches may want some anyway."""
+    return torch.is_grad_enabled() and (watched or any(x is not None and x.requires_grad for x in tensors))
 
 
 def _has_tangent(x: Tensor | None) -> bool:
@@ -178,7 +189,9 @@ def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[A
             options = options._replace(softmax_scale=None)
         if any_softcap is not None:
             options = options._replace(softcap=0.0)
-    return *inputs, *options, backend, any_scale, any_softcap
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
+    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
+    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *options, backend, any_scale, any_softcap
 
 
 def _if_any(number: float | None) -> Tensor | None:
@@ -192,12 +205,13 @@ def _if_any(number: float | None) -> Tensor | None:
 
 
 def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
-    return AttentionInputs(*call[: len(_FIELDS)])
+    tables = BlockTables.of_flat(call[_NUM_PLAIN:_NUM_TENSORS])
+    return AttentionInputs(*(*call[:_NUM_PLAIN], *call[_NUM_TENSORS:_NUM_INPUTS], tables))
 
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
     inputs = _inputs_of(call)
-    *numbers, backend, any_scale, any_softcap = call[len(_FIELDS) :]
+    *numbers, backend, any_scale, any_softcap = call[_NUM_INPUTS:]
     options = Options(*numbers)
     if any_scale is not None:
         options = options._replace(softmax_scale=any_scale.item())
@@ -412,7 +426,8 @@ def _map(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
     inputs = _inputs_of(call)
-    if all(x is None for x in (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias)):
+    unmerged = (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias, inputs.block_mask)
+    if all(x is None for x in unmerged):
         merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
     else:
@@ -439,18 +454,19 @@ class FlashAttention(torch.autograd.Function):
         """Runs the call, the last argument; before it come its leaves, for autograd to see."""
         inputs, options, spec, backend = arguments[-1]
         output = _run_forward(dispatch.BACKENDS[backend], spec, inputs)
-        ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+        # The tables of a block mask belong to it: nobody changes them, and many calls share them.
+        ctx.save_for_backward(*inputs[:_NUM_PLAIN], *output)
         ctx.set_materialize_grads(False)
-        ctx.call = inputs[_NUM_TENSORS:], options, spec, backend
+        ctx.call = inputs[_NUM_PLAIN:], options, spec, backend
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the leaves: q, k, v, learnable_sink and bias."""
         saved = ctx.saved_tensors
-        bounds, options, spec, backend = ctx.call
+        others, options, spec, backend = ctx.call
         *tensors, out, lse = saved
-        inputs = AttentionInputs(*tensors, *bounds)
+        inputs = AttentionInputs(*tensors, *others)
         dout = torch.zeros_like(out) if dout is None else dout
         need_dsink, need_dbias = ctx.needs_input_grad[3:5]
         grads: tuple[Tensor | None, ...]

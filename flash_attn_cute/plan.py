@@ -7,10 +7,13 @@ look, so the plans of valid calls are kept. An invalid call leaves nothing behin
 
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from flash_attn_cute import dispatch, validate
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
-# The tensors of ``AttentionInputs`` in their order, not yet checked.
+# The tensors of ``AttentionInputs`` but for the block mask, in their order, not yet checked.
 Tensors: TypeAlias = tuple[Any, ...]
 # (max_seqlen_q, max_seqlen_k) of a packed call, as ``validate.check_max_seqlen`` gives them; nothing for a dense one.
 Bounds: TypeAlias = tuple[int | None, ...]
@@ -27,38 +30,49 @@ class Plan(NamedTuple):
     max_seqlens: tuple[int, int]
 
 
-def make(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None) -> Plan:
+def make(tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options, backend: str | None) -> Plan:
     """The plan of any call, found out.
 
     Raises:
         TypeError: a tensor of the wrong type or dtype.
         ValueError: a tensor of the wrong shape, strides or device, or no backend that can serve the call.
     """
-    inputs = check(tensors, bounds)
-    spec = AttentionSpec.of(inputs, options)
+    inputs = check(tensors, bounds, block_mask)
+    spec = spec_of(inputs, options, block_mask)
     selection = dispatch.select(spec, inputs, backend)
     dispatch.warn_of_fallback(selection, inputs.q.device)
     return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 
 
-def recall(tensors: Tensors, bounds: Bounds, options: Options, backend: str | None) -> Plan:
+def recall(
+    tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options, backend: str | None
+) -> Plan:
     """The same from memory, if a call that looks alike has been here; for unwatched tensors (``ops.is_watched``).
 
     Those are strided and have numbers for sizes, so four properties are all that checks and backends can go by.
     """
     looks = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
-    key = (looks, bounds, options, backend, *dispatch.BACKENDS.values())
+    sizes = None
+    if block_mask is not None:
+        validate.check_type_of_block_mask(block_mask)
+        sizes = (block_mask.sizes, block_mask.order_sets, block_mask.device)
+    key = (looks, bounds, sizes, options, backend, *dispatch.BACKENDS.values())
     plan = _kept.get(key)
     if plan is None:
-        plan = make(tensors, bounds, options, backend)
+        plan = make(tensors, bounds, block_mask, options, backend)
         if len(_kept) >= _KEPT_AT_MOST:
             _kept.clear()
         _kept[key] = plan
     return plan
 
 
-def check(tensors: Tensors, bounds: Bounds) -> AttentionInputs:
-    """The tensors of a valid call; raises as ``make`` does."""
+def check(
+    tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, device: torch.device | None = None
+) -> AttentionInputs:
+    """The tensors of a valid call, without the tables of its block mask; raises as ``make`` does.
+
+    ``device`` is where the tensors of the call are, if these stand in for them.
+    """
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias = tensors
     extras = {
         "seqused_q": seqused_q,
@@ -68,5 +82,14 @@ def check(tensors: Tensors, bounds: Bounds) -> AttentionInputs:
         "bias": bias,
     }
     if bounds:
-        return validate.check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, **extras)
-    return validate.check_dense(q, k, v, **extras)
+        inputs = validate.check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, **extras)
+    else:
+        inputs = validate.check_dense(q, k, v, **extras)
+    if block_mask is not None:
+        validate.check_block_mask(block_mask, inputs, inputs.q.device if device is None else device)
+    return inputs
+
+
+def spec_of(inputs: AttentionInputs, options: Options, block_mask: BlockMask | None) -> AttentionSpec:
+    """What a call asks for, before the tables of its block mask are made."""
+    return AttentionSpec.of(inputs, options)._replace(has_block_mask=block_mask is not None)

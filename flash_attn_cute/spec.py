@@ -36,7 +36,64 @@ class Feature(enum.Enum):
     SINK = "learnable_sink"
     MASK = "mask"
     BIAS = "bias"
+    BLOCK_MASK = "block_mask"
     DETERMINISTIC = "deterministic=True"
+
+
+class BlockRows(NamedTuple):
+    """Which key blocks each block of 128 queries sees, and the elements of those that it sees in part.
+
+    ``spans`` (batch, heads, blocks_q, 2), int32, holds of each row where its entries start and how many they are; batch
+    and heads are 1 where all have the same. ``entries`` (n, 2), int32, holds key blocks, ascending within a row, and
+    the tile of each, -1 if all of it is visible. ``tiles`` (tiles, 128, 4), int32: see ``sparsity.bits``. Blocks that
+    reach behind the last query or key have tiles.
+    """
+
+    spans: Tensor
+    entries: Tensor
+    tiles: Tensor
+
+
+class BlockColumns(NamedTuple):
+    """Which query blocks see each block of 128 keys: the rows transposed, for blocks of 64 queries and of 128.
+
+    ``spans`` (2, batch, heads, blocks_k, 2) holds of each column where its entries start and how many they are, [0] in
+    blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks, ascending within a column; the
+    tile of each, -1 if all of it is visible, of which a block of 64 queries has the half that it is; and its turn: how
+    many key blocks have added to its dQ before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add
+    to each; of blocks of 128 these are the counts of rows. All are int32.
+    """
+
+    spans: Tensor
+    entries: Tensor
+    contributors: Tensor
+
+
+class BlockTables(NamedTuple):
+    """What a backend reads of a block mask; see ``sparsity``.
+
+    ``order`` (batch or 1, key heads or 1, blocks_k), int32: blocks of keys in the order in which they are launched.
+    ``columns`` is None where nothing is differentiated.
+    """
+
+    rows: BlockRows
+    order: Tensor
+    columns: BlockColumns | None
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Its seven tensors, for operators."""
+        return (*self.rows, self.order, *((None, None, None) if self.columns is None else self.columns))
+
+    @classmethod
+    def of_flat(cls, tensors: tuple[Tensor | None, ...]) -> "BlockTables | None":
+        """The inverse; None if there are none."""
+        spans, entries, tiles, order, *columns = tensors
+        if spans is None or entries is None or tiles is None or order is None:
+            return None
+        by_column = None
+        if columns[0] is not None and columns[1] is not None and columns[2] is not None:
+            by_column = BlockColumns(columns[0], columns[1], columns[2])
+        return cls(BlockRows(spans, entries, tiles), order, by_column)
 
 
 class AttentionInputs(NamedTuple):
@@ -45,7 +102,8 @@ class AttentionInputs(NamedTuple):
     Dense: q (batch, seqlen_q, nheads, d), k (batch, seqlen_k, nheads_k, d), v (batch, seqlen_k, nheads_k, d_v);
     mask and bias broadcast to (batch, nheads, seqlen_q, seqlen_k). Packed (``cu_seqlens`` given): q (total_q,
     nheads, d), k (total_k, nheads_k, d), v (total_k, nheads_k, d_v); mask and bias broadcast to (nheads,
-    total_q, max_seqlen_k), keys counted from the start of their own sequence.
+    total_q, max_seqlen_k), keys counted from the start of their own sequence. A block mask is one of (batch, heads,
+    seqlen_q, seqlen_k), or of (1, heads, total_q, total_k).
     """
 
     q: Tensor
@@ -60,6 +118,7 @@ class AttentionInputs(NamedTuple):
     bias: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    block_mask: BlockTables | None = None
 
     @property
     def packed(self) -> bool:
@@ -107,6 +166,7 @@ class AttentionSpec(NamedTuple):
     has_sink: bool
     has_mask: bool
     has_bias: bool
+    has_block_mask: bool
     softmax_scale: float
     window_left: int | None
     window_right: int | None
@@ -131,6 +191,7 @@ class AttentionSpec(NamedTuple):
             has_sink=inputs.learnable_sink is not None,
             has_mask=inputs.mask is not None,
             has_bias=inputs.bias is not None,
+            has_block_mask=inputs.block_mask is not None,
             softmax_scale=1 / math.sqrt(head_dim) if scale is None else scale,
             window_left=options.window_left,
             window_right=options.window_right,
@@ -155,6 +216,7 @@ class AttentionSpec(NamedTuple):
             Feature.SINK: self.has_sink,
             Feature.MASK: self.has_mask,
             Feature.BIAS: self.has_bias,
+            Feature.BLOCK_MASK: self.has_block_mask,
             Feature.DETERMINISTIC: self.deterministic,
         }
         return tuple(feature for feature, needed in needs.items() if needed)

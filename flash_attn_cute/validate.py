@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options, surely
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -145,6 +146,41 @@ def check_packed(
         total_q if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] if max_seqlen_k is None else max_seqlen_k,
     )
+
+
+def check_type_of_block_mask(block_mask: Any) -> None:
+    """Checks what has to hold before its sizes can be asked for."""
+    if not isinstance(block_mask, BlockMask):
+        advice = ""
+        if type(block_mask).__name__ == "BlockMask":
+            advice = "; BlockMask.from_flex takes FlexAttention's"
+        elif isinstance(block_mask, Tensor):
+            advice = "; BlockMask.from_dense, from_blocks and from_indices take tensors"
+        raise TypeError(f"block_mask: expected a flash_attn_cute.BlockMask, got {type(block_mask).__name__}{advice}")
+
+
+def check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: torch.device) -> None:
+    """Checks it against the tensors of a valid call, which are on a device."""
+    check_type_of_block_mask(block_mask)
+    q, k, sizes = inputs.q, inputs.k, block_mask.sizes
+    lengths = q.shape[-3], k.shape[-3]
+    if surely(sizes.seqlen_q != lengths[0]) or surely(sizes.seqlen_k != lengths[1]):
+        names = "(total_q, total_k)" if inputs.packed else "(seqlen_q, seqlen_k)"
+        raise ValueError(f"block_mask: expected one over {names} = {lengths}, got one over {tuple(sizes[2:])}")
+    batch = 1 if inputs.packed else q.shape[0]
+    if sizes.batch != 1 and surely(sizes.batch != batch):
+        expected = "1" if inputs.packed else f"1 or {batch}"
+        raise ValueError(f"block_mask: expected a batch of {expected}, got {sizes.batch}")
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    if sizes.heads not in (1, nheads, nheads_k):
+        raise ValueError(f"block_mask: expected 1, nheads = {nheads} or nheads_k = {nheads_k} heads, got {sizes.heads}")
+    if block_mask.order_sets[1] not in (1, nheads_k):
+        raise ValueError(
+            f"block_mask: expected an order for each of the {nheads_k} key heads, or one for all, got "
+            f"{block_mask.order_sets[1]}; with_order(..., group={nheads // nheads_k}) makes heads of a group share one"
+        )
+    if block_mask.device is not None and block_mask.device != device:
+        raise ValueError(f"block_mask: expected the device of q, {device}, got {block_mask.device}")
 
 
 def check_max_seqlen(name: str, value: int | Tensor) -> int | None:

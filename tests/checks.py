@@ -170,6 +170,7 @@ def run(call: Call, **options: Any) -> Any:
     """The call through the public function it belongs to."""
     fields = {name: value for name, value in vars(call).items() if name not in ("q", "k", "v")}
     cu_q, cu_k = fields.pop("cu_seqlens_q"), fields.pop("cu_seqlens_k")
+    fields.pop("shown")  # for the oracle
     if cu_q is None:
         return flash_attn_func(call.q, call.k, call.v, **fields, **options)
     bound_q = max((rows.stop - rows.start for _, rows, _ in call.sequences()), default=0)

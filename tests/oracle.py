@@ -10,10 +10,16 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
+from flash_attn_cute import BlockMask
+
 
 @dataclass
 class Call:
-    """One attention call: the tensors, and the keyword arguments of the public functions."""
+    """One attention call: the tensors, and the keyword arguments of the public functions.
+
+    Of a block mask the oracle knows only ``shown``, the same element by element: (batch or 1, heads, query rows, key
+    rows), bool, with 1, nheads_k or nheads heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -29,6 +35,8 @@ class Call:
     learnable_sink: Tensor | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    block_mask: BlockMask | None = None
+    shown: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Call":
         """The same call, its floating-point tensors as fresh leaves of another dtype."""
@@ -131,7 +139,12 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
             else:
                 full = x.expand(call.q.shape[0], nheads, call.q.shape[1], call.k.shape[1])[b]
             entries.append(full[:, rows_q, : k.shape[1]])
-        out, lse = _one_sequence(call, q, k, v, entries[0], entries[1])
+        mask, bias = entries
+        if call.shown is not None:
+            shown = call.shown[b if b is not None and call.shown.shape[0] > 1 else 0, :, rows_q, rows_k]
+            shown = repeat(shown, "h queries keys -> (h group) queries keys", group=nheads // shown.shape[0])
+            mask = shown if mask is None else mask & shown
+        out, lse = _one_sequence(call, q, k, v, mask, bias)
         outs.append(out)
         lses.append(lse)
         places.append((b, rows_q))

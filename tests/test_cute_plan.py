@@ -37,6 +37,7 @@ def spec_of(**changes: Any) -> AttentionSpec:
         has_sink=False,
         has_mask=False,
         has_bias=False,
+        has_block_mask=False,
         softmax_scale=1.0,
         window_left=None,
         window_right=None,

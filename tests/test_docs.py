@@ -18,6 +18,7 @@ PAGES = [
     *(
         f"docs/{name}.md"
         for name in (
+            "block-masks",
             "context-parallelism",
             "determinism",
             "distributed",

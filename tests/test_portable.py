@@ -25,6 +25,7 @@ def spec(window_left: int | None, window_right: int | None) -> AttentionSpec:
         has_sink=False,
         has_mask=False,
         has_bias=False,
+        has_block_mask=False,
         softmax_scale=1.0,
         window_left=window_left,
         window_right=window_right,

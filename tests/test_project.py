@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 WITH_EXTRAS = {
     "demo": ROOT / "flash_attn_cute" / "demo.py",
     "docs": ROOT / "tools" / "pages.py",
+    "plot": ROOT / "flash_attn_cute" / "sparsity" / "plot.py",
     "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
     "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
 }

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, lengths, settings, validate
+from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func, lengths, settings, validate
 from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Options
@@ -38,6 +39,10 @@ def packed() -> dict[str, Any]:
 
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def shown(*shape: int) -> BlockMask:
+    return BlockMask.from_dense(torch.ones(shape, dtype=torch.bool))
 
 
 Cases: TypeAlias = list[tuple[dict[str, Any], type[Exception], str]]
@@ -94,6 +99,13 @@ BOTH: Cases = [
     ({"seqused_k": torch.tensor([1, 2])}, TypeError, "seqused_k: expected int32, got torch.int64"),
     ({"seqused_k": int32(1, 2).to(META)}, ValueError, "seqused_k: expected the device of q, cpu, got meta"),
     ({"seqused_q": (1, 2)}, TypeError, "seqused_q: expected a torch.Tensor, got tuple"),
+    (
+        {"block_mask": torch.ones(6, 8, dtype=torch.bool)},
+        TypeError,
+        "block_mask: expected a flash_attn_cute.BlockMask, got Tensor; BlockMask.from_dense, from_blocks and",
+    ),
+    ({"block_mask": create_block_mask(noop_mask, 1, 1, 6, 8, device="cpu")}, TypeError, "; BlockMask.from_flex takes"),
+    ({"block_mask": 3}, TypeError, "block_mask: expected a flash_attn_cute.BlockMask, got int"),
 ]
 DENSE: Cases = [
     ({"q": torch.randn(6, 4, 8)}, ValueError, "q: expected shape (batch, seqlen_q, nheads, d), got shape (6, 4, 8)"),
@@ -103,6 +115,23 @@ DENSE: Cases = [
     ({"bias": torch.zeros(3, 1, 1, 1)}, ValueError, "bias: expected a shape that broadcasts to"),
     ({"seqused_q": int32(1, 7)}, ValueError, "seqused_q: expected 0 to 6 rows for sequence 1, got 7"),
     ({"seqused_k": int32(-1, 7)}, ValueError, "seqused_k: expected 0 to 8 rows for sequence 0, got -1"),
+    (
+        {"block_mask": BlockMask.causal(6, 6)},
+        ValueError,
+        "block_mask: expected one over (seqlen_q, seqlen_k) = (6, 8), got one over (6, 6)",
+    ),
+    ({"block_mask": shown(3, 1, 6, 8)}, ValueError, "block_mask: expected a batch of 1 or 2, got 3"),
+    ({"block_mask": shown(1, 3, 6, 8)}, ValueError, "expected 1, nheads = 4 or nheads_k = 2 heads, got 3"),
+    (
+        {"block_mask": shown(1, 4, 6, 8).with_order("spt")},
+        ValueError,
+        "block_mask: expected an order for each of the 2 key heads, or one for all, got 4; with_order(..., group=2)",
+    ),
+    (
+        {"block_mask": BlockMask.from_dense(torch.ones(6, 8, dtype=torch.bool, device=META))},
+        ValueError,
+        "block_mask: expected the device of q, cpu, got meta",
+    ),
 ]
 PACKED: Cases = [
     ({"q": torch.randn(1, 10, 4, 8)}, ValueError, "q: expected shape (total_q, nheads, d), got shape (1, 10, 4, 8)"),
@@ -141,6 +170,8 @@ PACKED: Cases = [
         ValueError,
         "mask: expected a last dimension of at least 7, the longest sequence of keys, got shape (10, 6)",
     ),
+    ({"block_mask": BlockMask.causal(6, 7)}, ValueError, "(total_q, total_k) = (10, 12), got one over (6, 7)"),
+    ({"block_mask": shown(2, 1, 10, 12)}, ValueError, "block_mask: expected a batch of 1, got 2"),
 ]
 
 

@@ -342,4 +342,8 @@ def test_profiles_name_the_call() -> None:
 def test_call_fields() -> None:
     """The order in which a call is flattened is the order of the fields, on which both ways rely."""
     names = [argument.name for argument in torch.ops.flash_attn_cute.forward.default._schema.arguments]
-    assert tuple(names) == (*AttentionInputs._fields, *Options._fields, "backend", "any_scale", "any_softcap")
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask = AttentionInputs._fields
+    assert block_mask == "block_mask"
+    tables = names[len(tensors) : len(tensors) + 7]
+    bounds = (max_seqlen_q, max_seqlen_k)
+    assert tuple(names) == (*tensors, *tables, *bounds, *Options._fields, "backend", "any_scale", "any_softcap")

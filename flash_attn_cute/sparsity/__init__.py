@@ -1,1 +1,1 @@
-"""Which blocks of queries and keys see each other, and the orders in which kernels take them."""
+"""Block masks: which queries see which keys, as expressions and tables, and in which order kernels take them."""

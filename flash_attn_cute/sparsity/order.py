@@ -88,7 +88,10 @@ def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, or a launch order that is no permutation.
     """
-    _check_visible(visible)
+    if visible.dtype != torch.bool:
+        raise TypeError(f"visible: expected dtype torch.bool, got {visible.dtype}")
+    if visible.ndim < 2:
+        raise ValueError(f"visible: expected shape (..., blocks_q, blocks_k), got {tuple(visible.shape)}")
     tiles = torch.arange(visible.shape[-1], device=visible.device)
     if launch is None:
         launch = tiles.flip(0)
@@ -101,46 +104,30 @@ def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
     return turns.masked_fill_(~visible, -1)
 
 
-def longest_first(visible: Tensor) -> Tensor:
+def longest_first(lengths: Tensor) -> Tensor:
     """The launch order that ends evenly: tiles that more blocks of queries see before others, from the left on ties.
 
     For launches without an order of additions, and for tiles that walk from the last query.
 
     Args:
-        visible: (..., blocks_q, blocks_k), bool.
+        lengths: (..., blocks_k), int: how many blocks of queries see each tile.
 
     Returns:
         (..., blocks_k), int32: a launch order for ``write_order``.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape.
     """
-    _check_visible(visible)
-    return visible.sum(-2).argsort(dim=-1, descending=True, stable=True).int()
+    return lengths.argsort(dim=-1, descending=True, stable=True).int()
 
 
-def shortest_first(visible: Tensor) -> Tensor:
+def shortest_first(lengths: Tensor) -> Tensor:
     """Shortest processing time first (SPT), from the right on ties: under a causal mask, last keys first.
 
     Args:
-        visible: (..., blocks_q, blocks_k), bool.
+        lengths: (..., blocks_k), int: how many blocks of queries see each tile.
 
     Returns:
         (..., blocks_k), int32: a launch order for ``write_order``.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape.
     """
-    return longest_first(visible).flip(-1)
-
-
-def _check_visible(visible: Tensor) -> None:
-    if visible.dtype != torch.bool:
-        raise TypeError(f"visible: expected dtype torch.bool, got {visible.dtype}")
-    if visible.ndim < 2:
-        raise ValueError(f"visible: expected shape (..., blocks_q, blocks_k), got {tuple(visible.shape)}")
+    return longest_first(lengths).flip(-1)
 
 
 def _check_launch(launch: Tensor, visible: Tensor, tiles: Tensor) -> None:

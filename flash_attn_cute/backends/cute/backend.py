@@ -35,7 +35,7 @@ _NO_SCORES = plan.ScoreLayout()
 class CuteBackend:
     """The kernels of one architecture."""
 
-    features = frozenset(Feature)
+    features = frozenset(Feature) - {Feature.BLOCK_MASK}
 
     def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture

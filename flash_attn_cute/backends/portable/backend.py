@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable import blockwise, fused
+from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
 from flash_attn_cute.lengths import Rows, Run, merge_runs, padding, read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature
@@ -35,8 +36,9 @@ class PortableBackend:
         out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v)
         lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
         with _own_precision(inputs):
-            for run in merge_runs(rows_q, rows_k, spec.packed):
-                _forward(spec, inputs, run, out, lse)
+            lists = _lists(inputs)
+            for run in _runs(spec, rows_q, rows_k):
+                _forward(spec, inputs, lists, run, out, lse)
         if spec.zero_padding:
             _fill_padding(spec, rows_q, out, 0.0)
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
@@ -60,8 +62,9 @@ class PortableBackend:
         dbias = _sum_like(inputs.bias, lse) if need_dbias else None
         dsink = _sum_like(inputs.learnable_sink, lse) if need_dsink else None
         with _own_precision(inputs):
-            for run in merge_runs(rows_q, rows_k, spec.packed):
-                _backward(spec, inputs, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
+            lists = _lists(inputs)
+            for run in _runs(spec, rows_q, rows_k):
+                _backward(spec, inputs, lists, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
         if spec.zero_padding:
             for grad, rows in ((dq, rows_q), (dk, rows_k), (dv, rows_k)):
                 _fill_padding(spec, rows, grad, 0.0)
@@ -77,12 +80,25 @@ def _own_precision(inputs: AttentionInputs) -> torch.autocast:
     return torch.autocast(inputs.q.device.type, enabled=False)
 
 
-def _forward(spec: AttentionSpec, inputs: AttentionInputs, run: Run, out: Tensor, lse: Tensor) -> None:
+def _lists(inputs: AttentionInputs) -> Lists | None:
+    return None if inputs.block_mask is None else Lists.of(inputs.block_mask)
+
+
+def _runs(spec: AttentionSpec, rows_q: list[Rows], rows_k: list[Rows]) -> list[Run]:
+    """Equal sequences together, unless each has rows of a block mask of its own."""
+    if spec.packed and spec.has_block_mask:
+        return [Run(b, 1, q, k) for b, (q, k) in enumerate(zip(rows_q, rows_k, strict=True))]
+    return merge_runs(rows_q, rows_k, spec.packed)
+
+
+def _forward(
+    spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, out: Tensor, lse: Tensor
+) -> None:
     blind, band = _window(spec, run)
     out, lse = view_rows(out, run, run.q, spec.packed), view_lse(lse, run, spec.packed)
     out[:, :, :blind], lse[:, :, :blind] = 0.0, -torch.inf
     if blind < run.q.length:
-        tile = _tile(spec, inputs, run, blind, band)
+        tile = _tile(spec, inputs, lists, run, blind, band)
         if fused.serves(tile):
             fused.forward(tile, out[:, :, blind:], lse[:, :, blind:])
         else:
@@ -97,6 +113,7 @@ def _forward(spec: AttentionSpec, inputs: AttentionInputs, run: Run, out: Tensor
 def _backward(
     spec: AttentionSpec,
     inputs: AttentionInputs,
+    lists: Lists | None,
     run: Run,
     out: Tensor,
     lse: Tensor,
@@ -114,7 +131,7 @@ def _backward(
         dk.zero_()
         dv.zero_()
     else:
-        tile = _tile(spec, inputs, run, blind, band)
+        tile = _tile(spec, inputs, lists, run, blind, band)
         seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, blind:] for x in (out, lse, dout, dq))
         if dlse is None and fused.serves_backward(tile):
             fused.backward(tile, seen_out, seen_lse, seen_dout, seen_dq, dk, dv)
@@ -146,13 +163,16 @@ def _window(spec: AttentionSpec, run: Run) -> tuple[int, Band]:
     return blind, Band(*(None if edge is None else edge + blind for edge in band))
 
 
-def _tile(spec: AttentionSpec, inputs: AttentionInputs, run: Run, blind: int, band: Band) -> Tile:
+def _tile(spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, blind: int, band: Band) -> Tile:
+    if lists is not None:
+        lists = lists.at(0 if spec.packed else run.first, run.q.start + blind, run.k.start)
     return Tile(
         q=view_rows(inputs.q, run, run.q, spec.packed)[:, :, blind:],
         k=view_rows(inputs.k, run, run.k, spec.packed),
         v=view_rows(inputs.v, run, run.k, spec.packed),
         mask=view_scores(inputs.mask, run, blind, spec.packed),
         bias=view_scores(inputs.bias, run, blind, spec.packed),
+        lists=lists,
         band=band,
         spec=spec,
     )

@@ -10,12 +10,13 @@ stay in half precision, for its matrix units; elsewhere they are widened too.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_attn_cute.backends.portable.listed import Keys
 from flash_attn_cute.backends.portable.tile import Tile
 
 
@@ -44,11 +45,17 @@ class _Heads:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some queries of some heads, and the range of keys they see between them."""
+    """Some queries of some heads, and the keys that they see between them, or more."""
 
     heads: _Heads
     rows: slice
-    keys: slice
+    keys: Keys
+    hidden: Tensor | None = None  # by a block mask, broadcasts to (n, heads, group, rows, keys)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a block mask leaves no keys."""
+        return isinstance(self.keys, slice) and self.keys.start == self.keys.stop
 
     def take(self, x: Tensor) -> Tensor:
         """The block's part of (n, nheads, rows, ...), as (n, heads, group, rows, ...); a view."""
@@ -73,11 +80,23 @@ class _Block:
             x = x[..., self.rows, :]
         return x if x.shape[4] == 1 else x[..., self.keys]
 
+    def add_scores(self, x: Tensor, part: Tensor) -> None:
+        """Adds (n, heads, group, rows, keys) to the block's part of the gradient of a bias."""
+        whole = replace(self, keys=slice(None)).take_scores(x)
+        if whole.shape[4] == 1:
+            whole += part.sum_to_size(whole.shape)
+        else:
+            whole[..., self.keys] += part.sum_to_size(*whole.shape[:4], part.shape[4])
+
 
 def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
     """Fills out (n, nheads, rows, d_v) and lse (n, nheads, rows), the sink left aside."""
     for heads in _split_heads(tile):
         for block in _split_rows(heads):
+            if block.is_empty:
+                block.take(out).zero_()
+                block.take(lse).fill_(-torch.inf)
+                continue
             scores, _ = _scores(block, block.operand(tile.q), keep_capped=False)
             peak = scores.amax(-1, keepdim=True)
             # A query that sees no key has a peak of -inf: from 0 instead, its weights come out 0 and not NaN.
@@ -114,12 +133,15 @@ def backward(
     for heads in _split_heads(tile):
         sum_dk, sum_dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (heads.k, heads.v))
         for block in _split_rows(heads):
+            if block.is_empty:
+                block.take(dq).zero_()
+                continue
             q, do = block.operand(tile.q), block.operand(dout)
             k, v = heads.k[:, block.keys], heads.v[:, block.keys]
             scores, capped = _scores(block, q, keep_capped=True)
             row_lse = block.take(lse).flatten(2, 3).flatten(0, 1)[..., None]
             row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
-            if tile.mask is not None or tile.bias is not None:
+            if tile.mask is not None or tile.bias is not None or block.hidden is not None:
                 # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
                 blind = scores.amax(-1, keepdim=True).isneginf()
                 do, row_delta = do.masked_fill(blind, 0), row_delta.masked_fill(blind, 0)
@@ -127,8 +149,7 @@ def backward(
             sum_dv[:, block.keys] += _product(weights.to(q.dtype).mT, do)
             dscores = _product(do, v.mT).sub_(row_delta).mul_(weights)
             if dbias is not None:
-                part = block.take_scores(dbias)
-                part += block.split(dscores).sum_to_size(part.shape)
+                block.add_scores(dbias, block.split(dscores))
             if capped is not None:
                 dscores.mul_(1 - (capped / softcap).square_())
             factor = dscores.to(q.dtype)
@@ -145,7 +166,7 @@ def _scores(block: _Block, q: Tensor, keep_capped: bool) -> tuple[Tensor, Tensor
     The second result is what the derivative of the softcap needs: the scores before bias and masks. It is None
     without a softcap.
     """
-    tile, band = block.heads.tile, block.heads.tile.band
+    tile = block.heads.tile
     scores = _product(q, block.heads.k[:, block.keys].mT, tile.spec.softmax_scale)
     capped = None
     if tile.spec.softcap:
@@ -154,18 +175,30 @@ def _scores(block: _Block, q: Tensor, keep_capped: bool) -> tuple[Tensor, Tensor
     parts = block.split(scores)
     if tile.bias is not None:
         parts += block.take_scores(tile.bias)
-    rows = torch.arange(block.rows.start, block.rows.stop, device=scores.device)[:, None]
-    if band.upper is not None:  # only keys behind the first row's last one can be hidden from any row
-        first = min(max(block.keys.start, block.rows.start + band.upper + 1), block.keys.stop)
-        keys = torch.arange(first, block.keys.stop, device=scores.device)
-        parts[..., first - block.keys.start :].masked_fill_(keys > rows + band.upper, -torch.inf)
-    if band.lower is not None:  # and only keys before the last row's first one
-        last = max(min(block.keys.stop, block.rows.stop - 1 + band.lower), block.keys.start)
-        keys = torch.arange(block.keys.start, last, device=scores.device)
-        parts[..., : len(keys)].masked_fill_(keys < rows + band.lower, -torch.inf)
+    if block.hidden is not None:
+        parts.masked_fill_(block.hidden, -torch.inf)
+    _hide_beyond_band(block, parts)
     if tile.mask is not None:
         parts.masked_fill_(block.take_scores(tile.mask).logical_not(), -torch.inf)
     return scores, capped
+
+
+def _hide_beyond_band(block: _Block, parts: Tensor) -> None:
+    band = block.heads.tile.band
+    rows = torch.arange(block.rows.start, block.rows.stop, device=parts.device)[:, None]
+    if isinstance(block.keys, Tensor):
+        for edge, beyond in ((band.upper, torch.gt), (band.lower, torch.lt)):
+            if edge is not None:
+                parts.masked_fill_(beyond(block.keys, rows + edge), -torch.inf)
+        return
+    if band.upper is not None:  # only keys behind the first row's last one can be hidden from any row
+        first = min(max(block.keys.start, block.rows.start + band.upper + 1), block.keys.stop)
+        keys = torch.arange(first, block.keys.stop, device=parts.device)
+        parts[..., first - block.keys.start :].masked_fill_(keys > rows + band.upper, -torch.inf)
+    if band.lower is not None:  # and only keys before the last row's first one
+        last = max(min(block.keys.stop, block.rows.stop - 1 + band.lower), block.keys.start)
+        keys = torch.arange(block.keys.start, last, device=parts.device)
+        parts[..., : len(keys)].masked_fill_(keys < rows + band.lower, -torch.inf)
 
 
 def _split_heads(tile: Tile) -> Iterator[_Heads]:
@@ -174,6 +207,9 @@ def _split_heads(tile: Tile) -> Iterator[_Heads]:
     room = _room(tile) // _block_rows(tile)
     step_h = max(1, min(nheads_k, room))
     step_n = max(1, room // nheads_k) if step_h == nheads_k else 1
+    if tile.lists is not None:  # heads and entries with lists of their own go one by one
+        step_h = 1 if tile.lists.heads > 1 else step_h
+        step_n = 1 if tile.lists.batch > 1 or tile.lists.heads > 1 else step_n
     for b in range(0, n, step_n):
         for h in range(0, nheads_k, step_h):
             batch, heads = slice(b, min(b + step_n, n)), slice(h, min(h + step_h, nheads_k))
@@ -182,11 +218,29 @@ def _split_heads(tile: Tile) -> Iterator[_Heads]:
 
 
 def _split_rows(heads: _Heads) -> Iterator[_Block]:
-    tile = heads.tile
+    tile, start = heads.tile, 0
     seqlen_q, seqlen_k, step = tile.q.shape[2], tile.k.shape[2], _block_rows(tile)
-    for start in range(0, seqlen_q, step):
+    while start < seqlen_q:
         stop = min(start + step, seqlen_q)
-        yield _Block(heads, slice(start, stop), slice(*tile.band.keys(start, stop, seqlen_k)))
+        if tile.lists is None:
+            yield _Block(heads, slice(start, stop), slice(*tile.band.keys(start, stop, seqlen_k)))
+        else:
+            stop = tile.lists.stop_of_rows(start, stop)
+            rows, keys = slice(start, stop), slice(*tile.band.keys(start, stop, seqlen_k))
+            found, hidden = tile.lists.of_block(heads.batch.start, _heads_of_mask(heads), rows, keys)
+            # (heads, rows, keys) of one head, or of a key head's group.
+            yield _Block(heads, rows, found, None if hidden is None else hidden[None, None])
+        start = stop
+
+
+def _heads_of_mask(heads: _Heads) -> slice:
+    """Of a block mask with one head, with a head for each key head, or with one for each query head."""
+    tile, head = heads.tile, heads.heads.start
+    assert tile.lists is not None
+    if tile.lists.heads == 1:
+        return slice(0, 1)
+    a_head = tile.lists.heads // tile.k.shape[1]
+    return slice(head * a_head, (head + 1) * a_head)
 
 
 def _block_rows(tile: Tile) -> int:

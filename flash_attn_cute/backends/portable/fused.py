@@ -21,7 +21,7 @@ def serves(tile: Tile) -> bool:
     not make it +inf or NaN.
     """
     spec, band = tile.spec, tile.band
-    if spec.softcap or spec.has_mask or spec.has_bias or spec.head_dim != spec.head_dim_v:
+    if spec.softcap or spec.has_mask or spec.has_bias or spec.has_block_mask or spec.head_dim != spec.head_dim_v:
         return False
     if band.lower is not None or band.upper not in (None, 0) or spec.softmax_scale <= 0:
         return False

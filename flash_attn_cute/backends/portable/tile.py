@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.lengths import Rows, Run
 from flash_attn_cute.spec import AttentionSpec
 
@@ -50,6 +51,7 @@ class Tile:
     v: Tensor
     mask: Tensor | None
     bias: Tensor | None
+    lists: Lists | None
     band: Band
     spec: AttentionSpec
 

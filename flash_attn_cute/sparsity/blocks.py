@@ -1,0 +1,587 @@
+"""``BlockMask``: which queries see which keys, block by block, as an expression and as tables made of it once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute import settings
+from flash_attn_cute.sparsity import arguments, launch, plan
+from flash_attn_cute.sparsity.bits import FULL, HALF, TILE
+from flash_attn_cute.sparsity.indices import Indices
+from flash_attn_cute.sparsity.nodes import (
+    And,
+    Band,
+    BlockMap,
+    Dense,
+    Dilation,
+    Documents,
+    Function,
+    MaskMod,
+    Node,
+    Or,
+    Prefix,
+    Sizes,
+)
+from flash_attn_cute.spec import BlockRows, BlockTables
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+
+class Statistics(NamedTuple):
+    """What a mask comes to, in blocks of 128 x 128, over all its batch entries and heads."""
+
+    blocks: int
+    full: int
+    partial: int
+    tiles: int  # how many kinds of partial blocks there are
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """Which keys each query sees, for attention that costs what the visible blocks cost.
+
+    Made by one of the constructors below, and combined by ``&`` and ``|``: ``BlockMask.window(8192, 8192, left=2047)
+    & BlockMask.documents(ids)``. None of them makes a tensor of (seqlen_q, seqlen_k). A mask is a rule; the tables that
+    backends read are made of it when it is first used, on the device of that call, and kept. So make a mask once, and
+    give the same object to all layers. To make them waits for the device a few times (``from_indices``: never), which
+    ``build`` does ahead of torch.compile and of capturing a CUDA graph.
+
+    Positions are absolute, query i and key j counted from 0, but for ``causal``, ``window``, ``prefix_lm`` and
+    ``dilated``, which are aligned to the bottom right: the last query stands beside the last key. Packed calls
+    take a mask over (total_q, total_k), on top of which sequences see nothing of each other.
+
+    The idea of lists of full and partial blocks, and of a function for the elements of partial ones, is FlexAttention's
+    (arXiv 2412.05496).
+
+    Attributes:
+        batch: batch entries, or 1 if it is the same for all.
+        heads: query heads or key heads, or 1 if it is the same for all.
+        seqlen_q: queries.
+        seqlen_k: keys.
+        device: where its tensors are; None if it has none, and can be used anywhere.
+    """
+
+    _node: Node
+    seqlen_q: int
+    seqlen_k: int
+    _order: str | Tensor = "default"
+    _group: int = 1
+    # What has been made of it on each device; the same rows serve all orders.
+    _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
+    _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, or 1."""
+        return self._node.batch
+
+    @property
+    def heads(self) -> int:
+        """Query heads or key heads, or 1."""
+        return self._node.heads
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of its tensors, if it has any."""
+        return self._node.device
+
+    @property
+    def sizes(self) -> Sizes:
+        """Batch, heads and lengths."""
+        return Sizes(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def order_sets(self) -> tuple[int, int]:
+        """Batch entries and key heads that have launch orders of their own; 1 where they share one."""
+        if isinstance(self._order, Tensor):
+            return self._order.shape[0], self._order.shape[1]
+        return (1, 1) if self._order == "default" else (self.batch, self.heads // self._group)
+
+    @classmethod
+    def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
+        """Query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+
+        Raises:
+            TypeError: a length that is no int.
+            ValueError: a length below 0 or above 2^31 - 1.
+        """
+        return cls.window(seqlen_q, seqlen_k, right=0)
+
+    @classmethod
+    def window(cls, seqlen_q: int, seqlen_k: int, *, left: int | None = None, right: int | None = None) -> BlockMask:
+        """Query i sees key j when ``i + shift - left <= j <= i + shift + right``, shift = seqlen_k - seqlen_q.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+            left: keys before its own position that a query sees; None or negative: all.
+            right: keys behind it, likewise.
+
+        Raises:
+            TypeError: a length or side that is no int.
+            ValueError: a length below 0 or above 2^31 - 1.
+        """
+        arguments.check_lengths(seqlen_q, seqlen_k)
+        shift = seqlen_k - seqlen_q
+        left, right = arguments.check_side("left", left), arguments.check_side("right", right)
+        lower, upper = None if left is None else shift - left, None if right is None else shift + right
+        return cls(Band(lower, upper), seqlen_q, seqlen_k)
+
+    @classmethod
+    def documents(
+        cls,
+        ids: Tensor | None = None,
+        ids_k: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+    ) -> BlockMask:
+        """A query sees the keys of its own document, told by ids or by offsets.
+
+        Blocks that can be ruled out by the least and the largest id that they hold are never looked at; where ids never
+        decrease these are all.
+
+        Args:
+            ids: (seqlen_q,) or (batch, seqlen_q), int32 or int64: the document of each query; negative is padding.
+            ids_k: (seqlen_k,) or (batch, seqlen_k): likewise of each key. None: ids.
+            cu_seqlens: (documents + 1,), int32 or int64, in the place of ids: the offsets of the documents' queries.
+                What they leave out is padding.
+            cu_seqlens_k: likewise of their keys. None: cu_seqlens.
+            seqlen_q: queries, given with cu_seqlens, as reading the last offset would wait for the device.
+            seqlen_k: keys, likewise. None: seqlen_q.
+
+        Raises:
+            TypeError: a tensor of another dtype, or something else in its place.
+            ValueError: both or neither of ids and cu_seqlens, or a wrong shape or device.
+        """
+        if (ids is None) == (cu_seqlens is None):
+            raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
+        if cu_seqlens is not None:
+            if seqlen_q is None:
+                raise TypeError("seqlen_q: expected an int beside cu_seqlens, got None")
+            seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+            arguments.check_lengths(seqlen_q, seqlen_k)
+            cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+            for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+                arguments.check_integers(name, offsets, (1,), "(documents + 1,)", beside=cu_seqlens)
+            if not len(cu_seqlens):
+                raise ValueError("cu_seqlens: expected shape (documents + 1,), got shape (0,)")
+            if len(cu_seqlens) != len(cu_seqlens_k):
+                raise ValueError(f"cu_seqlens_k: expected shape ({len(cu_seqlens)},), got {tuple(cu_seqlens_k.shape)}")
+            ids, ids_k = _ids_of(cu_seqlens, seqlen_q), _ids_of(cu_seqlens_k, seqlen_k)
+        assert ids is not None
+        ids_k = ids if ids_k is None else ids_k
+        for name, x, shape in (("ids", ids, "(seqlen_q,)"), ("ids_k", ids_k, "(seqlen_k,)")):
+            arguments.check_integers(name, x, (1, 2), f"{shape} or (batch, {shape[1:-2]})", beside=ids)
+        ids, ids_k = (x.long() if x.ndim == 2 else x.long()[None] for x in (ids, ids_k))
+        if len(ids) != len(ids_k):
+            raise ValueError(f"ids_k: expected the batch size of ids, {len(ids)}, got shape {tuple(ids_k.shape)}")
+        return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
+
+    @classmethod
+    def prefix(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
+        """All queries see the first keys, and no others; with ``|`` sinks and global tokens.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+            length: keys that all see; an int, or (batch,) int32 or int64.
+
+        Raises:
+            TypeError: a length of another type or dtype, or a seqlen that is no int.
+            ValueError: a wrong shape or length.
+        """
+        arguments.check_lengths(seqlen_q, seqlen_k)
+        if isinstance(length, Tensor):
+            arguments.check_integers("length", length, (1,), "(batch,)")
+            length = length.long()
+        elif not arguments.is_int(length):
+            raise TypeError(f"length: expected an int or a tensor, got {length!r}")
+        return cls(Prefix(length), seqlen_q, seqlen_k)
+
+    @classmethod
+    def prefix_lm(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
+        """All queries see the prefix, and behind it what ``causal`` shows.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+            length: keys of the prefix, see ``prefix``.
+
+        Raises:
+            TypeError: as ``prefix`` does.
+            ValueError: likewise.
+        """
+        return cls.causal(seqlen_q, seqlen_k) | cls.prefix(seqlen_q, seqlen_k, length)
+
+    @classmethod
+    def dilated(
+        cls, seqlen_q: int, seqlen_k: int, step: int, *, left: int | None = None, right: int | None = None
+    ) -> BlockMask:
+        """Of a window, every step-th key: those at a distance from the query that is a multiple of step.
+
+        Args:
+            seqlen_q: queries.
+            seqlen_k: keys.
+            step: at least 1.
+            left: see ``window``; in keys, seen or not.
+            right: likewise.
+
+        Raises:
+            TypeError: a length, step or side that is no int.
+            ValueError: a length below 0 or above 2^31 - 1, or a step below 1.
+        """
+        if not arguments.is_int(step):
+            raise TypeError(f"step: expected an int, got {step!r}")
+        if step < 1:
+            raise ValueError(f"step: expected at least 1, got {step}")
+        window = cls.window(seqlen_q, seqlen_k, left=left, right=right)
+        return cls(And(window._node, Dilation(step, seqlen_k - seqlen_q)), seqlen_q, seqlen_k)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        visible: Tensor,
+        block: int | tuple[int, int] = TILE,
+        *,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+    ) -> BlockMask:
+        """Blocks that are visible as a whole or not at all.
+
+        Args:
+            visible: ([[batch,] heads,] blocks_q, blocks_k), bool; batch and heads may be 1.
+            block: queries and keys of a block; any sizes, multiples of 128 and 64 are made without partial blocks, or
+                with few kinds of them.
+            seqlen_q: queries, if the last block has fewer. None: all blocks are whole.
+            seqlen_k: keys, likewise.
+
+        Raises:
+            TypeError: another dtype, or sizes that are no ints.
+            ValueError: a wrong shape, or a length that does not come to as many blocks.
+        """
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            raise TypeError(f"visible: expected a bool tensor, got {arguments.told(visible)}")
+        if not 2 <= visible.ndim <= 4:
+            raise ValueError(
+                f"visible: expected shape ([[batch,] heads,] blocks_q, blocks_k), got shape {tuple(visible.shape)}"
+            )
+        block_q, block_k = arguments.check_block(block)
+        visible = visible[(None,) * (4 - visible.ndim)]
+        seqlen_q = arguments.check_blocks("seqlen_q", seqlen_q, visible.shape[2], block_q)
+        seqlen_k = arguments.check_blocks("seqlen_k", seqlen_k, visible.shape[3], block_k)
+        return cls(BlockMap(visible, block_q, block_k), seqlen_q, seqlen_k)
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Tensor,
+        counts: Tensor | None = None,
+        *,
+        block: int | tuple[int, int] = TILE,
+        seqlen_k: int,
+        seqlen_q: int | None = None,
+    ) -> BlockMask:
+        """For each block of queries the key blocks that it sees, as models select them for each step and layer.
+
+        Nothing here or later waits for the device, and nothing is read but with ``FLASH_ATTN_CUTE_CHECK=1``. Combined
+        by ``&`` or ``|`` it is made as any other mask.
+
+        Args:
+            indices: (batch or 1, heads or 1, blocks_q, width), int32 or int64: numbers of key blocks, in any order.
+                Those that are negative, and those behind the count, stand for none.
+            counts: (batch or 1, heads or 1, blocks_q), int32 or int64: how many of each row count. None: all.
+            block: queries and keys of a block: 64, or multiples of 128.
+            seqlen_k: keys.
+            seqlen_q: queries, if the last block has fewer. None: all blocks are whole.
+
+        Raises:
+            TypeError: another dtype, or sizes that are no ints.
+            ValueError: a wrong shape, size or length; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too
+                large or twice in a row, or counts out of range.
+        """
+        arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
+        block_q, block_k = arguments.check_block(block)
+        if any(size != HALF and size % TILE for size in (block_q, block_k)):
+            raise ValueError(f"block: expected 64 or multiples of 128, got {(block_q, block_k)}")
+        seqlen_q = arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
+        arguments.check_lengths(seqlen_q, seqlen_k)
+        indices = indices.long()
+        if counts is not None:
+            arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
+            if counts.shape != indices.shape[:3]:
+                raise ValueError(f"counts: expected shape {tuple(indices.shape[:3])}, got {tuple(counts.shape)}")
+            is_counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+            indices = torch.where(is_counted, indices, -1)
+        if not torch.compiler.is_compiling() and settings.check_data():
+            arguments.check_indices(indices, counts, -(-seqlen_k // block_k))
+        sizes = Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k)
+        return cls(Indices(indices, block_q, block_k, sizes), seqlen_q, seqlen_k)
+
+    @classmethod
+    def from_function(
+        cls,
+        mask_mod: MaskMod,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> BlockMask:
+        """A ``mask_mod`` as FlexAttention has them; any Python function that torch.vmap can map.
+
+        It is evaluated when the mask is first used, 256 blocks of 128 x 128 at a time. Alone it says nothing about
+        whole blocks, so all are evaluated; ``&`` with what rules blocks out leaves the others.
+
+        Args:
+            mask_mod: (batch entry, head, query, key) as 0-d int64 tensors, to a 0-d bool, True = may attend.
+            seqlen_q: queries.
+            seqlen_k: keys.
+            batch: batch entries; None or 1 if it is the same for all.
+            heads: heads, likewise.
+            device: that of the tensors that the function looks things up in.
+
+        Raises:
+            TypeError: sizes that are no ints, or no function.
+            ValueError: a size out of range.
+        """
+        arguments.check_lengths(seqlen_q, seqlen_k)
+        sets = []
+        for name, size in (("batch", batch), ("heads", heads)):
+            if size is not None and not arguments.is_int(size):
+                raise TypeError(f"{name}: expected None or an int, got {size!r}")
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected None or at least 1, got {size}")
+            sets.append(size or 1)
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod: expected a function of (batch entry, head, query, key), got {mask_mod!r}")
+        where = torch.empty(0, device=device).device  # "cuda" is the current one, with its number
+        return cls(Function(mask_mod, (sets[0], sets[1]), where), seqlen_q, seqlen_k)
+
+    @classmethod
+    def from_dense(cls, mask: Tensor) -> BlockMask:
+        """A mask that exists element by element.
+
+        Args:
+            mask: ([[batch,] heads,] seqlen_q, seqlen_k), bool, True = may attend, of any strides. Batch and heads may
+                be 1. It is read when the mask is first used, and must not change before.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: a wrong shape.
+        """
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask: expected a bool tensor, got {arguments.told(mask)}")
+        if not 2 <= mask.ndim <= 4:
+            raise ValueError(
+                f"mask: expected shape ([[batch,] heads,] seqlen_q, seqlen_k), got shape {tuple(mask.shape)}"
+            )
+        mask = mask[(None,) * (4 - mask.ndim)]
+        return cls(Dense(mask), mask.shape[2], mask.shape[3])
+
+    @classmethod
+    def from_flex(cls, mask: FlexBlockMask) -> BlockMask:
+        """That of ``torch.nn.attention.flex_attention``, with its lists of blocks and its ``mask_mod``.
+
+        Its function is evaluated on its partial blocks alone, and never compiled. Its orders of additions to dQ are not
+        taken: see ``with_order``.
+
+        Raises:
+            TypeError: something else.
+        """
+        from flash_attn_cute.sparsity import flex
+
+        node, seqlen_q, seqlen_k = flex.node_of(mask)
+        return cls(node, seqlen_q, seqlen_k)
+
+    def to_flex(self) -> FlexBlockMask:
+        """The same mask for ``torch.nn.attention.flex_attention``, in blocks of 128.
+
+        Its ``mask_mod`` looks elements up in the tiles of this mask, which is built first.
+        """
+        from flash_attn_cute.sparsity import flex
+
+        return flex.mask_of(self.sizes, self._any_tables().rows)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both show; orders are forgotten.
+
+        Raises:
+            ValueError: of other lengths, on another device, or of batch entries or heads that do not broadcast.
+        """
+        return self._combined(And, "&", other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """What either shows; orders are forgotten.
+
+        Raises:
+            ValueError: as ``&`` does.
+        """
+        return self._combined(Or, "|", other) if isinstance(other, BlockMask) else NotImplemented
+
+    def _combined(self, kind: type[And | Or], sign: str, other: BlockMask) -> BlockMask:
+        a, b = self.sizes, other.sizes
+        broadcast = all(x == y or 1 in (x, y) for x, y in zip(a[:2], b[:2], strict=True))
+        if a[2:] != b[2:] or not broadcast:
+            raise ValueError(f"{sign}: expected masks of sizes that fit, {_sizes_told(a)}, got {_sizes_told(b)}")
+        if None not in (self.device, other.device) and self.device != other.device:
+            raise ValueError(f"{sign}: expected masks of one device, {self.device}, got {other.device}")
+        return BlockMask(kind(self._node, other._node), self.seqlen_q, self.seqlen_k)
+
+    def with_order(self, order: str | Tensor, *, group: int = 1) -> BlockMask:
+        """The same mask, its key blocks launched in another order in backward passes; results may round otherwise.
+
+        Deterministic passes add to dQ in the order in which blocks of keys are launched, so that waiting depends on it;
+        see ``flash_attn_cute.sparsity.order``.
+
+        Args:
+            order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
+                processing time); ``"permutation"``, found for this mask by list scheduling on a model of the device;
+                ``"auto"``, of all these the one that takes that model the least time. Or a tensor of key blocks as they
+                are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
+                0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1.
+            group: query heads of a key head, if the mask is one of query heads: those share an order.
+
+        Raises:
+            TypeError: something else, or another dtype.
+            ValueError: an unknown name, a wrong shape or group, or a tensor that is no permutation (which waits for the
+                device).
+        """
+        if not arguments.is_int(group):
+            raise TypeError(f"group: expected an int, got {group!r}")
+        if group < 1 or self.heads % group:
+            raise ValueError(f"group: expected a divisor of the mask's {self.heads} heads, got {group}")
+        if isinstance(order, Tensor):
+            order = launch.checked(order, self.batch, self.heads // group, self.sizes.blocks_k)
+        elif not isinstance(order, str):
+            raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
+        elif order not in launch.NAMES:
+            raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
+        return replace(self, _order=order, _group=group, _tables={})
+
+    def build(self, device: torch.device | str | None = None) -> BlockMask:
+        """Makes all tables now, for torch.compile or a CUDA graph, and returns the mask itself.
+
+        Args:
+            device: where the calls will be; None if the mask has tensors.
+
+        Raises:
+            ValueError: no device, or another one than the mask's.
+        """
+        if device is None and self.device is None:
+            raise ValueError("device: expected one, as the mask has no tensors, got None")
+        where = self.device if device is None else torch.empty(0, device=device).device
+        assert where is not None
+        if self.device is not None and where != self.device:
+            raise ValueError(f"device: expected that of the mask, {self.device}, got {where}")
+        tables = self.tables(where, backward=True)
+        for x in (tables.rows.entries, tables.rows.tiles, tables.columns and tables.columns.entries):
+            if x is not None:  # how many there are differs from mask to mask, and is to compile nothing anew
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return self
+
+    def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
+        """What backends read: made when first asked for, on the mask's device, and kept.
+
+        Args:
+            device: that of the call; the mask's, if it has one.
+            backward: whether gradients are wanted.
+
+        Raises:
+            RuntimeError: they have not been made, and torch.compile or a CUDA graph is recording what waits for none.
+        """
+        tables = self._tables.get(device)
+        if tables is None or (backward and tables.columns is None):
+            is_captured = _is_captured(device)
+            if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
+                raise RuntimeError(
+                    "block_mask: expected one that has been built, as its tables wait for the device, which "
+                    "torch.compile and CUDA graphs cannot: call its build() before"
+                )
+            rows = self._rows.get(device)
+            if rows is None and isinstance(self._node, Indices):
+                rows = self._node.rows()
+            elif rows is None:
+                rows = plan.build(self._node, self.sizes, device)
+            order = launch.order_of(self._order, rows, self.sizes, self._group)
+            tables = BlockTables(rows, order, plan.columns(rows, order, self.seqlen_q) if backward else None)
+            if not is_captured:
+                self._rows[device], self._tables[device] = rows, tables
+        return tables
+
+    def _any_tables(self) -> BlockTables:
+        """On the device where there are some already, if any."""
+        device = next(iter(self._rows), self.device or torch.device("cpu"))
+        return self.tables(device, backward=False)
+
+    @property
+    def statistics(self) -> Statistics:
+        """How many blocks there are, and of which kind; builds the mask, and waits for the device."""
+        rows = self._any_tables().rows
+        _, is_used = plan.owners(rows)
+        tile = rows.entries[is_used, 1]
+        full = int((tile == FULL).sum())
+        sizes = self.sizes
+        blocks = sizes.batch * sizes.heads * sizes.blocks_q * sizes.blocks_k
+        return Statistics(blocks, full, len(tile) - full, len(tile[tile != FULL].unique()))
+
+    @property
+    def sparsity(self) -> float:
+        """The share of blocks of 128 x 128 that nobody sees; builds the mask, and waits for the device."""
+        told = self.statistics
+        return 1 - (told.full + told.partial) / told.blocks if told.blocks else 0.0
+
+    def plot(self, *, batch: int = 0, head: int = 0) -> Any:
+        """A matplotlib figure of one batch entry and head: blocks, their turns, and the timeline of a model.
+
+        Raises:
+            ImportError: matplotlib is missing (``pip install flash-attn-cute[plot]``).
+            ValueError: a batch entry or head that there is not.
+        """
+        from flash_attn_cute.sparsity import plot
+
+        return plot.figure(self, batch, head)
+
+    def __repr__(self) -> str:
+        parts = [_sizes_told(self.sizes)]
+        if not self._rows:
+            parts.append("not built")
+        else:
+            told = self.statistics
+            seen = told.full + told.partial
+            share = seen / told.blocks if told.blocks else 0.0
+            parts.append(f"{seen} of {told.blocks} blocks ({share:.1%})")
+            parts.append(f"{told.partial} partial ({told.tiles} distinct)")
+        parts.append(f"order {'of its own' if isinstance(self._order, Tensor) else self._order}")
+        return f"BlockMask({', '.join(parts)})"
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is launched now does not run now: what it computes belongs to a program, and is not to be kept."""
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _ids_of(offsets: Tensor, length: int) -> Tensor:
+    """The document of each row, -1 where there is none."""
+    row = torch.arange(length, device=offsets.device)
+    document = torch.searchsorted(offsets.long().contiguous(), row, right=True) - 1
+    return torch.where(row < offsets[-1], document, -1)
+
+
+def _sizes_told(sizes: Sizes) -> str:
+    of = [f"{n} {name}" for n, name in ((sizes.batch, "batch entries"), (sizes.heads, "heads")) if n != 1]
+    return " of ".join([f"{sizes.seqlen_q} x {sizes.seqlen_k}", *([" x ".join(of)] if of else [])])

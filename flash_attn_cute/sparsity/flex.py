@@ -1,0 +1,74 @@
+"""FlexAttention's ``BlockMask`` as an expression, and ours as FlexAttention's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flash_attn_cute.sparsity import plan
+from flash_attn_cute.sparsity.bits import FULL, TILE, WORDS
+from flash_attn_cute.sparsity.nodes import And, BlockMap, Function, Node, Or, Sizes
+from flash_attn_cute.spec import BlockRows
+
+
+def node_of(mask: Any) -> tuple[Node, int, int]:
+    """The expression that a mask of FlexAttention is, and its lengths: its full blocks, or its function on the others.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask: expected FlexAttention's BlockMask, got {type(mask).__name__}")
+    seqlen_q, seqlen_k = mask.seq_lengths
+    block_q, block_k = mask.BLOCK_SIZE
+    blocks_k = -(-seqlen_k // block_k)
+    partial = _map_of(mask.kv_num_blocks, mask.kv_indices, blocks_k)
+    sets = (partial.shape[0], partial.shape[1])
+    node: Node = And(BlockMap(partial, block_q, block_k), Function(mask.mask_mod, sets, partial.device))
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        full = _map_of(mask.full_kv_num_blocks, mask.full_kv_indices, blocks_k)
+        node = Or(BlockMap(full, block_q, block_k), node)
+    return node, seqlen_q, seqlen_k
+
+
+def _map_of(counts: Tensor, indices: Tensor, blocks_k: int) -> Tensor:
+    """(batch, heads, blocks_q, blocks_k), bool; what is behind a count may be any number."""
+    is_counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    visible = torch.zeros((*counts.shape, blocks_k + 1), dtype=torch.bool, device=indices.device)
+    return visible.scatter_(-1, torch.where(is_counted, indices, blocks_k).long(), True)[..., :blocks_k]
+
+
+def mask_of(sizes: Sizes, rows: BlockRows) -> BlockMask:
+    """FlexAttention's mask of some rows, in blocks of 128; its function looks elements up in their tiles."""
+    row, is_used = plan.owners(rows)
+    row, (block, tile) = row[is_used], rows.entries[is_used].long().unbind(1)
+    lists: list[Tensor] = []
+    for kept in (tile != FULL, tile == FULL):
+        # As wide as there are key blocks: FlexAttention takes the width for their number when it transposes the lists.
+        visible = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k, device=row.device)
+        visible[row[kept], block[kept]] = 1.0
+        visible = visible.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
+        lists += [visible.sum(-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int()]
+    absent = len(rows.tiles)  # FULL, which is -1, is before it
+    number = torch.full((sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k), absent, device=row.device)
+    number[row, block] = tile
+    number = number.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
+    tiles = torch.cat((rows.tiles, rows.tiles.new_zeros(1, TILE, WORDS)))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        tile = number[b if sizes.batch > 1 else b * 0, h if sizes.heads > 1 else h * 0, q // TILE, k // TILE]
+        word = tiles[tile.clamp(min=0), q % TILE, k % TILE // 32]
+        return (tile == FULL) | ((word >> (k % 32)) & 1 == 1)
+
+    return BlockMask.from_kv_blocks(
+        lists[0],
+        lists[1],
+        lists[2],
+        lists[3],
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=mask_mod,
+        seq_lengths=(sizes.seqlen_q, sizes.seqlen_k),
+    )

@@ -1,0 +1,466 @@
+"""What masks are made of: expressions whose nodes answer for blocks of 128 x 128 scores.
+
+A node never makes a tensor of (seqlen_q, seqlen_k). It says in which range of key blocks a row of blocks can see
+anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), and which these
+are, as bits (``tiles``) or one by one (``elements``). The first two may know less than there is to know: a wider range,
+SOME. ``plan.build`` asks for the tiles only of blocks that are SOME, and classifies them again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute.sparsity import bits
+from flash_attn_cute.sparsity.bits import ALL, NONE, SOME, TILE
+
+# FlexAttention's: (batch entry, head, query, key) as 0-d integer tensors, to a 0-d bool.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Sizes(NamedTuple):
+    """How large a mask is; batch and heads are 1 where it is the same for all."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def blocks_q(self) -> int:
+        """Blocks of queries."""
+        return -(-self.seqlen_q // TILE)
+
+    @property
+    def blocks_k(self) -> int:
+        """Blocks of keys."""
+        return -(-self.seqlen_k // TILE)
+
+
+@dataclass(eq=False, repr=False)
+class Blocks:
+    """Some blocks of a mask: (n,) int64 each. Positions behind the last query or key are clamped to it."""
+
+    sizes: Sizes
+    b: Tensor
+    h: Tensor
+    m: Tensor
+    n: Tensor
+
+    def part(self, which: Tensor) -> Blocks:
+        """Those at some places."""
+        return Blocks(self.sizes, self.b[which], self.h[which], self.m[which], self.n[which])
+
+    def entries(self, node: Node) -> tuple[Tensor, Tensor]:
+        """Batch entries and heads as a node of the same or smaller sizes counts them."""
+        zero = torch.zeros_like(self.b)
+        return zero if node.batch == 1 else self.b, zero if node.heads == 1 else self.h
+
+    @property
+    def bounds_q(self) -> tuple[Tensor, Tensor]:
+        """The first and the last query of each."""
+        return _bounds(self.m, self.sizes.seqlen_q)
+
+    @property
+    def bounds_k(self) -> tuple[Tensor, Tensor]:
+        """The first and the last key of each."""
+        return _bounds(self.n, self.sizes.seqlen_k)
+
+    @property
+    def queries(self) -> Tensor:
+        """(n, 128): the queries of each."""
+        return _positions(self.m, self.sizes.seqlen_q)
+
+    @property
+    def keys(self) -> Tensor:
+        """(n, 128): the keys of each."""
+        return _positions(self.n, self.sizes.seqlen_k)
+
+
+def _bounds(block: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    return block * TILE, (block * TILE + TILE - 1).clamp(max=length - 1)
+
+
+def _positions(block: Tensor, length: int) -> Tensor:
+    return (block[:, None] * TILE + torch.arange(TILE, device=block.device)).clamp(max=length - 1)
+
+
+class Node:
+    """One part of an expression."""
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, or 1 if it is the same for all."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """Heads, or 1 if it is the same for all."""
+        return 1
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its tensors are; None if it has none and works anywhere."""
+        return None
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first key block that a row of blocks can see, and the one behind the last.
+
+        Each broadcasts to (batch, heads, blocks_q), int64.
+        """
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return zero, zero + sizes.blocks_k
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """NONE, SOME or ALL for each block: (n,), int8."""
+        return torch.full_like(blocks.m, SOME, dtype=torch.int8)
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """(n, 128, 4), int32: which elements are visible; behind the last query and key it may say anything."""
+        return bits.pack(self.elements(blocks))
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """(n, 128, 128), bool: the same one by one."""
+        raise NotImplementedError
+
+
+def _kinds(no: Tensor, all_: Tensor) -> Tensor:
+    return torch.where(no, NONE, torch.where(all_, ALL, SOME)).to(torch.int8)
+
+
+@dataclass(eq=False, repr=False)
+class Band(Node):
+    """Query i sees key j when ``lower <= j - i <= upper``; None is unbounded."""
+
+    lower: int | None = None
+    upper: int | None = None
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See ``Node``."""
+        m = torch.arange(sizes.blocks_q, device=device)
+        start, stop = torch.zeros_like(m), torch.full_like(m, sizes.blocks_k)
+        if self.lower is not None:
+            start = ((m * TILE + self.lower) // TILE).clamp(min=0)
+        if self.upper is not None:
+            last = (m * TILE + TILE - 1).clamp(max=sizes.seqlen_q - 1) + self.upper
+            stop = (last // TILE + 1).clamp(0, sizes.blocks_k)
+        return start, stop
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
+        least, most = first_k - last_q, last_k - first_q  # of j - i
+        no, all_ = torch.zeros_like(least, dtype=torch.bool), torch.ones_like(least, dtype=torch.bool)
+        if self.lower is not None:
+            no, all_ = no | (most < self.lower), all_ & (least >= self.lower)
+        if self.upper is not None:
+            no, all_ = no | (least > self.upper), all_ & (most <= self.upper)
+        return _kinds(no, all_)
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        distance = blocks.keys[:, None, :] - blocks.queries[:, :, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.lower is not None:
+            seen &= distance >= self.lower
+        if self.upper is not None:
+            seen &= distance <= self.upper
+        return seen
+
+
+@dataclass(eq=False, repr=False)
+class Dilation(Node):
+    """Query i sees key j when ``j - i - shift`` is a multiple of ``step``."""
+
+    step: int
+    shift: int
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
+        least, most = first_k - last_q - self.shift, last_k - first_q - self.shift
+        no = most // self.step * self.step < least
+        return _kinds(no, torch.full_like(no, self.step == 1))
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return (blocks.keys[:, None, :] - blocks.queries[:, :, None] - self.shift) % self.step == 0
+
+
+@dataclass(eq=False, repr=False)
+class Prefix(Node):
+    """All queries see the first ``lengths[b]`` keys: (batch,) int64 on any device."""
+
+    lengths: Tensor | int
+
+    @property
+    def batch(self) -> int:
+        """Of the lengths."""
+        return 1 if isinstance(self.lengths, int) else len(self.lengths)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of its tensors."""
+        return None if isinstance(self.lengths, int) else self.lengths.device
+
+    def _length_of(self, blocks: Blocks) -> Tensor:
+        if isinstance(self.lengths, int):
+            return torch.full_like(blocks.m, self.lengths)
+        return self.lengths[blocks.entries(self)[0]]
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See ``Node``."""
+        stop = torch.as_tensor(self.lengths, device=device).clamp(0, sizes.seqlen_k)
+        stop = (stop + TILE - 1) // TILE
+        return torch.zeros((), dtype=torch.int64, device=device), stop[:, None, None] if stop.ndim else stop
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        first_k, last_k = blocks.bounds_k
+        length = self._length_of(blocks)
+        return _kinds(first_k >= length, last_k < length)
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return (blocks.keys < self._length_of(blocks)[:, None])[:, None, :].expand(-1, TILE, -1)
+
+
+@dataclass(eq=False, repr=False)
+class Documents(Node):
+    """Query i sees key j when they are of the same document; negative ids are padding, which nobody sees."""
+
+    ids_q: Tensor  # (batch, seqlen_q), int64
+    ids_k: Tensor  # (batch, seqlen_k), int64
+
+    @property
+    def batch(self) -> int:
+        """Of the ids."""
+        return self.ids_q.shape[0]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of its tensors."""
+        return self.ids_q.device
+
+    @functools.cached_property
+    def _ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The least and the largest id of each block of queries and of keys, (batch, blocks) each."""
+        return _range_of_blocks(self.ids_q), _range_of_blocks(self.ids_k)
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See ``Node``; as narrow as it gets where ids never decrease."""
+        (least_q, most_q), (least_k, most_k) = self._ranges
+        largest_before = most_k.cummax(-1).values
+        least_after = least_k.flip(-1).cummin(-1).values.flip(-1)
+        start = torch.searchsorted(largest_before, least_q.clamp(min=0))
+        stop = torch.searchsorted(least_after, most_q, right=True)
+        return start[:, None], stop[:, None]
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        b, _ = blocks.entries(self)
+        (least_q, most_q), (least_k, most_k) = (
+            (least[b, block], most[b, block])
+            for (least, most), block in zip(self._ranges, (blocks.m, blocks.n), strict=True)
+        )
+        no = (most_q < least_k) | (most_k < least_q) | (most_q < 0) | (most_k < 0)
+        all_ = (least_q == most_q) & (least_k == most_k) & (least_q == least_k)
+        return _kinds(no, all_)
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        b, _ = blocks.entries(self)
+        of_q, of_k = self.ids_q[b[:, None], blocks.queries], self.ids_k[b[:, None], blocks.keys]
+        return (of_q[:, :, None] == of_k[:, None, :]) & (of_q >= 0)[:, :, None]
+
+
+def _range_of_blocks(ids: Tensor) -> tuple[Tensor, Tensor]:
+    length = ids.shape[1]
+    # The last block is filled up with its last id, which changes neither end of its range.
+    filled = ids[:, torch.arange(-(-length // TILE) * TILE, device=ids.device).clamp(max=max(length, 1) - 1)]
+    by_block = filled.unflatten(1, (-1, TILE)) if length else filled.new_empty(len(ids), 0, TILE)
+    return by_block.amin(-1), by_block.amax(-1)
+
+
+@dataclass(eq=False, repr=False)
+class BlockMap(Node):
+    """Blocks of any size, each visible as a whole or not: (batch, heads, blocks_q, blocks_k), bool."""
+
+    visible: Tensor
+    block_q: int
+    block_k: int
+
+    @property
+    def batch(self) -> int:
+        """Of the map."""
+        return self.visible.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Of the map."""
+        return self.visible.shape[1]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of its tensors."""
+        return self.visible.device
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``: of the blocks of the map that a block of ours lies in."""
+        b, h = blocks.entries(self)
+        (first_m, last_m), (first_n, last_n) = (
+            (first // size, last // size)
+            for (first, last), size in ((blocks.bounds_q, self.block_q), (blocks.bounds_k, self.block_k))
+        )
+        no, all_ = torch.ones_like(b, dtype=torch.bool), torch.ones_like(b, dtype=torch.bool)
+        for i in range(_most_met(self.block_q)):
+            m = (first_m + i).clamp(max=last_m)  # the last one again does no harm
+            for j in range(_most_met(self.block_k)):
+                met = self.visible[b, h, m, (first_n + j).clamp(max=last_n)]
+                no, all_ = no & ~met, all_ & met
+        return _kinds(no, all_)
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``; of sizes that are multiples of 64 by quarters of a block."""
+        if self.block_q % bits.HALF or self.block_k % bits.HALF:
+            return super().tiles(blocks)
+        quarters = self._at(blocks, blocks.queries[:, :: bits.HALF], blocks.keys[:, :: bits.HALF])
+        words = torch.where(quarters, -1, 0).int()
+        return words.repeat_interleave(bits.HALF, 1).repeat_interleave(bits.WORDS // 2, 2)
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return self._at(blocks, blocks.queries, blocks.keys)
+
+    def _at(self, blocks: Blocks, queries: Tensor, keys: Tensor) -> Tensor:
+        b, h = (x[:, None, None] for x in blocks.entries(self))
+        return self.visible[b, h, (queries // self.block_q)[:, :, None], (keys // self.block_k)[:, None, :]]
+
+
+def _most_met(size: int) -> int:
+    """How many blocks of a size a block of 128, which starts at a multiple of that, can lie in."""
+    return max(1, TILE // size) if TILE % size == 0 or size % TILE == 0 else (TILE - 2) // size + 2
+
+
+@dataclass(eq=False, repr=False)
+class Dense(Node):
+    """A mask that exists element by element: (batch, heads, seqlen_q, seqlen_k), bool, of any strides."""
+
+    mask: Tensor
+
+    @property
+    def batch(self) -> int:
+        """Of the mask."""
+        return self.mask.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Of the mask."""
+        return self.mask.shape[1]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of its tensors."""
+        return self.mask.device
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        b, h = (x[:, None, None] for x in blocks.entries(self))
+        q = blocks.queries if self.mask.shape[2] > 1 else torch.zeros_like(blocks.queries)
+        k = blocks.keys if self.mask.shape[3] > 1 else torch.zeros_like(blocks.keys)
+        return self.mask[b, h, q[:, :, None], k[:, None, :]]
+
+
+@dataclass(eq=False, repr=False)
+class Function(Node):
+    """A ``mask_mod`` as FlexAttention has them, evaluated by vmap over the elements of given blocks."""
+
+    mask_mod: MaskMod
+    sets: tuple[int, int]  # batch entries and heads
+    on: torch.device
+
+    @property
+    def batch(self) -> int:
+        """As given."""
+        return self.sets[0]
+
+    @property
+    def heads(self) -> int:
+        """As given."""
+        return self.sets[1]
+
+    @property
+    def device(self) -> torch.device:
+        """As given."""
+        return self.on
+
+    def elements(self, blocks: Blocks) -> Tensor:
+        """See ``Node``. One vmap a dimension, as functions may reduce what they look up."""
+        run = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
+        run = torch.vmap(run, in_dims=(None, None, 0, None))
+        seen = torch.vmap(run)(*blocks.entries(self), blocks.queries, blocks.keys)
+        if seen.dtype != torch.bool:
+            raise TypeError(f"mask_mod: expected a function that gives a bool, got {seen.dtype}")
+        return seen
+
+
+@dataclass(eq=False, repr=False)
+class Pair(Node):
+    """Two expressions as one; each may be the same for all batch entries or heads of the other."""
+
+    a: Node
+    b: Node
+
+    @property
+    def batch(self) -> int:
+        """Of the one that differs."""
+        return self.b.batch if self.a.batch == 1 else self.a.batch
+
+    @property
+    def heads(self) -> int:
+        """Of the one that differs."""
+        return self.b.heads if self.a.heads == 1 else self.a.heads
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of its tensors."""
+        return self.a.device if self.b.device is None else self.b.device
+
+
+class And(Pair):
+    """What both show."""
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See ``Node``."""
+        (start_a, stop_a), (start_b, stop_b) = self.a.span(sizes, device), self.b.span(sizes, device)
+        return torch.maximum(start_a, start_b), torch.minimum(stop_a, stop_b)
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return torch.minimum(self.a.kinds(blocks), self.b.kinds(blocks))
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return self.a.tiles(blocks) & self.b.tiles(blocks)
+
+
+class Or(Pair):
+    """What either shows."""
+
+    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See ``Node``."""
+        (start_a, stop_a), (start_b, stop_b) = self.a.span(sizes, device), self.b.span(sizes, device)
+        return torch.minimum(start_a, start_b), torch.maximum(stop_a, stop_b)
+
+    def kinds(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return torch.maximum(self.a.kinds(blocks), self.b.kinds(blocks))
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``."""
+        return self.a.tiles(blocks) | self.b.tiles(blocks)

@@ -1,0 +1,235 @@
+"""Block masks with the same masks element by element, and what tables of blocks come to when they are spelled out."""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.spec import BlockTables
+
+TILE = 128
+
+
+class Made(NamedTuple):
+    """A mask and what it shows: (batch, heads, seqlen_q, seqlen_k), bool."""
+
+    mask: BlockMask
+    shown: Tensor
+
+
+def positions(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """Queries as a column, keys as a row, counted from 0."""
+    return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
+
+
+def random_ids(length: int, rng: random.Random, *, is_sorted: bool = True) -> Tensor:
+    """Documents of any lengths, some padding among them."""
+    ids: list[int] = []
+    while len(ids) < length:
+        document = len(set(ids)) if is_sorted else rng.randrange(4)
+        ids += [-1 if rng.random() < 0.1 else document] * rng.choice([1, 7, 100, 128, 300])
+    return torch.tensor(ids[:length], dtype=torch.int64)
+
+
+def spread(visible: Tensor, block_q: int, block_k: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """A map of blocks, element by element."""
+    return visible.repeat_interleave(block_q, -2).repeat_interleave(block_k, -1)[..., :seqlen_q, :seqlen_k]
+
+
+def _window(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    left, right = (rng.choice([None, 0, 5, 127, 128, 200, 1000]) for _ in range(2))
+    i, j = positions(seqlen_q, seqlen_k)
+    i = i + seqlen_k - seqlen_q
+    shown = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left is not None:
+        shown &= j >= i - left
+    if right is not None:
+        shown &= j <= i + right
+    return Made(BlockMask.window(seqlen_q, seqlen_k, left=left, right=right), shown[None, None])
+
+
+def _causal(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    i, j = positions(seqlen_q, seqlen_k)
+    return Made(BlockMask.causal(seqlen_q, seqlen_k), (j <= i + seqlen_k - seqlen_q)[None, None])
+
+
+def _documents(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    is_sorted = rng.random() < 0.7
+    ids_q, ids_k = (
+        torch.stack([random_ids(length, rng, is_sorted=is_sorted) for _ in range(sets[0])])
+        for length in (seqlen_q, seqlen_k)
+    )
+    if seqlen_q == seqlen_k and rng.random() < 0.5:
+        ids_k = ids_q
+    shown = (ids_q[:, :, None] == ids_k[:, None]) & (ids_q >= 0)[:, :, None]
+    return Made(BlockMask.documents(ids_q.int(), ids_k), shown[:, None])
+
+
+def _offsets(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    num = rng.randint(1, 6)
+    cu_q, cu_k = (sorted(rng.randint(0, length) for _ in range(num + 1)) for length in (seqlen_q, seqlen_k))
+    shown = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    for d in range(num):
+        shown[cu_q[d] : cu_q[d + 1], cu_k[d] : cu_k[d + 1]] = True
+    mask = BlockMask.documents(
+        cu_seqlens=torch.tensor(cu_q, dtype=torch.int32),
+        cu_seqlens_k=torch.tensor(cu_k, dtype=torch.int32),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+    )
+    return Made(mask, shown[None, None])
+
+
+def _prefix_lm(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    lengths = torch.tensor([rng.choice([0, 1, 100, 128, seqlen_k, seqlen_k + 9]) for _ in range(sets[0])])
+    i, j = positions(seqlen_q, seqlen_k)
+    shown = (j <= i + seqlen_k - seqlen_q) | (j < lengths[:, None, None])
+    prefix = int(lengths[0]) if sets[0] == 1 and rng.random() < 0.5 else lengths
+    return Made(BlockMask.prefix_lm(seqlen_q, seqlen_k, prefix), shown[:, None])
+
+
+def _sink(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    length, left = rng.choice([1, 4, 130]), rng.choice([5, 200])
+    i, j = positions(seqlen_q, seqlen_k)
+    i = i + seqlen_k - seqlen_q
+    mask = BlockMask.prefix(seqlen_q, seqlen_k, length) | BlockMask.window(seqlen_q, seqlen_k, left=left)
+    return Made(mask & BlockMask.causal(seqlen_q, seqlen_k), (((j < length) | (j >= i - left)) & (j <= i))[None, None])
+
+
+def _dilated(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    step, left = rng.choice([1, 2, 3, 64, 128, 255, 256, 300]), rng.choice([None, 3, 400])
+    i, j = positions(seqlen_q, seqlen_k)
+    distance = i + seqlen_k - seqlen_q - j
+    shown = (distance % step == 0) & (distance >= 0)
+    if left is not None:
+        shown &= distance <= left
+    return Made(BlockMask.dilated(seqlen_q, seqlen_k, step, left=left, right=0), shown[None, None])
+
+
+def _blocks(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    block_q, block_k = (rng.choice([64, 128, 256, 100, 17]) for _ in range(2))
+    shape = (*sets, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
+    visible = torch.rand(shape, generator=torch.Generator().manual_seed(rng.getrandbits(32))) < rng.choice(
+        [0.1, 0.5, 1]
+    )
+    mask = BlockMask.from_blocks(visible, (block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return Made(mask, spread(visible, block_q, block_k, seqlen_q, seqlen_k))
+
+
+def _indices(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    block_q, block_k = (rng.choice([64, 64, 128, 384]) for _ in range(2))
+    blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    width = rng.randint(0, blocks_k)
+    indices = torch.rand(*sets, blocks_q, blocks_k, generator=generator).argsort(-1)[..., :width]
+    counts = None
+    kept = torch.ones(indices.shape, dtype=torch.bool)
+    if rng.random() < 0.5:
+        counts = torch.randint(0, width + 1, indices.shape[:3], generator=generator, dtype=torch.int32)
+        kept = torch.arange(width) < counts[..., None]
+        indices = indices.where(kept, -7 if rng.random() < 0.5 else 10**6)  # nobody looks there
+    visible = torch.zeros(*sets, blocks_q, blocks_k + 1, dtype=torch.bool)
+    visible.scatter_(-1, torch.where(kept, indices, blocks_k), True)
+    mask = BlockMask.from_indices(indices.int(), counts, block=(block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return Made(mask, spread(visible[..., :-1], block_q, block_k, seqlen_q, seqlen_k))
+
+
+def _dense(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    shown = torch.rand(*sets, seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(rng.getrandbits(32)))
+    mask = shown < rng.choice([0.0001, 0.5])
+    mask[..., : seqlen_q // 2, : seqlen_k // 2] = rng.random() < 0.5
+    return Made(BlockMask.from_dense(mask), mask)
+
+
+def _function(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int]) -> Made:
+    table = torch.randint(0, 300, (*sets, seqlen_q), generator=torch.Generator().manual_seed(rng.getrandbits(32)))
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q + h) & (k + table[b, h, q] >= q)
+
+    i, j = positions(seqlen_q, seqlen_k)
+    shown = (j <= i + torch.arange(sets[1])[:, None, None]) & (j + table[..., None] >= i)
+    mask = BlockMask.from_function(near, seqlen_q, seqlen_k, batch=sets[0], heads=sets[1])
+    return Made(mask, shown)
+
+
+KINDS: dict[str, Callable[[int, int, random.Random, tuple[int, int]], Made]] = {
+    "window": _window,
+    "causal": _causal,
+    "documents": _documents,
+    "offsets": _offsets,
+    "prefix_lm": _prefix_lm,
+    "sink": _sink,
+    "dilated": _dilated,
+    "blocks": _blocks,
+    "indices": _indices,
+    "dense": _dense,
+    "function": _function,
+}
+
+
+def random_mask(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, int] = (1, 1)) -> Made:
+    """One of any kind, or two combined, which may be the same for all batch entries or heads."""
+
+    def one() -> Made:
+        kind = rng.choice(list(KINDS.values()))
+        return kind(seqlen_q, seqlen_k, rng, (rng.choice([1, sets[0]]), rng.choice([1, sets[1]])))
+
+    made = one()
+    while rng.random() < 0.4:
+        other = one()
+        if rng.random() < 0.5:
+            made = Made(made.mask & other.mask, made.shown & other.shown)
+        else:
+            made = Made(made.mask | other.mask, made.shown | other.shown)
+    return made
+
+
+def spelled_out(tables: BlockTables, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What the rows of tables show, element by element; checks their form on the way."""
+    spans, entries, tiles = tables.rows
+    assert {x.dtype for x in tables.rows} == {torch.int32}
+    batch, heads, blocks_q, _ = spans.shape
+    blocks_k = -(-seqlen_k // TILE)
+    assert blocks_q == -(-seqlen_q // TILE)
+    shown = torch.zeros(batch, heads, blocks_q * TILE, blocks_k * TILE, dtype=torch.bool)
+    for b, h, m in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks_q))).tolist():
+        start, count = spans[b, h, m].tolist()
+        assert start >= 0
+        assert start + count <= len(entries)
+        listed = entries[start : start + count].T.tolist()
+        assert listed[0] == sorted(set(listed[0]))
+        for n, tile in zip(*listed, strict=True):
+            assert 0 <= n < blocks_k
+            block = shown[b, h, m * TILE : (m + 1) * TILE, n * TILE : (n + 1) * TILE]
+            block[:] = True if tile == -1 else bits_of(tiles[tile])
+            assert block.any(), "an empty block is listed"
+            assert block.all() == (tile == -1), "a full block has a tile"
+    assert not shown[:, :, seqlen_q:].any(), "visible behind the last query"
+    assert not shown[:, :, :, seqlen_k:].any(), "visible behind the last key"
+    return shown[:, :, :seqlen_q, :seqlen_k]
+
+
+def bits_of(tile: Tensor) -> Tensor:
+    """(128, 128), bool, of a tile: bit i of word w of a row is key 32 * w + i."""
+    rows = [[(word >> bit) & 1 for word in row for bit in range(32)] for row in tile.tolist()]
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def columns_spelled_out(tables: BlockTables, block_q: int) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+    """The entries of each column, in blocks of 64 or 128 queries: (batch entry, head, key block) to its lists."""
+    assert tables.columns is not None
+    spans = tables.columns.spans[0 if block_q == 64 else 1]
+    found: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for place in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
+        start, count = spans[tuple(place)].tolist()
+        found[tuple(place)] = [tuple(entry) for entry in tables.columns.entries[start : start + count].tolist()]
+    return found
+
+
+def tables_of(mask: BlockMask, **options: Any) -> BlockTables:
+    """Those on the CPU."""
+    return mask.tables(torch.device("cpu"), backward=True, **options)

@@ -1,0 +1,193 @@
+"""Launch orders of masks: the model against a simulation of its own, what it finds, and no deadlock under any order."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.sparsity import model, plan
+from flash_attn_cute.sparsity.order import shortest_first, write_order
+from tests.masks import columns_spelled_out, random_mask, tables_of
+from tests.simulation import Addition, DeadlockError, Machine, simulate
+from tests.test_order import Backward, backward, uneven
+
+
+def last_first(visible: Tensor) -> Tensor:
+    """(batch, heads, blocks_k)."""
+    batch, heads, _, blocks_k = visible.shape
+    return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32).expand(batch, heads, blocks_k)
+
+
+def spt(visible: Tensor) -> Tensor:
+    """Likewise."""
+    return shortest_first(visible.sum(2))
+
+
+def simulated(visible: Tensor, order: Tensor) -> float:
+    """What the event-driven simulation says of as many heads as the model takes."""
+    copies = max(1, 16 // (visible.shape[0] * visible.shape[1]))
+    turns, order = (
+        x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order.long()), order)
+    )
+    return simulate(backward(turns, order, section=8).tiles, Machine(132)).makespan
+
+
+def windowed(length: int, left: int | None, right: int | None) -> Tensor:
+    mask = BlockMask.window(length, length, left=left, right=right)
+    return plan.visible_halves(tables_of(mask).rows, mask.sizes)
+
+
+def scattered(blocks_q: int, blocks_k: int, share: float, seed: int) -> Tensor:
+    """Masks of 16 heads, blocks of 128 queries and 128 keys; as those of 64 queries see them."""
+    visible = torch.rand(1, 16, blocks_q, blocks_k, generator=torch.Generator().manual_seed(seed)) < share
+    return visible.repeat_interleave(2, 2)
+
+
+MASKS = {
+    "causal": windowed(8192, None, 0),
+    "window": windowed(8192, 2047, 0),
+    "both sides": windowed(8192, 1024, 1024),
+    "scattered": scattered(64, 64, 0.125, 0),
+}
+
+
+@pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
+def test_model_and_simulation_agree(visible: Tensor) -> None:
+    """Two programs, one event by event and one ticket by ticket."""
+    for order in (last_first(visible), spt(visible), last_first(visible).flip(-1)):
+        assert model.Pass(visible).play(order).makespan == pytest.approx(simulated(visible, order), rel=0.05)
+
+
+def test_timeline() -> None:
+    """Two heads of two tiles on two CTAs, by hand."""
+    visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
+    visible[0, 0, 1, 1] = False
+    machine = model.Machine(ctas=2, section=2, tile=1.0, step=2.0, hand_over=5.0)
+    told = model.Pass(visible, machine=machine).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert (told.head[:4], told.n[:4], told.cta[:4]) == ([0, 1, 0, 1], [1, 0, 0, 1], [0, 1, 0, 1])
+    # Head 0: two blocks, then three; the second tile waits for the first one's additions at 3 and 5, done at 8 and 10.
+    # Head 1: additions at 3, 5 and 7.
+    assert told.start[:4] == [0.0, 0.0, 5.0, 7.0]
+    assert told.end[:4] == [5.0, 7.0, 12.0, 14.0]
+    assert told.waited[:4] == [0.0, 0.0, 0.0, 0.0]
+    slow = model.Pass(visible, machine=machine._replace(hand_over=50.0)).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert slow.end[2:4] == [55.0 + 2.0, 57.0]
+    assert slow.waited[2:4] == [45.0, 43.0]
+    with pytest.raises(ValueError, match="machine: expected at least a CTA for each head of a section"):
+        model.Pass(visible, machine=model.Machine(ctas=7))
+
+
+def test_visible_halves() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        mask, shown = random_mask(rng.choice([1, 64, 130, 300]), rng.choice([1, 128, 290]), rng, (2, 2))
+        seen = plan.visible_halves(tables_of(mask).rows, mask.sizes)
+        blocks_q, blocks_k = -(-mask.seqlen_q // 64), -(-mask.seqlen_k // 128)
+        whole = torch.zeros(mask.batch, mask.heads, blocks_q * 64, blocks_k * 128, dtype=torch.bool)
+        whole[:, :, : mask.seqlen_q, : mask.seqlen_k] = shown
+        assert torch.equal(seen, whole.unflatten(3, (-1, 128)).unflatten(2, (-1, 64)).any(5).any(3))
+
+
+def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
+    """That of a mask of blocks of 64 queries and 128 keys."""
+    mask = BlockMask.from_blocks(visible, (64, 128)).with_order(name, group=group)
+    order = tables_of(mask).order
+    assert order.shape == (visible.shape[0], visible.shape[1] // group, visible.shape[3])
+    assert torch.equal(order.sort(-1).values, torch.arange(visible.shape[3]).expand_as(order))
+    return order
+
+
+def test_permutations_are_faster_where_masks_are_irregular() -> None:
+    """By both the model and the simulation: random blocks, an eighth of them visible, a mask a head."""
+    visible = scattered(128, 128, 0.125, 1)
+    found = order_of(visible, "permutation")
+    for time_of in (simulated, lambda visible, order: model.Pass(visible).play(order).makespan):
+        times = [time_of(visible, order) for order in (found, spt(visible), last_first(visible))]
+        assert times[0] < 0.96 * times[1] < 0.96 * times[2]
+
+
+@pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
+def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
+    work = model.Pass(visible)
+    found = order_of(visible, "permutation").expand_as(last_first(visible))
+    assert work.play(found).makespan <= min(work.play(order).makespan for order in (last_first(visible), spt(visible)))
+
+
+def test_auto_takes_the_default_where_that_is_good() -> None:
+    """And looks further where it is not."""
+    for name in ("causal", "window", "both sides"):
+        assert torch.equal(order_of(MASKS[name], "auto"), last_first(MASKS[name]))
+    visible = MASKS["scattered"]
+    assert torch.equal(order_of(visible, "auto"), order_of(visible, "permutation"))
+
+
+def test_heads_of_a_group_share_an_order() -> None:
+    visible = scattered(16, 16, 0.3, 2)
+    assert torch.equal(order_of(visible, "spt", 4), spt(visible.unflatten(1, (4, 4)).sum(2)))
+    order_of(visible, "permutation", 8)
+
+
+def work_of(mask: BlockMask, tables_order: Tensor, block_q: int, group: int, section: int, walk_seed: int) -> Backward:
+    """The tiles of a backward pass by the tables of a mask; launched in a given order."""
+    tables = tables_of(mask)
+    batch, heads, blocks_k = mask.batch, mask.heads, mask.sizes.blocks_k
+    blocks_q = -(-mask.seqlen_q // block_q)
+    turns = torch.full((batch, heads, blocks_q, blocks_k), -1)
+    for (b, h, n), entries in columns_spelled_out(tables, block_q).items():
+        for m, _, turn in entries:
+            turns[b, h, m, n] = turn
+    order = tables_order.repeat_interleave(heads // tables_order.shape[1], 1).expand(batch, heads, blocks_k)
+    walk = random.Random(walk_seed).sample(range(blocks_q), blocks_q)
+    return backward(turns.flatten(0, 1), order.flatten(0, 1), group=group, section=section, walk=walk)
+
+
+def test_no_mask_and_order_deadlocks(fuzz_seconds: float) -> None:
+    """Any mask, order, walk, number of CTAs and speed; and launched in another order than the tables say, many do."""
+    start, cases, deadlocks = time.monotonic(), 0, 0
+    first_seed = random.SystemRandom().randrange(2**32)
+    while time.monotonic() < start + 2 * fuzz_seconds or cases < 40:
+        seed = first_seed + cases
+        rng = random.Random(seed)
+        group = rng.choice([1, 2, 3])
+        heads = group * rng.choice([1, 2])
+        seqlen_q, seqlen_k = rng.choice([130, 300, 500]), rng.choice([200, 500, 640])
+        mask, _ = random_mask(seqlen_q, seqlen_k, rng, (rng.choice([1, 2]), heads))
+        own_group = group if mask.heads == heads else 1
+        order: str | Tensor = rng.choice(["default", "spt", "tensor", "tensor"])
+        if order == "tensor":
+            generator = torch.Generator().manual_seed(seed)
+            shape = (mask.batch, mask.heads // own_group, mask.sizes.blocks_k)
+            order = torch.rand(shape, generator=generator).argsort(-1)
+        mask = mask.with_order(order, group=own_group)
+        launched = tables_of(mask).order.long()
+        block_q, section = rng.choice([64, 128]), rng.randint(1, 8)
+        machine = Machine(
+            rng.randint(1, 9), tickets_ahead=rng.randint(0, 3), steps_ahead=rng.choice([1, 2, 9]), vary=uneven(rng)
+        )
+        work = work_of(mask, launched, block_q, own_group, section, seed)
+        try:
+            run = simulate(work.tiles, machine)
+        except DeadlockError as error:
+            raise AssertionError(f"seed {seed}: {mask} deadlocks on {machine}: {error}") from error
+        for to, tickets in run.added.items():
+            assert tickets == sorted(tickets), f"seed {seed}: {to} is added to in the order {tickets}"
+        against = work_of(mask, launched.flip(-1), block_q, own_group, section, seed)
+        try:
+            simulate(against.tiles, machine)
+        except DeadlockError:
+            deadlocks += 1
+        cases += 1
+    print(f"{cases} cases from seed {first_seed}, {deadlocks} deadlocks against the order")
+    assert deadlocks
+
+
+def test_a_wrong_turn_deadlocks() -> None:
+    mask = BlockMask.causal(500, 500)
+    work = work_of(mask, tables_of(mask).order.long(), 64, 1, 1, 0)
+    tiles = [list(tile) for tile in work.tiles]
+    tiles[0][0] = Addition(tiles[0][0].to, (tiles[0][0].turn or 0) + 1)
+    with pytest.raises(DeadlockError):
+        simulate(tiles, Machine(4))
