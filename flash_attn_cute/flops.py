@@ -1,7 +1,7 @@
 """FLOP of attention: two products of each query with each key that it sees, and five in the backward pass.
 
-That is what kernels compute. ``torch.utils.flop_counter`` counts hidden keys of PyTorch's own attention, too: twice as
-many under a causal mask.
+That is what kernels compute, but for masks and block masks, which count as if they hid nothing.
+``torch.utils.flop_counter`` counts hidden keys of PyTorch's own attention, too: twice as many under a causal mask.
 """
 
 from itertools import zip_longest

@@ -100,7 +100,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         assert not wrong, "\n".join(wrong)
         more = problems(paths, package | extra, others, declared | {"scipy"}, "import pandas")
         assert more == ["pandas is imported and not declared", "scipy is declared and not imported"]
-    assert extras.keys() == {"cu13", "demo", "docs", "examples", "profile", "transformers", "test", "bench"}
+    assert extras.keys() == {"cu13", "demo", "docs", "examples", "plot", "profile", "transformers", "test", "bench"}
     assert extras["cu13"] <= package  # another edition of it
     assert set(NOT_IMPORTED) <= set().union(package, *extras.values())
 

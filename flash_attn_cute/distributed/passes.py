@@ -85,7 +85,7 @@ def prepared(
         max_seqlen_k=call.max_seqlen_k,
     )
     bounds = call.max_seqlen_q, call.max_seqlen_k
-    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, options, context.backend)
+    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, None, options, context.backend)
     return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
 
 
