@@ -426,7 +426,7 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
         cluster=1 if is_forward else config.ctas_a_tile,
         persistent=_takes_tiles(config),
         deterministic=is_forward or config.features.deterministic,
-        workspace_bytes=0 if isinstance(planned, plan.ForwardPlan) else planned.workspace_size,
+        workspace_bytes=planned.workspace_size,
         config=config,
         numbers=planned.numbers,
     )

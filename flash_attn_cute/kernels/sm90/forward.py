@@ -36,27 +36,36 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing, bits_of, num_blocks
-from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.block_lists import Sharing, bits_of, num_blocks
+from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
+from flash_attn_cute.kernels.common.score_rows import SharedBias
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_shared import (
+    TILE_FIELDS,
+    Entry,
+    Shared,
+    Tables,
+    Tile,
+    entry_stages,
+    layouts_of,
+    storage_of,
+)
+from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
 from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
-from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
+from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
@@ -64,23 +73,6 @@ _BARRIER_TENSOR_CORES = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
 
 _LOADING_THREADS = 96  # of warps 1 to 3
-_TILE_FIELDS = 12  # Int32 in shared memory that describe a tile: see ``_Tile``
-
-
-class _Layouts(NamedTuple):
-    sQ: cute.ComposedLayout  # (64, d, warpgroup, tile stage)
-    sK: cute.ComposedLayout  # (tile_n, d, stage)
-    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
-    sO: cute.ComposedLayout  # (64, d_v, warpgroup)
-
-
-class _Tables(NamedTuple):
-    """What a mask says (``common.block_lists``)."""
-
-    mLists: cute.Tensor  # (list, first entry and how many)
-    mEntries: cute.Tensor  # (entry, block of keys and its code)
-    mCodes: cute.Tensor  # (list, block of keys)
-    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
 
 
 class _Mmas(NamedTuple):
@@ -88,41 +80,6 @@ class _Mmas(NamedTuple):
 
     S: cute.TiledMma
     O: cute.TiledMma  # noqa: E741 (the output's name)
-
-
-class _Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    K: RowTiles
-    V: RowTiles
-    O: RowTiles  # noqa: E741
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """What the producer tells the others about a tile. The keys' rows matter to itself alone."""
-
-    first_query: Int32
-    head: Int32  # of q, or of k where rows are the queries of a group of heads
-    batch: Int32  # index into tensors: 0 if packed
-    q: SeqRows
-    k: SeqRows
-    blocks: Blocks | BlockList  # of keys, from the last to the first
-
-    def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory."""
-        values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
-        for i, value in enumerate((*values, *self.blocks.fields)):
-            fields[i] = value
-
-    @staticmethod
-    def read(config: ForwardConfig, fields: cute.Tensor) -> "_Tile":
-        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
-        first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
-        q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
-        walk = BlockList(*blocks[:2]) if config.features.mask else Blocks(*blocks, direction=-1)
-        return _Tile(first_query, head, batch, q, k, walk)
 
 
 class ForwardSm90:
@@ -134,49 +91,8 @@ class ForwardSm90:
         self.warpgroups = config.num_mma_warpgroups
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
-        self.loads_bias = config.bias_pitch > 0
-        # Warp 0 tells of a block before it knows that its stage of K is released: that of the block before is, so the
-        # scores of the one that comes ``stages`` before that have been read, and what was told of it.
-        self.entry_stages = 2 * config.stages
+        self.transfers = Transfers(config)
         self.mask_tiles, self.row_lists = MaskTiles(config), RowLists()
-
-    def _layouts(self) -> "_Layouts":
-        """Swizzled layouts in shared memory, made anew on the host's and on the kernel's side."""
-        c = self.config
-        sO = swizzled(self.dtype, c.tile_dv, (64, c.tile_dv, self.warpgroups))
-        if const_expr(not c.persistent):
-            # No other tile follows, and a warpgroup's part of O takes the place of its own part of Q.
-            places = cute.make_layout(self.warpgroups, stride=64 * c.tile_d)
-            outer = cute.append(cute.select(sO.outer, mode=[0, 1]), places)
-            sO = cute.make_composed_layout(sO.inner, sO.offset, outer)
-        return _Layouts(
-            sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, self.warpgroups, c.tile_stages)),
-            sK=swizzled(self.dtype, c.tile_d, (c.tile_n, c.tile_d, c.stages)),
-            sV=swizzled(self.dtype, c.tile_dv, (c.tile_n, c.tile_dv, c.stages)),
-            sO=sO,
-        )
-
-    def _shared_storage(self, layouts: "_Layouts") -> type:
-        c, dtype = self.config, self.dtype
-        assert c.tile_dv <= c.tile_d
-        elements_O = cute.cosize(layouts.sO) if c.persistent else 0
-        bytes_of_bias = c.bias_stages * c.bias_rows * c.bias_pitch
-
-        @cute.struct
-        class Storage:
-            tile_barriers: cute.struct.MemRange[Int64, 2 * c.tile_stages]
-            k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages if self.loads_bias else 0]
-            tiles: cute.struct.MemRange[Int32, _TILE_FIELDS * c.tile_stages]
-            entries: cute.struct.MemRange[Int32, 2 * self.entry_stages if c.features.mask else 0]
-            sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Uint8, bytes_of_bias], 128]
-
-        return Storage
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -192,8 +108,8 @@ class ForwardSm90:
                 ((c.group, rows), d, heads // c.group, batch), stride=((head, row), column, head * c.group, entry)
             )
             mQ = cute.make_tensor(mQ.iterator, layout)
-        layouts = self._layouts()
-        self.Storage = self._shared_storage(layouts)
+        layouts = layouts_of(c, self.dtype)
+        self.Storage = storage_of(c, self.dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         mmas = _Mmas(
@@ -203,7 +119,7 @@ class ForwardSm90:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup and stage
         packed = c.features.packed
-        tma = _Tma(
+        tma = Tma(
             Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
@@ -213,29 +129,25 @@ class ForwardSm90:
         tables = None
         if const_expr(c.features.mask):
             blocks = num_blocks(a.mMask, c.tile_n)
-            tables = _Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
+            tables = Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
             self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
-        ctas = self._num_tiles(a)
+        ctas = self.transfers.num_tiles(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
         self.kernel(mmas, tma, mO, mLSE, a, tables, scales).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
-    def _num_tiles(self, a: ForwardArguments) -> Int32:
-        heads = a.mQ.shape[-2] // self.config.group
-        return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries * self.warpgroups)
-
     @cute.kernel
     def kernel(
         self,
         mmas: _Mmas,
-        tma: _Tma,
+        tma: Tma,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         arguments: ForwardArguments,
-        tables: _Tables | None,
+        tables: Tables | None,
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
@@ -244,7 +156,7 @@ class ForwardSm90:
         if warp_idx == 0:
             for rows in tma:
                 cpasync.prefetch_descriptor(rows.atom)
-        layouts = self._layouts()
+        layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tile_full = storage.tile_barriers.data_ptr()
         tile_empty = tile_full + c.tile_stages
@@ -254,8 +166,8 @@ class ForwardSm90:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.tile_stages):
                     cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if self.loads_bias else 0))
-                if const_expr(self.loads_bias):
+                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if c.bias_pitch else 0))
+                if const_expr(c.bias_pitch):
                     bias.init(full=_LOADING_THREADS, empty=mma_warps)
         pipe_K, pipe_V = (
             tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
@@ -263,17 +175,17 @@ class ForwardSm90:
         )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-        shared = _Shared(
+        shared = Shared(
             sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
             sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
             sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
             sO=(storage.sO if c.persistent else storage.sQ).get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
-            tiles=storage.tiles.get_tensor(cute.make_layout((_TILE_FIELDS, c.tile_stages))),
+            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, c.tile_stages))),
             tile_full=tile_full,
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
-            entries=storage.entries.get_tensor(cute.make_layout((2, self.entry_stages))) if c.features.mask else None,
+            entries=storage.entries.get_tensor(cute.make_layout((2, entry_stages(c)))) if c.features.mask else None,
             bias=SharedBias(
                 ScoreTensors.of(c.features, arguments),
                 bias,
@@ -288,157 +200,22 @@ class ForwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                self.producer(arguments, tables, tma, shared)
-            if const_expr(self.loads_bias):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                self.transfers.producer(arguments, tables, tma, shared)
+            if const_expr(c.bias_pitch):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if warp_idx > 0:
-                    self.bias_producer(tables, shared)
+                    self.transfers.bias_producer(tables, shared)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit
-    def _tile(self, a: ForwardArguments, tables: _Tables | None, index: Int32) -> _Tile:
-        """What tile ``index`` is."""
-        c, queries = self.config, self.queries * self.warpgroups
-        packed = c.features.packed
-        # Packed, all heads of a tile come together.
-        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.numbers.heads_in_cache)
-        heads = a.mQ.shape[-2] // c.group
-        work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
-        batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))
-        if const_expr(packed):
-            batch = Int32(0)
-            if work.batch >= 0:
-                k = keys_of(a, work.batch)
-        else:
-            k = rows_of(a.mK, None, None, batch)
-        num_queries = cutlass.min(q.length - work.first_row, queries)
-        if const_expr(c.features.mask):
-            first, num = Int32(0), Int32(0)
-            if num_queries > 0:
-                # Packed tiles are numbered over all sequences, dense ones within a batch entry.
-                block = work.block if const_expr(packed) else work.first_row // queries
-                number = Sharing.of(a.numbers).number(batch, work.head, block)
-                first, num = tables.mLists[number, 0], tables.mLists[number, 1]
-            blocks = BlockList(first, num)
-        else:
-            window = Window.of(c.features, a, q.length, k.length)
-            blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
-        return _Tile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
-
-    @cute.jit
-    def producer(self, a: ForwardArguments, tables: _Tables | None, tma: _Tma, shared: "_Shared") -> None:
-        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
-        c = self.config
-        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-        heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
-        num_tiles = self._num_tiles(a)
-        index, _, _ = cute.arch.block_idx()
-        while index < num_tiles:
-            tile = self._tile(a, tables, index)
-            index = self._next_tile(a, num_tiles)
-            # Rows that only pad are somebody's work if they are to be zeroed.
-            stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
-            if tile.first_query < stop:
-                self._announce(tile, tma.Q, shared, tile_state)
-                tile_state.advance()
-                head_k = tile.head // heads_a_key_head
-                for i in cutlass.range(tile.blocks.num, unroll=1):
-                    block = tile.blocks.nth(i)
-                    if const_expr(c.features.mask):
-                        block = self._tell_of_entry(tables, block, shared, state.count)
-                    start = block * c.tile_n
-                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
-                    start += tile.k.start
-                    shared.pipe_K.producer_acquire(state)  # from the mma warps: this stage's K is released
-                    gK = tma.K.at(start, stop, head_k, tile.batch)
-                    tma.K.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
-                    shared.pipe_V.producer_acquire(state)  # and its V
-                    gV = tma.V.at(start, stop, head_k, tile.batch)
-                    tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
-                    state.advance()
-        cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
-        with cute.arch.elect_one():
-            shared.tiles[0, tile_state.index] = Int32(-1)
-            cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
-
-    @cute.jit
-    def _tell_of_entry(self, tables: _Tables, entry: Int32, shared: "_Shared", step: Int32) -> Int32:
-        """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
-        block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
-        with cute.arch.elect_one():
-            for i, value in enumerate((block, code)):
-                shared.entries[i, step % self.entry_stages] = value
-        return block
-
-    @cute.jit
-    def bias_producer(self, tables: _Tables | None, shared: "_Shared") -> None:
-        """Warps 1 to 3: load the tiles of the bias that go with the blocks of keys."""
-        c, thread = self.config, cute.arch.thread_idx()[0] - 32
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
-        step = Int32(0)
-        working = Boolean(True)
-        while working:
-            cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
-            working = shared.tiles[0, state.index] >= 0
-            if working:
-                tile = _Tile.read(c, shared.tiles[None, state.index])
-                rows = self._rows_of_scores(tile)
-                for i in cutlass.range(tile.blocks.num, unroll=1):
-                    block = tile.blocks.nth(i)
-                    if const_expr(c.features.mask):
-                        block = tables.mEntries[block, 0]
-                    first_column = block * c.tile_n
-                    num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
-                    shared.bias.load(step, rows, first_column, num_columns, thread)
-                    step += 1
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.tile_empty + state.index)
-                state.advance()
-                if const_expr(not c.persistent):
-                    working = Boolean(False)
-
-    def _rows_of_scores(self, tile: _Tile) -> RowsOfScores:
-        """A tile's rows of the bias."""
-        num_rows = cutlass.min(tile.q.length - tile.first_query, self.queries * self.warpgroups)
-        return RowsOfScores(tile.q, tile.batch, tile.head, tile.first_query, num_rows, self.config.group)
-
-    @cute.jit
-    def _announce(self, tile: _Tile, tQ: RowTiles, shared: "_Shared", state: pipeline.PipelineState) -> None:
-        """Tells the mma warpgroups of a tile, and loads its queries."""
-        c = self.config
-        full = shared.tile_full + state.index
-        some_keys = tile.blocks.num > 0
-        cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
-        with cute.arch.elect_one():
-            tile.write(shared.tiles[None, state.index])
-            num_bytes = 2 * 64 * self.warpgroups * c.tile_d if some_keys else 0
-            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-        if some_keys:
-            for w in cutlass.range_constexpr(self.warpgroups):
-                # A part behind the sequence's end is an empty box: it arrives as zeros.
-                start = tile.first_query + self.queries * w
-                stop = cutlass.max(cutlass.min(start + self.queries, tile.q.length), start)
-                gQ = tQ.at((tile.q.start + start) * c.group, tile.q.start + stop, tile.head, tile.batch)
-                tQ.load(gQ, shared.sQ[None, None, w, state.index], full)
-
-    @cute.jit
-    def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
-        """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
-        if const_expr(self.config.persistent):
-            return tiles.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
-        return num_tiles
-
-    @cute.jit
     def mma(
         self,
         a: ForwardArguments,
-        tables: _Tables | None,
+        tables: Tables | None,
         mmas: _Mmas,
         tO: RowTiles,
-        shared: "_Shared",
+        shared: Shared,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         scales: ScoreScales,
@@ -483,7 +260,7 @@ class ForwardSm90:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
         working = shared.tiles[0, 0] >= 0
-        num_blocks = _Tile.read(c, shared.tiles[None, 0]).blocks.num
+        num_blocks = Tile.read(c, shared.tiles[None, 0]).blocks.num
         if working and num_blocks > 0:
             self._receive_Q(work, tile_state.index)
             shared.pipe_K.consumer_wait(k_state)
@@ -503,7 +280,7 @@ class ForwardSm90:
             if const_expr(c.persistent):
                 cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
                 working = shared.tiles[0, tile_state.index] >= 0
-                following = _Tile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
+                following = Tile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
                 if following > 0:
                     self._receive_Q(work, tile_state.index)
                     shared.pipe_K.consumer_wait(k_state)
@@ -552,7 +329,7 @@ class ForwardSm90:
         Each part of the walk with the masks it needs.
         """
         f = self.config.features
-        blocks = _Tile.read(self.config, work.shared.tiles[None, stage]).blocks
+        blocks = Tile.read(self.config, work.shared.tiles[None, stage]).blocks
         if const_expr(f.mask):
             entry = self._told_of_entry(work, v_state.count)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count)
@@ -561,28 +338,28 @@ class ForwardSm90:
                 k_state.advance()
                 v_state.advance()
         else:
-            first = _Entry(blocks.nth(Int32(0)), None, None)
+            first = Entry(blocks.nth(Int32(0)), None, None)
             self._softmax_step(work, stage, first, Edges(left=f.left, right=True), True, v_state.count)
             for part in blocks.parts(f.left, f.right):
                 for i in cutlass.range(part.first, part.end, unroll=1):
-                    self._step(work, stage, _Entry(blocks.nth(i), None, None), part.edges, k_state, v_state)
+                    self._step(work, stage, Entry(blocks.nth(i), None, None), part.edges, k_state, v_state)
                     k_state.advance()
                     v_state.advance()
         return k_state, v_state
 
     @cute.jit
-    def _told_of_entry(self, work: "_Work", step: Int32) -> "_Entry":
+    def _told_of_entry(self, work: "_Work", step: Int32) -> Entry:
         """What warp 0 has told of a step's block, whose K is there; its bits are on their way."""
-        entries, i = work.shared.entries, step % self.entry_stages
+        entries, i = work.shared.entries, step % entry_stages(self.config)
         block, code = entries[0, i], entries[1, i]
-        return _Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread))
+        return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread))
 
     @cute.jit
     def _step(
         self,
         work: "_Work",
         stage: Int32,
-        entry: "_Entry | None",
+        entry: Entry | None,
         edges: cutlass.Constexpr,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
@@ -643,7 +420,7 @@ class ForwardSm90:
         self,
         work: "_Work",
         stage: Int32,
-        entry: "_Entry",
+        entry: Entry,
         edges: cutlass.Constexpr,
         is_first: cutlass.Constexpr,
         step: Int32,
@@ -653,7 +430,7 @@ class ForwardSm90:
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         if const_expr(edges.left or edges.right or c.features.bias):
-            tile = _Tile.read(c, shared.tiles[None, stage])
+            tile = Tile.read(c, shared.tiles[None, stage])
             place = Place(
                 rows=tile.q,
                 columns=tile.k,
@@ -664,7 +441,7 @@ class ForwardSm90:
                 window=Window.of(c.features, work.arguments, tile.q.length, tile.k.length),
             )
             if const_expr(c.features.bias):
-                rows, first_row = self._rows_of_scores(tile), 64 * work.warpgroup
+                rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
                 clips = edges.right or c.features.mask
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
             if const_expr(edges.left or edges.right):
@@ -678,7 +455,7 @@ class ForwardSm90:
     def epilogue(self, work: "_Work", stage: Int32) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
         c, mO, mLSE, thread = self.config, work.mO, work.mLSE, work.thread
-        tile = _Tile.read(c, work.shared.tiles[None, stage])
+        tile = Tile.read(c, work.shared.tiles[None, stage])
         first_query = tile.first_query + self.queries * work.warpgroup
         stop = cutlass.min(first_query + self.queries, tile.q.length)
         coordinates = rows_and_columns(work.cS)
@@ -711,7 +488,7 @@ class ForwardSm90:
                     mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store_tile(self, work: "_Work", tile: _Tile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
+    def _store_tile(self, work: "_Work", tile: Tile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
         """Rows start .. stop of out through shared memory and TMA."""
         sO = work.shared.sO[None, None, work.warpgroup]
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
@@ -742,37 +519,11 @@ class ForwardSm90:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A block of keys, and under a mask what hides some of it."""
-
-    block: Int32
-    code: Int32 | None  # whether there are bits: if not negative
-    words: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Shared memory and what guards it."""
-
-    sQ: cute.Tensor  # (64, d, warpgroup, tile stage)
-    sK: cute.Tensor  # (tile_n, d, stage)
-    sV: cute.Tensor  # (tile_n, d_v, stage)
-    sO: cute.Tensor  # (64, d_v, warpgroup)
-    tiles: cute.Tensor  # (field, tile stage)
-    tile_full: cute.Pointer
-    tile_empty: cute.Pointer
-    pipe_K: pipeline.PipelineTmaAsync
-    pipe_V: pipeline.PipelineTmaAsync
-    entries: cute.Tensor | None  # (block and code, stage), under a mask
-    bias: SharedBias
-
-
-@dataclass(frozen=True)
 class _Work:
     """An mma warpgroup's operands, accumulators and state, and where results go."""
 
     arguments: ForwardArguments
-    tables: _Tables | None
+    tables: Tables | None
     warpgroup: Int32
     thread: Int32  # of the warpgroup
     mmas: _Mmas
@@ -785,7 +536,7 @@ class _Work:
     cS: cute.Tensor  # coordinates of acc_S
     softmax: OnlineSoftmax
     scales: ScoreScales
-    shared: _Shared
+    shared: Shared
     tO: RowTiles
     mO: cute.Tensor
     mLSE: cute.Tensor

@@ -1,0 +1,142 @@
+"""Shared memory of the forward kernel (``forward``): what lies where, what roles tell each other, what guards it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, const_expr, pipeline
+
+from flash_attn_cute.kernels.common.block_lists import BlockList
+from flash_attn_cute.kernels.common.blocks import Blocks
+from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.shared import swizzled
+
+TILE_FIELDS = 12  # Int32 that describe a tile: see ``Tile``
+
+
+class Layouts(NamedTuple):
+    """Of operands, and of O on its way out."""
+
+    sQ: cute.ComposedLayout  # (64, d, warpgroup, tile stage)
+    sK: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
+    sO: cute.ComposedLayout  # (64, d_v, warpgroup)
+
+
+def layouts_of(config: ForwardConfig, dtype: type) -> Layouts:
+    """How operands lie in shared memory, swizzled; made anew on the host's and on the kernel's side."""
+    c, warpgroups = config, config.num_mma_warpgroups
+    sO = swizzled(dtype, c.tile_dv, (64, c.tile_dv, warpgroups))
+    if const_expr(not c.persistent):
+        # No other tile follows, and a warpgroup's part of O takes the place of its own part of Q.
+        places = cute.make_layout(warpgroups, stride=64 * c.tile_d)
+        outer = cute.append(cute.select(sO.outer, mode=[0, 1]), places)
+        sO = cute.make_composed_layout(sO.inner, sO.offset, outer)
+    return Layouts(
+        sQ=swizzled(dtype, c.tile_d, (64, c.tile_d, warpgroups, c.tile_stages)),
+        sK=swizzled(dtype, c.tile_d, (c.tile_n, c.tile_d, c.stages)),
+        sV=swizzled(dtype, c.tile_dv, (c.tile_n, c.tile_dv, c.stages)),
+        sO=sO,
+    )
+
+
+def entry_stages(config: ForwardConfig) -> int:
+    """Blocks of which warp 0 has told, under a mask.
+
+    It tells of a block before it knows that its stage of K is released: that of the block before is, so the scores of
+    the one that comes ``stages`` before that have been read, and what was told of it.
+    """
+    return 2 * config.stages
+
+
+def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
+    """All shared memory of a CTA."""
+    c = config
+    assert c.tile_dv <= c.tile_d
+    elements_O = cute.cosize(layouts.sO) if c.persistent else 0
+    bytes_of_bias = c.bias_stages * c.bias_rows * c.bias_pitch
+
+    @cute.struct
+    class Storage:
+        tile_barriers: cute.struct.MemRange[Int64, 2 * c.tile_stages]
+        k_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+        v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
+        bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages if c.bias_pitch else 0]
+        tiles: cute.struct.MemRange[Int32, TILE_FIELDS * c.tile_stages]
+        entries: cute.struct.MemRange[Int32, 2 * entry_stages(c) if c.features.mask else 0]
+        sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
+        sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+        sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+        sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+        bias: cute.struct.Align[cute.struct.MemRange[Uint8, bytes_of_bias], 128]
+
+    return Storage
+
+
+class Tables(NamedTuple):
+    """What a mask says (``common.block_lists``)."""
+
+    mLists: cute.Tensor  # (list, first entry and how many)
+    mEntries: cute.Tensor  # (entry, block of keys and its code)
+    mCodes: cute.Tensor  # (list, block of keys)
+    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the producer tells the others about a tile. The keys' rows matter to itself alone."""
+
+    first_query: Int32
+    head: Int32  # of q, or of k where rows are the queries of a group of heads
+    batch: Int32  # index into tensors: 0 if packed
+    q: SeqRows
+    k: SeqRows
+    blocks: Blocks | BlockList  # of keys, from the last to the first
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory."""
+        values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
+        for i, value in enumerate((*values, *self.blocks.fields)):
+            fields[i] = value
+
+    @staticmethod
+    def read(config: ForwardConfig, fields: cute.Tensor) -> "Tile":
+        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
+        q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
+        walk = BlockList(*blocks[:2]) if config.features.mask else Blocks(*blocks, direction=-1)
+        return Tile(first_query, head, batch, q, k, walk)
+
+    def rows_of_bias(self, config: ForwardConfig) -> RowsOfScores:
+        """The tile's rows of a bias."""
+        num_rows = cutlass.min(self.q.length - self.first_query, config.tile_m // config.group)
+        return RowsOfScores(self.q, self.batch, self.head, self.first_query, num_rows, config.group)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block of keys, and under a mask what hides some of it."""
+
+    block: Int32
+    code: Int32 | None  # whether there are bits: if not negative
+    words: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it."""
+
+    sQ: cute.Tensor  # (64, d, warpgroup, tile stage)
+    sK: cute.Tensor  # (tile_n, d, stage)
+    sV: cute.Tensor  # (tile_n, d_v, stage)
+    sO: cute.Tensor  # (64, d_v, warpgroup)
+    tiles: cute.Tensor  # (field, tile stage)
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
+    pipe_K: pipeline.PipelineTmaAsync
+    pipe_V: pipeline.PipelineTmaAsync
+    entries: cute.Tensor | None  # (block and code, stage), under a mask
+    bias: SharedBias

@@ -1,0 +1,170 @@
+"""Warpgroup 0 of the forward kernel: which tiles there are, and what they need (see ``forward``)."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr, pipeline
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing
+from flash_attn_cute.kernels.common.blocks import Blocks, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.score_tensors import keys_of
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_shared import Shared, Tables, Tile, entry_stages
+
+
+class Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    K: RowTiles
+    V: RowTiles
+    O: RowTiles  # noqa: E741
+
+
+class Transfers:
+    """Warp by warp."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.warpgroups = config.num_mma_warpgroups
+        self.queries = config.tile_m // config.group  # of a tile
+
+    def num_tiles(self, a: ForwardArguments) -> Int32:
+        """Tiles of all heads and sequences."""
+        heads = a.mQ.shape[-2] // self.config.group
+        return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
+
+    @cute.jit
+    def producer(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: Shared) -> None:
+        """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
+        c = self.config
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
+        heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
+        num_tiles = self.num_tiles(a)
+        index, _, _ = cute.arch.block_idx()
+        while index < num_tiles:
+            tile = self._tile(a, tables, index)
+            index = self._next_tile(a, num_tiles)
+            # Rows that only pad are somebody's work if they are to be zeroed.
+            stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
+            if tile.first_query < stop:
+                self._announce(tile, tma.Q, shared, tile_state)
+                tile_state.advance()
+                head_k = tile.head // heads_a_key_head
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    block = tile.blocks.nth(i)
+                    if const_expr(c.features.mask):
+                        block = self._tell_of_entry(tables, block, shared, state.count)
+                    start = block * c.tile_n
+                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
+                    start += tile.k.start
+                    shared.pipe_K.producer_acquire(state)  # from the mma warps: this stage's K is released
+                    gK = tma.K.at(start, stop, head_k, tile.batch)
+                    tma.K.load(gK, shared.sK[None, None, state.index], shared.pipe_K.producer_get_barrier(state))
+                    shared.pipe_V.producer_acquire(state)  # and its V
+                    gV = tma.V.at(start, stop, head_k, tile.batch)
+                    tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
+                    state.advance()
+        cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
+        with cute.arch.elect_one():
+            shared.tiles[0, tile_state.index] = Int32(-1)
+            cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
+
+    @cute.jit
+    def _tell_of_entry(self, tables: Tables, entry: Int32, shared: Shared, step: Int32) -> Int32:
+        """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
+        block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
+        with cute.arch.elect_one():
+            for i, value in enumerate((block, code)):
+                shared.entries[i, step % entry_stages(self.config)] = value
+        return block
+
+    @cute.jit
+    def bias_producer(self, tables: Tables | None, shared: Shared) -> None:
+        """Warps 1 to 3: load the tiles of the bias that go with the blocks of keys."""
+        c, thread = self.config, cute.arch.thread_idx()[0] - 32
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.tile_stages)
+        step = Int32(0)
+        working = Boolean(True)
+        while working:
+            cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
+            working = shared.tiles[0, state.index] >= 0
+            if working:
+                tile = Tile.read(c, shared.tiles[None, state.index])
+                rows = tile.rows_of_bias(c)
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    block = tile.blocks.nth(i)
+                    if const_expr(c.features.mask):
+                        block = tables.mEntries[block, 0]
+                    first_column = block * c.tile_n
+                    num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
+                    shared.bias.load(step, rows, first_column, num_columns, thread)
+                    step += 1
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.tile_empty + state.index)
+                state.advance()
+                if const_expr(not c.persistent):
+                    working = Boolean(False)
+
+    @cute.jit
+    def _announce(self, tile: Tile, tQ: RowTiles, shared: Shared, state: pipeline.PipelineState) -> None:
+        """Tells the mma warpgroups of a tile, and loads its queries."""
+        c, queries = self.config, 64 // self.config.group  # of a warpgroup
+        full = shared.tile_full + state.index
+        some_keys = tile.blocks.num > 0
+        cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
+        with cute.arch.elect_one():
+            tile.write(shared.tiles[None, state.index])
+            num_bytes = 2 * 64 * self.warpgroups * c.tile_d if some_keys else 0
+            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+        if some_keys:
+            for w in cutlass.range_constexpr(self.warpgroups):
+                # A part behind the sequence's end is an empty box: it arrives as zeros.
+                start = tile.first_query + queries * w
+                stop = cutlass.max(cutlass.min(start + queries, tile.q.length), start)
+                gQ = tQ.at((tile.q.start + start) * c.group, tile.q.start + stop, tile.head, tile.batch)
+                tQ.load(gQ, shared.sQ[None, None, w, state.index], full)
+
+    @cute.jit
+    def _tile(self, a: ForwardArguments, tables: Tables | None, index: Int32) -> Tile:
+        """What tile ``index`` is."""
+        c, queries = self.config, self.queries
+        packed = c.features.packed
+        # Packed, all heads of a tile come together.
+        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.numbers.heads_in_cache)
+        heads = a.mQ.shape[-2] // c.group
+        work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
+        batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))
+        if const_expr(packed):
+            batch = Int32(0)
+            if work.batch >= 0:
+                k = keys_of(a, work.batch)
+        else:
+            k = rows_of(a.mK, None, None, batch)
+        num_queries = cutlass.min(q.length - work.first_row, queries)
+        if const_expr(c.features.mask):
+            first, num = Int32(0), Int32(0)
+            if num_queries > 0:
+                # Packed tiles are numbered over all sequences, dense ones within a batch entry.
+                block = work.block if const_expr(packed) else work.first_row // queries
+                number = Sharing.of(a.numbers).number(batch, work.head, block)
+                first, num = tables.mLists[number, 0], tables.mLists[number, 1]
+            blocks = BlockList(first, num)
+        else:
+            window = Window.of(c.features, a, q.length, k.length)
+            blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
+        return Tile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
+
+    @cute.jit
+    def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
+        """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
+        if const_expr(self.config.persistent):
+            return tiles.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
+        return num_tiles
