@@ -245,6 +245,19 @@ def test_lists_of_a_mask(shape: tuple[int, ...], lists: int, causal: bool, launc
         assert launched.arguments.mMask.data_ptr() == mask.data_ptr()
 
 
+@pytest.mark.parametrize(("queries", "has_bias", "tiles"), [(100, True, 2), (128, True, 1), (100, False, 1)])
+def test_last_queries_have_lists_of_their_own(
+    queries: int, has_bias: bool, tiles: int, launches: list[Launched]
+) -> None:
+    """In the backward pass, beside a bias: rows behind them have to be hidden, of which no bias is in shared memory."""
+    bias = torch.randn(8, queries, 90, dtype=torch.bfloat16) if has_bias else None
+    mask = torch.ones(2, 1, 1, 90, dtype=torch.bool)
+    both_passes(inputs_of((2, queries, 8, 128), *[(2, 90, 2, 128)] * 2, mask=mask, bias=bias))
+    forward, backward = (launched.arguments.numbers for launched in launches[:2])
+    assert (forward.lists_batch, forward.lists_tiles) == (2, 1)
+    assert (backward.lists_batch, backward.lists_tiles) == (2, tiles)
+
+
 MASK = torch.ones(2, 1, 70, 92, dtype=torch.bool)
 EXPLAINED = CALLS | {
     "mask": inputs_of(*DENSE, mask=MASK[..., :90]),

@@ -758,6 +758,26 @@ def test_compiled(backend: str, case: Case) -> None:
         assert bitwise_equal(a, b)
 
 
+@needs_hopper
+@pytest.mark.parametrize("nheads_k", [2, 4])
+def test_what_shared_memory_held_before(nheads_k: int) -> None:
+    """Rows behind the last query have no bias there, but what a call before has left: NaN, which reaches nothing."""
+
+    def call(queries: int, bias: float) -> list[Tensor]:
+        q, k, v = (
+            torch.randn(2, rows, heads, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for rows, heads in ((queries, 4), (300, nheads_k), (300, nheads_k))
+        )
+        added = torch.full((4, queries, 300), bias, dtype=torch.bfloat16, device="cuda")
+        mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
+        out = flash_attn_func(q, k, v, mask=mask, bias=added, backend="sm90")
+        return list(torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
+
+    for _ in range(4):
+        call(128, torch.nan)
+        assert all(x.isfinite().all() for x in call(100, 0.5))
+
+
 # How many float32 sums a backward pass may keep for an element of a bias, beyond its gradient.
 FLOAT32_SUMS = 1
 # Each tensor of a call begins a block of 512 bytes, and counters of tiles are small.

@@ -168,7 +168,9 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     if not config.features.deterministic:
         heads_in_last = max(heads_in_last, _CACHE_BYTES_BACKWARD_LAST // bytes_a_head)
     tiles_q = num_m_blocks if shapes.packed else -(-shapes.q[-3] // config.tile_m)
-    sharing = _sharing(spec, shapes, spec.nheads, tiles_q)
+    # Rows behind the last query have to be hidden from a last block: anything may stand where their bias would.
+    is_ragged = spec.has_bias and shapes.q[-3] % config.tile_m > 0
+    sharing = _sharing(spec, shapes, spec.nheads, tiles_q, by_tile=is_ragged)
     numbers = BackwardNumbers(
         **_numbers(spec, shapes, sharing),
         num_m_blocks=num_m_blocks,
@@ -259,12 +261,18 @@ def _splits(owners: int, pieces: int, num_sms: int) -> int:
     return best
 
 
-def _sharing(spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int) -> tuple[int, int, int]:
-    """How many lists of blocks a mask makes over the batch, heads and tiles of queries; 1 where all share them."""
+def _sharing(
+    spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int, *, by_tile: bool = False
+) -> tuple[int, int, int]:
+    """How many lists of blocks a mask makes over the batch, heads and tiles of queries; 1 where all share them.
+
+    ``by_tile``: tiles of queries share none, whatever they see.
+    """
     by_batch, by_head, by_query = shapes.scores.mask_varies
     if shapes.packed:
         return 1, heads if by_head else 1, tiles_q
-    return shapes.q[0] if by_batch else 1, heads if by_head else 1, tiles_q if by_query or _has_window(spec) else 1
+    by_tile = by_tile or by_query or _has_window(spec)
+    return shapes.q[0] if by_batch else 1, heads if by_head else 1, tiles_q if by_tile else 1
 
 
 def _has_window(spec: AttentionSpec) -> bool:

@@ -62,7 +62,9 @@ class SharedBias:
         self.ring.wait_empty(step)  # from the mma warps
         mX = self.tensors.bias
         gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
-        num_rows = Int32(1) if const_expr(self.uniform and rows.heads_a_row == 1) else rows.num * rows.heads_a_row
+        num_rows = rows.num * rows.heads_a_row
+        if const_expr(self.uniform and rows.heads_a_row == 1):
+            num_rows = cutlass.min(num_rows, 1)
         num_bytes = num_columns * (mX.element_type.width // 8)
         # Rows that are a multiple of eight apart begin alike within a vector: from one to the next by addition.
         apart = at_once if const_expr(at_once % 8 == 0) else 2 * at_once

@@ -144,7 +144,7 @@ def _packed_tile(
         inside = candidate < low + size
         row = Int32(0)
         if inside and candidate > 0:
-            row = mCuSeqlens[candidate - 1]
+            row = offset(mCuSeqlens, candidate - 1, total)
         passed = inside and row // tile_m + candidate <= position
         last = cute.arch.popc(cute.arch.vote_ballot_sync(passed)) - 1
         size = cutlass.min(step, size - last * step)

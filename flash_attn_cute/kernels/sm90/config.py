@@ -61,6 +61,11 @@ class MaskTile:
         return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
 
 
+def _read_alike(features: Features) -> Features:
+    """Without what kernels do not look at: strided biases are read element by element, whatever else they are."""
+    return replace(features, uniform_bias=False) if features.strided_bias else features
+
+
 def bias_pitch(features: Features, columns: int) -> int:
     """Bytes of a row of a tile of the bias in shared memory; 0 without one, or if it does not come through it."""
     return pitch_of(columns, 4 if features.float32_bias else 2) if features.bias and not features.strided_bias else 0
@@ -184,7 +189,7 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, features: Feature
     return ForwardConfig(
         dtype=dtype,
         tile_d=tile_d,
-        features=features.of_pass("forward"),
+        features=_read_alike(features.of_pass("forward")),
         tile_dv=tile_dv,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
@@ -445,10 +450,10 @@ _CLUSTER_TILES = (
 def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
     tile_d = _tile_columns(max(head_dim, head_dim_v))
-    features = replace(features.of_pass("backward"), paired_bias=False)
+    features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
     if tile_d > 128:
-        # It reads all strides alike, and others compute the bias's gradient.
-        features = replace(features, strided_bias=False, dbias=False)
+        # It reads all biases alike, and others compute their gradient.
+        features = replace(features, strided_bias=False, uniform_bias=False, dbias=False)
         fitting = (t for t in _CLUSTER_TILES if t.tile_d == tile_d and t.tile_dv >= head_dim_v)
         tile = next(t for t in fitting if t.case.fits(features))._asdict()
         del tile["case"]
@@ -511,7 +516,7 @@ def bias_gradient_config(
     """The configuration that serves a call, from the features of its backward pass."""
     stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
     tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
-    features = features.of_pass("bias_gradient")
+    features = _read_alike(features.of_pass("bias_gradient"))
     widths = (64, 32) if features.strided_bias else (128, 64, 32)  # read one by one, more keys spill
     tiles = (BiasGradientConfig(dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in widths)
     return next(tile for tile in tiles if tile._bytes(1) <= _SHARED_MEMORY)

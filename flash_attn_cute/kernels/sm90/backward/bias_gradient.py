@@ -263,8 +263,9 @@ class BiasGradientSm90:
         head, index = index % heads, index // heads
         block, index = index % blocks, index // blocks
         entry, split = index % entries, index // entries
-        pieces, splits = self._num_pieces(a), a.numbers.splits
-        return _Owner(entry, block, head, n_block, pieces * split // splits, pieces * (split + 1) // splits)
+        pieces, splits = Int64(self._num_pieces(a)), a.numbers.splits
+        first, stop = (Int32(pieces * s // splits) for s in (split, split + 1))
+        return _Owner(entry, block, head, n_block, first, stop)
 
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
