@@ -25,30 +25,35 @@ A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to
 skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
-from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, bits_of, num_blocks
-from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.block_lists import Sharing, bits_of, num_blocks
+from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
+from flash_attn_cute.kernels.common.score_rows import SharedBias
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.sm90.backward.workspace import packed_block, permuted
+from flash_attn_cute.kernels.sm90.backward.bias_pieces import (
+    PIECE_FIELDS,
+    Owner,
+    Piece,
+    PieceMap,
+    Pieces,
+    PieceTiles,
+    Tables,
+)
+from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
-from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, add_bias, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
@@ -56,7 +61,6 @@ from flash_attn_cute.kernels.sm90.shared import swizzled
 _WARPGROUPS = 2  # of mma
 _THREADS = 128 * (_WARPGROUPS + 1)
 _LOADING_THREADS = 96  # of warps 1 to 3
-_PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
@@ -69,107 +73,14 @@ class _Tma(NamedTuple):
     V: RowTiles
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tile of scores."""
-
-    head: Int32
-    batch: Int32 | int  # 0 if packed
-    q: SeqRows
-    k: SeqRows
-    first_query: Int32
-    first_key: Int32
-    first_block: Int32  # of its sequence, in the workspace
-    blind: Int32  # so many first queries are not in the workspace: they see no key
-    seen: Boolean  # by some query
-    hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
-    code: Int32  # under a mask: where the bits are that say what is hidden
-
-    def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory."""
-        flags = Int32(self.seen) | Int32(self.hides) << 1
-        where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.blind
-        rows = self.q.start, self.q.length, self.k.start, self.k.length
-        for i, value in enumerate((flags, self.code, *where, *rows)):
-            fields[i] = value
-
-    @staticmethod
-    def read(packed: bool, fields: cute.Tensor) -> "_Piece":
-        """From shared memory."""
-        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (fields[i] for i in range(12))
-        q_start, q_length, k_start, k_length = rows
-        return _Piece(
-            head=head,
-            batch=0 if packed else batch,
-            q=SeqRows(q_start, q_length),
-            k=SeqRows(k_start, k_length),
-            first_query=first_query,
-            first_key=first_key,
-            first_block=first_block,
-            blind=blind,
-            seen=flags & 1 != 0,
-            hides=flags & 2 != 0,
-            code=code,
-        )
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """All pieces of a CTA, as those who do not load learn of them: 32 at a time."""
-
-    ring: Ring
-    fields: cute.Tensor  # (field, piece of a stage, stage)
-    packed: cutlass.Constexpr
-
-    def tell(self, nth: Int32, piece: _Piece) -> None:
-        """By some lane of warp 0."""
-        piece.write(self.fields[None, nth % 32, self.ring.stage(nth // 32)])
-
-    @cute.jit
-    def learn(self, nth: Int32) -> _Piece:
-        """By a warp: the nth piece; the first of a batch when warp 0 has told of it."""
-        batch = nth // 32
-        if nth % 32 == 0:
-            self.ring.wait_full(batch)  # from warp 0
-        return self.told(nth)
-
-    def told(self, nth: Int32) -> _Piece:
-        """The nth piece, of which warp 0 has told."""
-        return _Piece.read(self.packed, self.fields[None, nth % 32, self.ring.stage(nth // 32)])
-
-    @cute.jit
-    def forget(self, nth: Int32) -> None:
-        """By a warp, behind the nth piece: with the last of a batch others may come."""
-        if nth % 32 == 31:
-            self.ring.release(nth // 32)  # to warp 0
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """A CTA's tile of the gradient, and its share of what that is the sum of."""
-
-    entry: Int32
-    block: Int32  # of queries
-    head: Int32
-    n_block: Int32
-    first: Int32  # piece
-    stop: Int32
-
-
-class _Tables(NamedTuple):
-    """What a mask says (``common.block_lists``)."""
-
-    mCodes: cute.Tensor  # (row, block of keys)
-    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
-
-
 class BiasGradientSm90:
     """The kernel of one configuration."""
 
     def __init__(self, config: BiasGradientConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.mask_tiles = _PieceTiles(config, self)
+        self.map = PieceMap(config)
+        self.mask_tiles = PieceTiles(config, self.map)
 
     @cute.jit
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -193,7 +104,7 @@ class BiasGradientSm90:
             dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             bias_barriers: cute.struct.MemRange[Int64, 2]
             piece_barriers: cute.struct.MemRange[Int64, 4]
-            pieces: cute.struct.MemRange[Int32, _PIECE_FIELDS * 32 * 2]
+            pieces: cute.struct.MemRange[Int32, PIECE_FIELDS * 32 * 2]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
             bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_rows * c.bias_pitch], 128]
@@ -206,9 +117,9 @@ class BiasGradientSm90:
         tables = None
         if const_expr(c.features.mask):
             rows, blocks = Sharing.of(numbers).total, num_blocks(a.mMask, c.tile_n)
-            tables = _Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
+            tables = Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
-        ctas = self._num_owners(a)
+        ctas = self.map.num_owners(a)
         partial_sums = None
         if const_expr(c.split):
             shape = ctas * numbers.splits, c.tile_n // 8, 128 * _WARPGROUPS, 4
@@ -227,67 +138,13 @@ class BiasGradientSm90:
         c = self.config
         return (c.tile_m, c.tile_n) * 2, (c.tile_d, c.tile_d, c.tile_dv, c.tile_dv)
 
-    @cute.jit
-    def queries_of(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
-        """Entries of the batch, and tiles of queries of each; user's packed sequences are one entry."""
-        entries, blocks = Int32(1), tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
-        if const_expr(not self.config.features.packed):
-            entries = Int32(a.mQ.shape[0])
-            blocks = blocks // entries
-        elif a.numbers.entries > 0:
-            entries = a.numbers.entries
-            blocks = cute.ceil_div(a.numbers.rows_a_slot, self.config.tile_m)
-        return entries, blocks
-
-    @cute.jit
-    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
-        """Tiles of the gradient: over batch, queries, heads and keys."""
-        c, n = self.config, a.numbers
-        entries, blocks = self.queries_of(a)
-        entries = Int32(1) if n.sums_batch > 0 else entries
-        blocks = Int32(1) if n.sums_queries > 0 else blocks
-        return entries, blocks, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], c.tile_n)
-
-    @cute.jit
-    def _num_owners(self, a: BiasGradientArguments) -> Int32:
-        """CTAs, but for splits."""
-        entries, blocks, heads, n_blocks = self._owners(a)
-        return entries * blocks * heads * n_blocks
-
-    @cute.jit
-    def _owner(self, a: BiasGradientArguments) -> _Owner:
-        """What this CTA has to do."""
-        index, _, _ = cute.arch.block_idx()
-        entries, blocks, heads, n_blocks = self._owners(a)
-        n_block, index = index % n_blocks, index // n_blocks
-        head, index = index % heads, index // heads
-        block, index = index % blocks, index // blocks
-        entry, split = index % entries, index // entries
-        pieces, splits = Int64(self._num_pieces(a)), a.numbers.splits
-        first, stop = (Int32(pieces * s // splits) for s in (split, split + 1))
-        return _Owner(entry, block, head, n_block, first, stop)
-
-    @cute.jit
-    def _num_pieces(self, a: BiasGradientArguments) -> Int32:
-        """Pieces that a tile is the sum of."""
-        n = a.numbers
-        entries, blocks = self.queries_of(a)
-        pieces = a.mQ.shape[-2] // a.mdBias.shape[1] * self._blocks_in(a)
-        pieces *= entries if n.sums_batch > 0 else Int32(1)
-        return pieces * (blocks if n.sums_queries > 0 else Int32(1))
-
-    @cute.jit
-    def _blocks_in(self, a: BiasGradientArguments) -> Int32:
-        """Blocks of keys that a tile is the sum of: all that a sequence can have, or its own."""
-        return cute.ceil_div(a.mBias.shape[3], self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
-
     @cute.kernel
     def kernel(
         self,
         mma: cute.TiledMma,
         tma: _Tma,
         a: BiasGradientArguments,
-        tables: _Tables | None,
+        tables: Tables | None,
         mStats: cute.Tensor,
         partial_sums: cute.Tensor | None,
         scales: ScoreScales,
@@ -307,9 +164,9 @@ class BiasGradientSm90:
             c.features.paired_bias,
             c.features.uniform_bias,
         )
-        pieces = _Pieces(
+        pieces = Pieces(
             Ring(storage.piece_barriers.data_ptr(), 2),
-            storage.pieces.get_tensor(cute.make_layout((_PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * _PIECE_FIELDS))),
+            storage.pieces.get_tensor(cute.make_layout((PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * PIECE_FIELDS))),
             c.features.packed,
         )
         if warp_idx == 0:
@@ -339,100 +196,33 @@ class BiasGradientSm90:
             self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
 
     @cute.jit
-    def _piece(self, a: BiasGradientArguments, tables: _Tables | None, owner: _Owner, i: Int32) -> _Piece:
-        """The i-th piece of this CTA's tile."""
-        c, f, n = self.config, self.config.features, a.numbers
-        heads_in, blocks_in = a.mQ.shape[-2] // a.mdBias.shape[1], self._blocks_in(a)
-        n_block, head = owner.n_block + i % blocks_in, owner.head + i // blocks_in % heads_in
-        nth = i // (blocks_in * heads_in)
-        _, rows = self.queries_of(a)
-        rows_in = rows if n.sums_queries > 0 else Int32(1)
-        entry, block = owner.entry + nth // rows_in, owner.block + nth % rows_in
-        batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
-        window = Window.of(f, a, q.length, k.length)
-        row = entry * rows + block if const_expr(f.packed) else block
-        num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(UNSEEN)
-        if const_expr(f.mask):
-            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
-                code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
-            seen, hides = code != UNSEEN, num_queries < c.tile_m
-        else:
-            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
-            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
-            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
-        return _Piece(
-            head=head,
-            batch=batch,
-            q=q,
-            k=k,
-            first_query=first_query,
-            first_key=n_block * c.tile_n,
-            first_block=first_block,
-            blind=blind,
-            seen=seen,
-            hides=hides,
-            code=code,
-        )
-
-    @cute.jit
-    def sequence(
-        self, a: BiasGradientArguments, entry: Int32, block: Int32
-    ) -> tuple[Int32 | int, SeqRows, SeqRows, Int32, Int32, Int32]:
-        """Where a tile of queries of an entry is: batch, queries and keys, first query, first block, blind ones."""
-        c, f, n = self.config, self.config.features, a.numbers
-        first_query, first_block, blind = block * c.tile_m, Int32(0), Int32(0)
-        if const_expr(f.packed):
-            batch = 0
-            q, k = SeqRows(Int32(0), Int32(0), Int32(0)), SeqRows(Int32(0), Int32(0), Int32(0))
-            if n.entries > 0:
-                # The last of the entry's sequences has all keys, and the one before it the queries that see none.
-                sequence = (entry + 1) * n.sequences_an_entry - 1
-                last = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, sequence)
-                start = entry * n.rows_a_slot
-                blind = last.start - start
-                q, k = SeqRows(start, blind + last.length, n.rows_a_slot), keys_of(a, sequence)
-                first_block = packed_block(last.start, sequence, c.stats_m)
-            else:
-                order = tiles.Order(last_first=False)
-                work, rows_q = tiles.row_tile(block, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
-                length = Int32(0)
-                if work.batch >= 0:
-                    k = keys_of(a, work.batch)
-                    first_block = packed_block(rows_q.start, work.batch, c.stats_m)
-                    length = rows_q.length
-                q, first_query = SeqRows(rows_q.start, length, rows_q.slot), work.first_row
-        else:
-            batch = entry
-            q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
-            first_block = batch * cute.ceil_div(q.length, c.stats_m)
-        return batch, q, k, first_query, first_block, blind
-
-    @cute.jit
     def producer(
         self,
         a: BiasGradientArguments,
-        tables: _Tables | None,
+        tables: Tables | None,
         tma: _Tma,
         operands: list[cute.Tensor],
         qk: Ring,
         dov: Ring,
-        pieces: _Pieces,
+        pieces: Pieces,
     ) -> None:
         """Warp 0: tells of pieces, and loads what the mma warpgroups multiply."""
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]
-        step, owner = Int32(0), self._owner(a)
+        step, owner = Int32(0), self.map.owner(a)
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
             if i % 32 == 0:
                 pieces.ring.wait_empty(i // 32)  # from all others
                 if const_expr(c.features.packed):
                     # One after the other: to find out whose rows they are takes the whole warp.
                     for j in cutlass.range(cutlass.min(owner.stop - owner.first - i, 32), unroll=1):
-                        pieces.tell(i + j, self._piece(a, tables, owner, owner.first + i + j))
+                        pieces.tell(i + j, self.map.piece(a, tables, owner, owner.first + i + j))
                 else:
                     # Behind the last one stands any.
                     j = cute.arch.lane_idx()
-                    pieces.tell(i + j, self._piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
+                    pieces.tell(
+                        i + j, self.map.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1))
+                    )
                 pieces.ring.arrive(i // 32)  # to all others
             p = pieces.told(i)
             if p.seen:
@@ -454,27 +244,16 @@ class BiasGradientSm90:
     @cute.jit
     def bias_producer(self, a: BiasGradientArguments, shared: SharedBias) -> None:
         """Warps 1 to 3: the tile's bias. All pieces have the same, as it is broadcast over what they differ in."""
-        owner = self._owner(a)
+        owner = self.map.owner(a)
         num_columns = cutlass.min(a.mBias.shape[3] - owner.n_block * self.config.tile_n, self.config.tile_n)
-        rows = self._rows(a, owner)
+        rows = self.map.rows_of_bias(a, owner)
         shared.load(Int32(0), rows, owner.n_block * self.config.tile_n, num_columns, cute.arch.thread_idx()[0] - 32)
-
-    @cute.jit
-    def _rows(self, a: BiasGradientArguments, owner: _Owner) -> RowsOfScores:
-        """The tile's rows of the bias: all that its sequence owns."""
-        batch, q, _, first_query, _, _ = self.sequence(a, owner.entry, owner.block)
-        num_rows = cutlass.min(q.slot - first_query, self.config.tile_m)
-        if a.numbers.sums_queries > 0:  # one for all queries, whatever sequence the first tile is of
-            num_rows = Int32(1)
-            if a.numbers.entries == 0:
-                q, first_query = SeqRows(Int32(0), q.length, q.slot), Int32(0)
-        return RowsOfScores(q, batch, owner.head, first_query, num_rows, 1)
 
     @cute.jit
     def mma(
         self,
         a: BiasGradientArguments,
-        tables: _Tables | None,
+        tables: Tables | None,
         mma: cute.TiledMma,
         mStats: cute.Tensor,
         partial_sums: cute.Tensor | None,
@@ -482,7 +261,7 @@ class BiasGradientSm90:
         operands: list[cute.Tensor],
         qk: Ring,
         dov: Ring,
-        pieces: _Pieces,
+        pieces: Pieces,
         shared: SharedBias,
         sums: cute.Tensor,
     ) -> None:
@@ -502,8 +281,8 @@ class BiasGradientSm90:
         cS = own.partition_C(cute.make_identity_tensor((64, c.tile_n)))
         coordinates = rows_and_columns(cS)
         acc_dB.fill(0.0)
-        step, owner = Int32(0), self._owner(a)
-        rows = self._rows(a, owner)
+        step, owner = Int32(0), self.map.owner(a)
+        rows = self.map.rows_of_bias(a, owner)
         if const_expr(c.bias_pitch):
             shared.ring.wait_full(Int32(0))  # from warps 1 to 3
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
@@ -573,10 +352,10 @@ class BiasGradientSm90:
                 for j in cutlass.range_constexpr(4):
                     numbers[i, j] = numbers[i, j] + four[j]
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-        self._write(a, self._owner(a), acc_dB, coordinates, thread, sums)
+        self._write(a, self.map.owner(a), acc_dB, coordinates, thread, sums)
 
     @cute.jit
-    def _stats(self, mStats: cute.Tensor, p: _Piece, first_row: Int32, coordinates: cute.Tensor) -> cute.Tensor:
+    def _stats(self, mStats: cute.Tensor, p: Piece, first_row: Int32, coordinates: cute.Tensor) -> cute.Tensor:
         """(row, lse and delta) of this thread's rows of a piece."""
         stats = cute.make_rmem_tensor((cute.size(coordinates, mode=[0]), 2), Float32)
         for r in cutlass.range_constexpr(cute.size(stats, mode=[0])):
@@ -605,7 +384,7 @@ class BiasGradientSm90:
     def _write(
         self,
         a: BiasGradientArguments,
-        owner: _Owner,
+        owner: Owner,
         acc_dB: cute.Tensor,
         coordinates: cute.Tensor,
         thread: Int32,
@@ -615,7 +394,7 @@ class BiasGradientSm90:
         c, n, mdBias = self.config, a.numbers, a.mdBias
         total = rows_and_columns(acc_dB)
         num_rows, num_columns = cute.size(total, mode=[0]), cute.size(total, mode=[1])
-        batch, q, _, first_query, _, _ = self.sequence(a, owner.entry, owner.block)
+        batch, q, _, first_query, _, _ = self.map.sequence(a, owner.entry, owner.block)
         lane, w = cute.arch.lane_idx(), thread // 128
         if n.sums_keys > 0:
             for r in cutlass.range_constexpr(num_rows):
@@ -660,23 +439,3 @@ class BiasGradientSm90:
                         column = first_column + (i // 2 * 8 + i % 2)
                         if column < mdBias.shape[3]:
                             gR[column] = total[r, i].to(mdBias.element_type)
-
-
-class _PieceTiles(MaskTiles):
-    """The mask of all pieces: those of an entry are numbered within it."""
-
-    def __init__(self, config: BiasGradientConfig, pieces: BiasGradientSm90):
-        super().__init__(config)
-        self.pieces = pieces
-
-    def tiles_a_set(self, a: BiasGradientArguments) -> Int32:
-        """See ``MaskTiles``."""
-        return Sharing.of(a.numbers).tiles
-
-    @cute.jit
-    def tile_of(self, a: BiasGradientArguments, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
-        """See ``MaskTiles``."""
-        _, rows = self.pieces.queries_of(a)
-        entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
-        _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)
-        return q, k, first_query, tile

@@ -1,0 +1,277 @@
+"""What the kernel of a bias's gradient works on (``bias_gradient``): tiles of the gradient, and pieces of them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing
+from flash_attn_cute.kernels.common.blocks import Blocks, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores
+from flash_attn_cute.kernels.common.score_tensors import keys_of
+from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
+from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
+
+PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tile of scores."""
+
+    head: Int32
+    batch: Int32 | int  # 0 if packed
+    q: SeqRows
+    k: SeqRows
+    first_query: Int32
+    first_key: Int32
+    first_block: Int32  # of its sequence, in the workspace
+    blind: Int32  # so many first queries are not in the workspace: they see no key
+    seen: Boolean  # by some query
+    hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
+    code: Int32  # under a mask: where the bits are that say what is hidden
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory."""
+        flags = Int32(self.seen) | Int32(self.hides) << 1
+        where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.blind
+        rows = self.q.start, self.q.length, self.k.start, self.k.length
+        for i, value in enumerate((flags, self.code, *where, *rows)):
+            fields[i] = value
+
+    @staticmethod
+    def read(packed: bool, fields: cute.Tensor) -> "Piece":
+        """From shared memory."""
+        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (fields[i] for i in range(12))
+        q_start, q_length, k_start, k_length = rows
+        return Piece(
+            head=head,
+            batch=0 if packed else batch,
+            q=SeqRows(q_start, q_length),
+            k=SeqRows(k_start, k_length),
+            first_query=first_query,
+            first_key=first_key,
+            first_block=first_block,
+            blind=blind,
+            seen=flags & 1 != 0,
+            hides=flags & 2 != 0,
+            code=code,
+        )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All pieces of a CTA, as those who do not load learn of them: 32 at a time."""
+
+    ring: Ring
+    fields: cute.Tensor  # (field, piece of a stage, stage)
+    packed: cutlass.Constexpr
+
+    def tell(self, nth: Int32, piece: Piece) -> None:
+        """By some lane of warp 0."""
+        piece.write(self.fields[None, nth % 32, self.ring.stage(nth // 32)])
+
+    @cute.jit
+    def learn(self, nth: Int32) -> Piece:
+        """By a warp: the nth piece; the first of a batch when warp 0 has told of it."""
+        batch = nth // 32
+        if nth % 32 == 0:
+            self.ring.wait_full(batch)  # from warp 0
+        return self.told(nth)
+
+    def told(self, nth: Int32) -> Piece:
+        """The nth piece, of which warp 0 has told."""
+        return Piece.read(self.packed, self.fields[None, nth % 32, self.ring.stage(nth // 32)])
+
+    @cute.jit
+    def forget(self, nth: Int32) -> None:
+        """By a warp, behind the nth piece: with the last of a batch others may come."""
+        if nth % 32 == 31:
+            self.ring.release(nth // 32)  # to warp 0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A CTA's tile of the gradient, and its share of what that is the sum of."""
+
+    entry: Int32
+    block: Int32  # of queries
+    head: Int32
+    n_block: Int32
+    first: Int32  # piece
+    stop: Int32
+
+
+class Tables(NamedTuple):
+    """What a mask says (``common.block_lists``)."""
+
+    mCodes: cute.Tensor  # (row, block of keys)
+    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
+
+
+class PieceMap:
+    """Which tile of the gradient is whose, and where the pieces are that make it up."""
+
+    def __init__(self, config: BiasGradientConfig):
+        self.config = config
+
+    @cute.jit
+    def queries_of(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
+        """Entries of the batch, and tiles of queries of each; user's packed sequences are one entry."""
+        entries, blocks = Int32(1), tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
+        if const_expr(not self.config.features.packed):
+            entries = Int32(a.mQ.shape[0])
+            blocks = blocks // entries
+        elif a.numbers.entries > 0:
+            entries = a.numbers.entries
+            blocks = cute.ceil_div(a.numbers.rows_a_slot, self.config.tile_m)
+        return entries, blocks
+
+    @cute.jit
+    def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
+        """Tiles of the gradient: over batch, queries, heads and keys."""
+        c, n = self.config, a.numbers
+        entries, blocks = self.queries_of(a)
+        entries = Int32(1) if n.sums_batch > 0 else entries
+        blocks = Int32(1) if n.sums_queries > 0 else blocks
+        return entries, blocks, a.mdBias.shape[1], cute.ceil_div(a.mdBias.shape[3], c.tile_n)
+
+    @cute.jit
+    def num_owners(self, a: BiasGradientArguments) -> Int32:
+        """CTAs, but for splits."""
+        entries, blocks, heads, n_blocks = self._owners(a)
+        return entries * blocks * heads * n_blocks
+
+    @cute.jit
+    def owner(self, a: BiasGradientArguments) -> Owner:
+        """What this CTA has to do."""
+        index, _, _ = cute.arch.block_idx()
+        entries, blocks, heads, n_blocks = self._owners(a)
+        n_block, index = index % n_blocks, index // n_blocks
+        head, index = index % heads, index // heads
+        block, index = index % blocks, index // blocks
+        entry, split = index % entries, index // entries
+        pieces, splits = Int64(self._num_pieces(a)), a.numbers.splits
+        first, stop = (Int32(pieces * s // splits) for s in (split, split + 1))
+        return Owner(entry, block, head, n_block, first, stop)
+
+    @cute.jit
+    def _num_pieces(self, a: BiasGradientArguments) -> Int32:
+        """Pieces that a tile is the sum of."""
+        n = a.numbers
+        entries, blocks = self.queries_of(a)
+        pieces = a.mQ.shape[-2] // a.mdBias.shape[1] * self._blocks_in(a)
+        pieces *= entries if n.sums_batch > 0 else Int32(1)
+        return pieces * (blocks if n.sums_queries > 0 else Int32(1))
+
+    @cute.jit
+    def _blocks_in(self, a: BiasGradientArguments) -> Int32:
+        """Blocks of keys that a tile is the sum of: all that a sequence can have, or its own."""
+        return cute.ceil_div(a.mBias.shape[3], self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
+
+    @cute.jit
+    def piece(self, a: BiasGradientArguments, tables: Tables | None, owner: Owner, i: Int32) -> Piece:
+        """The i-th piece of this CTA's tile."""
+        c, f, n = self.config, self.config.features, a.numbers
+        heads_in, blocks_in = a.mQ.shape[-2] // a.mdBias.shape[1], self._blocks_in(a)
+        n_block, head = owner.n_block + i % blocks_in, owner.head + i // blocks_in % heads_in
+        nth = i // (blocks_in * heads_in)
+        _, rows = self.queries_of(a)
+        rows_in = rows if n.sums_queries > 0 else Int32(1)
+        entry, block = owner.entry + nth // rows_in, owner.block + nth % rows_in
+        batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
+        window = Window.of(f, a, q.length, k.length)
+        row = entry * rows + block if const_expr(f.packed) else block
+        num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(UNSEEN)
+        if const_expr(f.mask):
+            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
+                code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
+            seen, hides = code != UNSEEN, num_queries < c.tile_m
+        else:
+            blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
+            seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop
+            hides = num_queries < c.tile_m or blocks.crosses_left(n_block) or blocks.crosses_right(n_block)
+        return Piece(
+            head=head,
+            batch=batch,
+            q=q,
+            k=k,
+            first_query=first_query,
+            first_key=n_block * c.tile_n,
+            first_block=first_block,
+            blind=blind,
+            seen=seen,
+            hides=hides,
+            code=code,
+        )
+
+    @cute.jit
+    def sequence(
+        self, a: BiasGradientArguments, entry: Int32, block: Int32
+    ) -> tuple[Int32 | int, SeqRows, SeqRows, Int32, Int32, Int32]:
+        """Where a tile of queries of an entry is: batch, queries and keys, first query, first block, blind ones."""
+        c, f, n = self.config, self.config.features, a.numbers
+        first_query, first_block, blind = block * c.tile_m, Int32(0), Int32(0)
+        if const_expr(f.packed):
+            batch = 0
+            q, k = SeqRows(Int32(0), Int32(0), Int32(0)), SeqRows(Int32(0), Int32(0), Int32(0))
+            if n.entries > 0:
+                # The last of the entry's sequences has all keys, and the one before it the queries that see none.
+                sequence = (entry + 1) * n.sequences_an_entry - 1
+                last = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, sequence)
+                start = entry * n.rows_a_slot
+                blind = last.start - start
+                q, k = SeqRows(start, blind + last.length, n.rows_a_slot), keys_of(a, sequence)
+                first_block = packed_block(last.start, sequence, c.stats_m)
+            else:
+                order = tiles.Order(last_first=False)
+                work, rows_q = tiles.row_tile(block, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
+                length = Int32(0)
+                if work.batch >= 0:
+                    k = keys_of(a, work.batch)
+                    first_block = packed_block(rows_q.start, work.batch, c.stats_m)
+                    length = rows_q.length
+                q, first_query = SeqRows(rows_q.start, length, rows_q.slot), work.first_row
+        else:
+            batch = entry
+            q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
+            first_block = batch * cute.ceil_div(q.length, c.stats_m)
+        return batch, q, k, first_query, first_block, blind
+
+    @cute.jit
+    def rows_of_bias(self, a: BiasGradientArguments, owner: Owner) -> RowsOfScores:
+        """The tile's rows of the bias: all that its sequence owns."""
+        batch, q, _, first_query, _, _ = self.sequence(a, owner.entry, owner.block)
+        num_rows = cutlass.min(q.slot - first_query, self.config.tile_m)
+        if a.numbers.sums_queries > 0:  # one for all queries, whatever sequence the first tile is of
+            num_rows = Int32(1)
+            if a.numbers.entries == 0:
+                q, first_query = SeqRows(Int32(0), q.length, q.slot), Int32(0)
+        return RowsOfScores(q, batch, owner.head, first_query, num_rows, 1)
+
+
+class PieceTiles(MaskTiles):
+    """The mask of all pieces: those of an entry are numbered within it."""
+
+    def __init__(self, config: BiasGradientConfig, pieces: PieceMap):
+        super().__init__(config)
+        self.pieces = pieces
+
+    def tiles_a_set(self, a: BiasGradientArguments) -> Int32:
+        """See ``MaskTiles``."""
+        return Sharing.of(a.numbers).tiles
+
+    @cute.jit
+    def tile_of(self, a: BiasGradientArguments, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
+        """See ``MaskTiles``."""
+        _, rows = self.pieces.queries_of(a)
+        entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
+        _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)
+        return q, k, first_query, tile
