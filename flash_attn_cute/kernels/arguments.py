@@ -102,8 +102,7 @@ class ForwardArguments(NamedTuple):
     mSink: Annotated[Any, Argument(FLOATS, when="features.sink")]  # (heads,)
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _BIAS]
-    # Of the configuration's ``workspace_size``; holds anything.
-    mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]
+    mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     numbers: ForwardNumbers
 

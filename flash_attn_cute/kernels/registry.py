@@ -16,10 +16,11 @@ from flash_attn_cute.kernels.sm90 import config as sm90
 class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
-    # From dtype's name, d, d_v and ``Features`` (forward also group=) to a configuration: a frozen dataclass with the
-    # attributes dtype, tile_d and features, whose class tells its ``architecture`` and ``pass_name``. Backends read
-    # more: persistent (forward); tile_m, tile_n, ctas_a_tile, reverses_last and workspace_size() (backward), whose
-    # features say whether its kernel writes a bias's gradient.
+    # From dtype's name, d, d_v and ``Features`` (forward also group=, of a bias's gradient split=) to a configuration:
+    # a frozen dataclass with the attributes dtype, tile_d and features, whose class tells its ``architecture`` and
+    # ``pass_name``. Backends read more: tile_m and tile_n; persistent, group and parts() (forward); ctas_a_tile,
+    # reverses_last and workspace_size() (backward), whose features say whether its kernel writes a bias's gradient;
+    # mask_tile (of that gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

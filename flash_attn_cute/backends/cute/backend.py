@@ -101,14 +101,14 @@ class CuteBackend:
             given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
             few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
-            shapes = _forward_shapes(given.q.shape, k_shape, _num_sequences(given), few_queries, _layout(given))
+            shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, _layout(given))
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences:
             repacked = _runs_packed(spec, inputs) and not spec.packed
             layout = _layout(inputs, bias, is_repacked=repacked)
             given = as_packed(inputs) if repacked else inputs
-            num_sequences = 0 if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
+            num_sequences = _num_sequences(given)
             if may_have_blind(given, spec.window_right):
                 num_sequences *= 2
             shapes = plan.Shapes(given.q.shape, given.k.shape, num_sequences, given.max_seqlen_q, False, layout)
@@ -215,7 +215,7 @@ class CuteBackend:
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
         launch = self._prepare_forward(
-            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
+            spec, q.shape, k.shape, _num_listed(inputs), few_queries, _layout(inputs), q.device
         )
         workspace = None
         if launch.plan.workspace_size:
@@ -261,7 +261,7 @@ class CuteBackend:
             spec,
             q.shape,
             k.shape,
-            0 if offsets_q is None else offsets_q.shape[0] - 1,
+            _num_sequences(inputs),
             inputs.max_seqlen_q,
             dlse is not None,
             layout,
@@ -301,12 +301,12 @@ class CuteBackend:
         entries = sequences = 0
         if inputs.cu_seqlens_q is not None and not spec.packed:
             entries = given.mBias.shape[0]
-            sequences = (inputs.cu_seqlens_q.shape[0] - 1) // entries
+            sequences = _num_sequences(inputs) // entries
         launch = self._prepare_bias_gradient(
             spec,
             inputs.q.shape,
             inputs.k.shape,
-            0 if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1,
+            _num_sequences(inputs),
             done.layout,
             done.plan,
             (entries, sequences),
@@ -441,8 +441,13 @@ def _forward_shapes(
 
 
 def _num_sequences(inputs: AttentionInputs) -> int:
-    """As forward plans know it: how many there are matters under a mask alone."""
-    return 0 if inputs.mask is None or inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1
+    """Packed ones; 0 of dense calls."""
+    return 0 if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1
+
+
+def _num_listed(inputs: AttentionInputs) -> int:
+    """Those whose tiles have lists of blocks: how many there are matters to forward plans under a mask alone."""
+    return 0 if inputs.mask is None else _num_sequences(inputs)
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:

@@ -47,6 +47,10 @@ class ScoreLayout(NamedTuple):
     mask_keys: int = 1  # of the mask; at least 1
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
 
+    def mask_blocks(self, keys: int) -> int:
+        """Blocks of so many keys of the mask."""
+        return -(-self.mask_keys // keys)
+
 
 class Shapes(NamedTuple):
     """What a plan goes by besides a spec: q's and k's shapes, as kernels get them, and what else comes with them."""
@@ -137,7 +141,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     numbers = ForwardNumbers(**_numbers(spec, shapes, sharing), heads_in_cache=heads_in_cache, num_sms=num_sms)
     size = 0
     if spec.has_mask:
-        size = workspace_bytes(config.parts(math.prod(sharing), -(-shapes.scores.mask_keys // config.tile_n)))
+        size = workspace_bytes(config.parts(math.prod(sharing), shapes.scores.mask_blocks(config.tile_n)))
     return ForwardPlan(config, numbers, size)
 
 
@@ -184,7 +188,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     shares = group > heads_a_tile
     mask = None
     if spec.has_mask:
-        blocks = -(-shapes.scores.mask_keys // config.tile_n)
+        blocks = shapes.scores.mask_blocks(config.tile_n)
         sets = sharing[0] * sharing[1]
         mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
     size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares)
@@ -240,9 +244,7 @@ def plan_bias_gradient(
     )
     tables = sums = 0
     if spec.has_mask:
-        tables = workspace_bytes(
-            config.mask_tile.parts(math.prod(sharing), -(-shapes.scores.mask_keys // config.tile_n))
-        )
+        tables = workspace_bytes(config.mask_tile.parts(math.prod(sharing), shapes.scores.mask_blocks(config.tile_n)))
     if splits > 1:
         sums = 4 * owners * splits * config.tile_m * config.tile_n
     return BiasGradientPlan(config, numbers, tables, sums)

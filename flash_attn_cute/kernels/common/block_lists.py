@@ -33,11 +33,20 @@ class Sharing(NamedTuple):
     @property
     def total(self) -> Int32:
         """Of all."""
-        return self.batch * self.heads * self.tiles
+        return self.sets * self.tiles
+
+    @property
+    def sets(self) -> Int32:
+        """Of batch entries and heads that do not see alike."""
+        return self.batch * self.heads
+
+    def set_of(self, batch: Int32 | int, head: Int32) -> Int32:
+        """That of an entry and head."""
+        return batch % self.batch * self.heads + head % self.heads
 
     def number(self, batch: Int32 | int, head: Int32, tile: Int32) -> Int32:
         """That of a tile."""
-        return (batch % self.batch * self.heads + head % self.heads) * self.tiles + tile % self.tiles
+        return self.set_of(batch, head) * self.tiles + tile % self.tiles
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ class WorkTile:
     block: Int32
     in_last: Boolean | None = None
 
+    def listed(self, packed: bool, tile_rows: int) -> Int32:
+        """The tile's number among those that have lists: packed ones over all sequences, dense ones within an entry."""
+        return self.block if packed else self.first_row // tile_rows
+
 
 @dataclass(frozen=True)
 class Order:

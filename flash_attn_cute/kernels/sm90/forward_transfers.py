@@ -152,9 +152,7 @@ class Transfers:
         if const_expr(c.features.mask):
             first, num = Int32(0), Int32(0)
             if num_queries > 0:
-                # Packed tiles are numbered over all sequences, dense ones within a batch entry.
-                block = work.block if const_expr(packed) else work.first_row // queries
-                number = Sharing.of(a.numbers).number(batch, work.head, block)
+                number = Sharing.of(a.numbers).number(batch, work.head, work.listed(packed, queries))
                 first, num = tables.mLists[number, 0], tables.mLists[number, 1]
             blocks = BlockList(first, num)
         else:

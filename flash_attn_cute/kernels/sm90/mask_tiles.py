@@ -39,7 +39,7 @@ class MaskTiles:
             stream: where.
         """
         sharing = Sharing.of(a.numbers)
-        grid = sharing.batch * sharing.heads * self.tiles_a_set(a) * mCodes.shape[1]
+        grid = sharing.sets * self.tiles_a_set(a) * mCodes.shape[1]
         self.kernel(a, mCodes, mBits).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
     def tiles_a_set(self, a: Any) -> Int32:

@@ -99,6 +99,21 @@ class SharedElements:
         return pair[c % 2]
 
 
+def bias_elements(
+    shared: SharedBias,
+    step: Int32,
+    rows: RowsOfScores,
+    place: Place,
+    first_row: Int32,
+    coordinates: cute.Tensor,
+    clips_columns: bool,
+) -> Elements | SharedElements:
+    """From where a bias is read: its stage, if it comes through shared memory. Arguments as in ``add_bias_rows``."""
+    if shared.pitch:
+        return SharedElements(shared, step, rows, first_row, coordinates)
+    return Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns)
+
+
 @cute.jit
 def add_bias(
     acc_S: cute.Tensor, scales: ScoreScales, bias: cutlass.Constexpr, columns: cutlass.Constexpr = None
@@ -136,13 +151,11 @@ def add_bias_rows(
         first_row: the warpgroup's, of the tile's.
         clips_columns: whether columns may be behind the sequence's end.
     """
-    coordinates = rows_and_columns(cS)
     if const_expr(shared.pitch):
         shared.ring.wait_full(step)  # from those who load
-        add_bias(acc_S, scales, SharedElements(shared, step, rows, first_row, coordinates))
+    add_bias(acc_S, scales, bias_elements(shared, step, rows, place, first_row, rows_and_columns(cS), clips_columns))
+    if const_expr(shared.pitch):
         shared.ring.release(step)  # to those who load
-    else:
-        add_bias(acc_S, scales, Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns))
 
 
 @cute.jit

@@ -55,7 +55,7 @@ from flash_attn_cute.kernels.sm90.backward.bias_pieces import (
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Elements, Place, SharedElements, add_bias, cap, hide, hide_by_bits
+from flash_attn_cute.kernels.sm90.scores import Place, add_bias, bias_elements, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
@@ -311,10 +311,7 @@ class BiasGradientSm90:
                 )
                 if const_expr(f.softcap):
                     cap(acc_S, scales.tanh)
-                if const_expr(c.bias_pitch):
-                    add_bias(acc_S, scales, SharedElements(shared, Int32(0), rows, 64 * w, coordinates))
-                else:
-                    add_bias(acc_S, scales, Elements(shared.tensors, place, coordinates, 1, True))
+                add_bias(acc_S, scales, bias_elements(shared, Int32(0), rows, place, 64 * w, coordinates, True))
                 if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                     if p.code >= 0:
                         hide_by_bits(acc_S, words, hidden(scales.log2))

@@ -43,8 +43,8 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
         num_adding = Int32(0)
         if work.first_row < rows.length:
             if const_expr(f.mask):
-                row = work.block if const_expr(f.packed) else work.first_row // c.tile_m
-                num_adding = num_adding_of(a, ws, Int32(0) if const_expr(f.packed) else work.batch, work.head, row)
+                batch = Int32(0) if const_expr(f.packed) else work.batch
+                num_adding = num_adding_of(a, ws, batch, work.head, work.listed(f.packed, c.tile_m))
             else:
                 num_adding = _num_adding(c, a, work, rows.length)
         if num_adding > 0:

@@ -23,9 +23,9 @@ def mask_sizes(config: BackwardConfig, a: BackwardArguments) -> MaskSizes | None
     if not config.features.mask:
         return None
     sharing, blocks = Sharing.of(a.numbers), num_blocks(a.mMask, config.tile_n)
-    sets, packed = sharing.batch * sharing.heads, config.features.packed
+    packed = config.features.packed
     m_blocks = a.numbers.num_m_blocks if packed else cute.ceil_div(a.mQ.shape[1], config.tile_m)
-    return MaskSizes(sets, sharing.tiles, m_blocks, blocks, a.numbers.num_n_blocks if packed else blocks)
+    return MaskSizes(sharing.sets, sharing.tiles, m_blocks, blocks, a.numbers.num_n_blocks if packed else blocks)
 
 
 @cute.jit
@@ -56,7 +56,7 @@ def list_of(
 ) -> tuple[Int32, Int32]:
     """The first entry and the length of the list of a tile of keys, which is numbered over all sequences."""
     sharing, sizes = Sharing.of(a.numbers), mask_sizes(config, a)
-    number = (batch % sharing.batch * sharing.heads + head % sharing.heads) * sizes.key_tiles + tile % sizes.key_tiles
+    number = sharing.set_of(batch, head) * sizes.key_tiles + tile % sizes.key_tiles
     return ws.mLists[number, 0], ws.mLists[number, 1]
 
 

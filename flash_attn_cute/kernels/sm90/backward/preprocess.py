@@ -82,9 +82,7 @@ class Preprocess:
                 ws.mStats[1, work.head, work.block, permuted(within)] = delta
         if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < 32:
-                # Packed blocks are numbered over all sequences, dense ones within a batch entry.
-                row = work.block if const_expr(self.packed) else work.first_row // self.tile_m
-                order_row(a, ws, batch, work.head, row)
+                order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
         if const_expr(ws.mTurnsQ is not None):
             if thread < ws.mTurnsQ.shape[0]:
                 ws.mTurnsQ[thread, work.head, work.block] = Int32(0)
