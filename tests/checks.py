@@ -18,6 +18,11 @@ from tests.oracle import Call
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+# What each backend is tested on, where one test serves all.
+DEVICES = {"portable": "cpu", "sm90": "cuda"}
+DTYPES = {"portable": torch.float32, "sm90": torch.bfloat16}
+on_each_backend = pytest.mark.parametrize("backend", ["portable", pytest.param("sm90", marks=needs_hopper)])
+packed_or_dense = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 
 Results = dict[str, Tensor]
 

@@ -16,6 +16,7 @@ import torch
 from flash_attn_cute import dispatch, flash_attn_varlen_func
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.checks import (
+    DEVICES,
     Results,
     assert_matches_oracle,
     bits,
@@ -53,7 +54,6 @@ CASES: dict[str, Case] = {
     for j, mask in enumerate(MASKS)
     for heads, packed in [(HEADS[(i + j) % 3], (i + j // 3) % 2 == 0)]
 }
-DEVICES = {"portable": "cpu", "sm90": "cuda"}
 # On a CPU the least d will do to see that the tests work.
 on_both = pytest.mark.parametrize(
     ("backend", "head_dim"), [("portable", 64), *(pytest.param("sm90", d, marks=needs_hopper) for d in HEAD_DIMS)]
