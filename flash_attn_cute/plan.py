@@ -66,6 +66,22 @@ def recall(
     return plan
 
 
+def with_window_inside(
+    tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options
+) -> tuple[BlockMask | None, Options]:
+    """The block mask of a dense batch with the call's window in it, and options without one.
+
+    Not if lengths differ within the batch, or are those of packed sequences: there it is another window for each.
+    """
+    has_window = options.window_left is not None or options.window_right is not None
+    seqused = tensors[5:7]
+    if block_mask is None or not has_window or bounds or any(x is not None for x in seqused):
+        return block_mask, options
+    validate.check_type_of_block_mask(block_mask)
+    merged = block_mask.within(options.window_left, options.window_right)
+    return merged, options._replace(window_left=None, window_right=None)
+
+
 def check(
     tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, device: torch.device | None = None
 ) -> AttentionInputs:

@@ -47,6 +47,7 @@ FLOATS, INTS = Kind("Float32", rank=1), Kind("Int32", rank=1)
 BYTES = Kind("Uint8", rank=1, align=PART_ALIGN, wide=True)
 FLOAT, INT = Kind("Float32"), Kind("Int32")
 MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
+BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
 BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
 
@@ -69,7 +70,21 @@ _USED_K = Argument(INTS, when="features.seqused_k")
 _MASK = Argument(MASK, when="features.mask")  # 0: hidden
 _BIAS = Argument(BIAS, when="features.bias")
 _ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
-_OF_MASK = Argument(INT, when="features.mask")
+_OF_LISTS = Argument(INT, when="features.listed")
+_OF_BLOCKS = Argument(INT, when="features.block_mask")
+_TABLE = Argument(INTS, when="features.block_mask")
+
+
+class BlockArguments(NamedTuple):
+    """The tables of a block mask (``spec.BlockTables``), flattened, from the side that a pass walks from.
+
+    Forward, and for the gradient of a bias, those of its rows; backward those of its columns.
+    """
+
+    mSpans: Annotated[Any, _TABLE]  # (lists, first entry and how many)
+    mEntries: Annotated[Any, _TABLE]  # (entries, block and tile; backward also the turn)
+    mTiles: Annotated[Any, _TABLE]  # (tiles, 128 queries, 4 words)
+    mBits: Annotated[Any, Argument(BITS, when="features.block_mask")]  # room for the same in the order of registers
 
 
 class ForwardNumbers(NamedTuple):
@@ -80,9 +95,10 @@ class ForwardNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]  # query rows of an entry of mask and bias
-    lists_batch: Annotated[Any, _OF_MASK]  # lists of blocks there are over the batch, heads and tiles of queries;
-    lists_heads: Annotated[Any, _OF_MASK]  # 1 where all share them
-    lists_tiles: Annotated[Any, _OF_MASK]
+    lists_batch: Annotated[Any, _OF_LISTS]  # lists of blocks there are over the batch, heads and tiles of queries;
+    lists_heads: Annotated[Any, _OF_LISTS]  # 1 where all share them
+    lists_tiles: Annotated[Any, _OF_LISTS]
+    lists_group: Annotated[Any, _OF_BLOCKS]  # heads that follow each other and share the lists of a block mask
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together
     num_sms: Annotated[Any, _INT]  # as many CTAs, where a CTA takes several tiles
 
@@ -104,6 +120,7 @@ class ForwardArguments(NamedTuple):
     mBias: Annotated[Any, _BIAS]
     mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
+    blocks: BlockArguments
     numbers: ForwardNumbers
 
 
@@ -115,9 +132,12 @@ class BackwardNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]
-    lists_batch: Annotated[Any, _OF_MASK]
-    lists_heads: Annotated[Any, _OF_MASK]
-    lists_tiles: Annotated[Any, _OF_MASK]
+    lists_batch: Annotated[Any, _OF_LISTS]
+    lists_heads: Annotated[Any, _OF_LISTS]
+    lists_tiles: Annotated[Any, _OF_LISTS]
+    lists_group: Annotated[Any, _OF_BLOCKS]
+    orders_batch: Annotated[Any, _OF_BLOCKS]  # launch orders there are over the batch and key heads, likewise
+    orders_heads: Annotated[Any, _OF_BLOCKS]
     num_m_blocks: Annotated[Any, _INT]  # of a head, over all sequences, in the workspace
     num_n_blocks: Annotated[Any, _INT]
     heads_in_cache: Annotated[Any, _INT]  # heads whose tiles run together: a section
@@ -148,6 +168,11 @@ class BackwardArguments(NamedTuple):
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _ANY_BIAS]
     mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
+    blocks: BlockArguments
+    # Of a block mask, flattened: blocks of keys as they are launched, of batch entries and key heads that differ, and
+    # how many tiles add to each block of queries, of lists that differ.
+    mOrder: Annotated[Any, _TABLE]
+    mContributors: Annotated[Any, replace(_TABLE, kind=replace(INTS, strided=True))]
     numbers: BackwardNumbers
 
 
@@ -159,9 +184,10 @@ class BiasGradientNumbers(NamedTuple):
     window_left: Annotated[Any, _INT]
     window_right: Annotated[Any, _INT]
     rows_a_slot: Annotated[Any, _INT]
-    lists_batch: Annotated[Any, _OF_MASK]
-    lists_heads: Annotated[Any, _OF_MASK]
-    lists_tiles: Annotated[Any, _OF_MASK]
+    lists_batch: Annotated[Any, _OF_LISTS]
+    lists_heads: Annotated[Any, _OF_LISTS]
+    lists_tiles: Annotated[Any, _OF_LISTS]
+    lists_group: Annotated[Any, _OF_BLOCKS]
     num_m_blocks: Annotated[Any, _INT]  # as in the backward pass
     entries: Annotated[Any, _INT]  # of a dense batch that the kernels get packed, in equal slots; else 0
     sequences_an_entry: Annotated[Any, _INT]  # of such a batch
@@ -188,6 +214,7 @@ class BiasGradientArguments(NamedTuple):
     mBias: Annotated[Any, _BIAS]
     mTables: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     mSums: Annotated[Any, Argument(BYTES, when="split")]  # and for the sums of CTAs that share a tile
+    blocks: BlockArguments
     numbers: BiasGradientNumbers
 
 

@@ -29,6 +29,7 @@ class Features:
     sink: bool = _flag("one more logit a head in the denominator", only="forward")
     mask: bool = _flag("a tensor says which scores are hidden; lists of blocks and bits are made of it")
     uniform_mask: bool = _flag("all queries of a sequence see the same keys", only="forward")
+    block_mask: bool = _flag("tables list the blocks that tiles see, and hold bits of those that they see in part")
     bias: bool = _flag("a tensor is added to the scores")
     uniform_bias: bool = _flag("it is the same for all queries")
     float32_bias: bool = _flag("it is float32, not of q's dtype")
@@ -39,6 +40,11 @@ class Features:
     grouped: bool = _flag("query heads share a key head", only="backward")
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
+
+    @property
+    def listed(self) -> bool:
+        """Whether tiles walk over lists (``common.block_lists``): those made of a mask, or those of a block mask."""
+        return self.mask or self.block_mask
 
     @property
     def hides_last_queries(self) -> bool:

@@ -74,6 +74,8 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
+    # And the same mask within windows.
+    _within: dict[tuple[int | None, int | None], BlockMask] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -469,7 +471,14 @@ class BlockMask:
             raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order not in launch.NAMES:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
-        return replace(self, _order=order, _group=group, _tables={})
+        return replace(self, _order=order, _group=group, _tables={}, _within={})
+
+    def within(self, left: int | None, right: int | None) -> BlockMask:
+        """The same mask beside ``window_size=(left, right)`` of a call: ``&`` a window, with its order, and kept."""
+        if (left, right) not in self._within:
+            window = BlockMask.window(self.seqlen_q, self.seqlen_k, left=left, right=right)
+            self._within[left, right] = replace(self & window, _order=self._order, _group=self._group)
+        return self._within[left, right]
 
     def build(self, device: torch.device | str | None = None) -> BlockMask:
         """Makes all tables now, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -508,7 +517,8 @@ class BlockMask:
             if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
                 raise RuntimeError(
                     "block_mask: expected one that has been built, as its tables wait for the device, which "
-                    "torch.compile and CUDA graphs cannot: call its build() before"
+                    "torch.compile and CUDA graphs cannot: call its build() before, and beside causal or window_size "
+                    "give one that has these in it (mask & BlockMask.window(...))"
                 )
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):

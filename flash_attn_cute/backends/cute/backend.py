@@ -22,20 +22,28 @@ from flash_attn_cute.backends.packing import (
     over_scores,
     with_blind_apart,
 )
-from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments, described
+from flash_attn_cute.kernels.arguments import (
+    BackwardArguments,
+    BiasGradientArguments,
+    BlockArguments,
+    ForwardArguments,
+    described,
+)
 from flash_attn_cute.kernels.registry import Architecture, pass_of
+from flash_attn_cute.sparsity.bits import HALF
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _LOG2_E = math.log2(math.e)
 _NO_SCORES = plan.ScoreLayout()
+_NO_BLOCKS = BlockArguments(None, None, None, None)
 
 
 class CuteBackend:
     """The kernels of one architecture."""
 
-    features = frozenset(Feature) - {Feature.BLOCK_MASK}
+    features = frozenset(Feature)
 
     def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture
@@ -68,6 +76,10 @@ class CuteBackend:
             if surely(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
                 where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
                 reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
+        if spec.has_block_mask:
+            beside = {"cu_seqlens": spec.packed, "seqused": spec.has_seqused, "mask": spec.has_mask}
+            beside["a window"] = spec.window_left is not None or spec.window_right is not None
+            reasons += [f"block_mask beside {what}" for what, given in beside.items() if given]
         if not _HAS_COMPILER and not self._is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
@@ -236,6 +248,7 @@ class CuteBackend:
                 mBias=inputs.bias,
                 mWorkspace=workspace,
                 mNextTile=next_tile() if launch.takes_tiles else None,
+                blocks=_rows_of(inputs),
                 numbers=launch.plan.numbers,
             )
         )
@@ -289,6 +302,7 @@ class CuteBackend:
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
             mNextTile=next_tile(),
+            **_columns_of(inputs, launch.plan.config.tile_m),
             numbers=launch.plan.numbers,
         )
         launch.kernel(arguments)
@@ -332,6 +346,7 @@ class CuteBackend:
                 mBias=given.mBias,
                 mTables=tables,
                 mSums=sums,
+                blocks=_rows_of(inputs),
                 numbers=launch.plan.numbers,
             )
         )
@@ -457,11 +472,11 @@ def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
 
 def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False) -> plan.ScoreLayout:
     """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient."""
-    mask, bias = inputs.mask, inputs.bias
-    if mask is None and bias is None:
+    mask, bias, tables = inputs.mask, inputs.bias, inputs.block_mask
+    if mask is None and bias is None and tables is None:
         return _NO_SCORES
     some = bias if mask is None else mask
-    assert some is not None
+    rows_a_slot = 1 if some is None else some.shape[2]
     strided = bias is not None and bias.stride(-1) != 1
     paired = bias is not None and not strided and _is_paired(bias)
     uniform = bias is not None and bias.stride(-2) == 0
@@ -477,7 +492,8 @@ def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacke
             size > 1 and step != 0 for size, step in zip(mask.shape[:3], mask.stride(), strict=False)
         )
         varies = batch, heads, queries
-    return plan.ScoreLayout(some.shape[2], is_float32, strided, paired, uniform, own_gradients, keys, varies)
+    blocks = () if tables is None else (tables.rows.spans.shape[:2], tables.order.shape[:2])
+    return plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *blocks)
 
 
 def _is_paired(x: Tensor) -> bool:
@@ -485,11 +501,47 @@ def _is_paired(x: Tensor) -> bool:
     return x.data_ptr() % (2 * x.element_size()) == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
+def _rows_of(inputs: AttentionInputs) -> BlockArguments:
+    """A block mask's tables, from the side of queries."""
+    if inputs.block_mask is None:
+        return _NO_BLOCKS
+    rows = inputs.block_mask.rows
+    return _blocks(rows.spans, rows.entries, rows.tiles)
+
+
+def _columns_of(inputs: AttentionInputs, tile_m: int) -> dict[str, Any]:
+    """From the side of keys, with blocks of so many queries; and what else a backward pass needs of it."""
+    tables = inputs.block_mask
+    if tables is None:
+        return {"blocks": _NO_BLOCKS, "mOrder": None, "mContributors": None}
+    columns = tables.columns
+    assert columns is not None, "block_mask: has no columns, though gradients are wanted"
+    is_half = tile_m == HALF
+    return {
+        "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles),
+        "mOrder": tables.order.flatten(),
+        "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
+    }
+
+
+def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor) -> BlockArguments:
+    if not len(entries):  # kernels take no tensors without memory
+        entries = entries.new_zeros(1, entries.shape[1])
+    if not len(tiles):
+        tiles = tiles.new_zeros(1, *tiles.shape[1:])
+    # Blocks of 32 keys leave half of a word unused.
+    return BlockArguments(spans.flatten(), entries.flatten(), tiles.flatten(), tiles.new_empty(2 * tiles.numel()))
+
+
 def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
     """For that of a bias with an element for every score; zeros, unless all of it will be written."""
     assert inputs.bias is not None
     # Kernels come to all scores, but for those that a window or a mask hides by whole blocks.
-    is_whole = not (spec.packed or spec.has_mask) and spec.window_left is None and spec.window_right is None
+    is_whole = (
+        not (spec.packed or spec.has_mask or spec.has_block_mask)
+        and spec.window_left is None
+        and spec.window_right is None
+    )
     room = inputs.bias.new_empty if is_whole else inputs.bias.new_zeros
     return room(inputs.bias.shape)
 

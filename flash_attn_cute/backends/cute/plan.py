@@ -46,6 +46,8 @@ class ScoreLayout(NamedTuple):
     own_gradients: bool = False  # the bias has a gradient, and an element for every score of its own
     mask_keys: int = 1  # of the mask; at least 1
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
+    block_lists: tuple[int, int] = (1, 1)  # of a block mask, over the batch and heads: 1, or those that differ
+    block_orders: tuple[int, int] = (1, 1)  # its launch orders, over the batch and key heads
 
     def mask_blocks(self, keys: int) -> int:
         """Blocks of so many keys of the mask."""
@@ -127,7 +129,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     """The plan of a forward call, on a GPU of so many SMs."""
     # Heads of a group share a tile where queries alone would leave half of it empty.
     group = spec.nheads // spec.nheads_k
-    group = group if shapes.max_seqlen_q <= FEW_QUERIES and 64 % group == 0 else 1
+    group = group if shapes.max_seqlen_q <= FEW_QUERIES and 64 % group == 0 and not spec.has_block_mask else 1
     config = architecture.passes["forward"].configure(
         DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), group=group
     )
@@ -180,6 +182,8 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         num_m_blocks=num_m_blocks,
         num_n_blocks=num_n_blocks,
         heads_in_cache=heads_in_cache,
+        orders_batch=shapes.scores.block_orders[0] if spec.has_block_mask else None,
+        orders_heads=shapes.scores.block_orders[1] if spec.has_block_mask else None,
         sections=max(0, heads - heads_in_last) // heads_in_cache,
         heads_a_tile=heads_a_tile,
         num_sms=num_sms,
@@ -266,11 +270,13 @@ def _splits(owners: int, pieces: int, num_sms: int) -> int:
 def _sharing(
     spec: AttentionSpec, shapes: Shapes, heads: int, tiles_q: int, *, by_tile: bool = False
 ) -> tuple[int, int, int]:
-    """How many lists of blocks a mask makes over the batch, heads and tiles of queries; 1 where all share them.
+    """How many lists of blocks there are over the batch, heads and tiles of queries; 1 where all share them.
 
     ``by_tile``: tiles of queries share none, whatever they see.
     """
     by_batch, by_head, by_query = shapes.scores.mask_varies
+    if spec.has_block_mask:
+        return *shapes.scores.block_lists, tiles_q
     if shapes.packed:
         return 1, heads if by_head else 1, tiles_q
     by_tile = by_tile or by_query or _has_window(spec)
@@ -284,7 +290,7 @@ def _has_window(spec: AttentionSpec) -> bool:
 def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
     """Those of all passes."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
-    lists = sharing if spec.has_mask else (None, None, None)
+    lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
     return {
         "softmax_scale": spec.softmax_scale if abs(spec.softmax_scale) > _NEARLY_ZERO else _NEARLY_ZERO,
         "softcap": spec.softcap,
@@ -292,6 +298,7 @@ def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int])
         "window_right": shapes.q[-3] if spec.window_right is None else min(spec.window_right, shapes.q[-3]),
         "rows_a_slot": shapes.scores.rows_a_slot,
         **dict(zip(("lists_batch", "lists_heads", "lists_tiles"), lists, strict=True)),
+        "lists_group": spec.nheads // sharing[1] if spec.has_block_mask else None,
     }
 
 

@@ -9,7 +9,7 @@ tile one warpgroup after the other, 128 threads each.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,16 +19,21 @@ WHOLE, UNSEEN = -1, -2  # in the place of where a block's bits are
 
 
 class Sharing(NamedTuple):
-    """How many lists there are, or rows of codes: over the batch, heads and tiles; 1 where all share them."""
+    """How many lists there are, or rows of codes: over the batch, heads and tiles; 1 where all share them.
+
+    ``group`` heads that follow each other share theirs.
+    """
 
     batch: Int32
     heads: Int32
     tiles: Int32
+    group: Int32 | int = 1
 
     @staticmethod
-    def of(numbers: object) -> "Sharing":
+    def of(numbers: Any) -> "Sharing":
         """That of a pass, from the numbers among its arguments."""
-        return Sharing(*(getattr(numbers, f"lists_{name}") for name in Sharing._fields))
+        group = 1 if numbers.lists_group is None else numbers.lists_group
+        return Sharing(numbers.lists_batch, numbers.lists_heads, numbers.lists_tiles, group)
 
     @property
     def total(self) -> Int32:
@@ -42,7 +47,7 @@ class Sharing(NamedTuple):
 
     def set_of(self, batch: Int32 | int, head: Int32) -> Int32:
         """That of an entry and head."""
-        return batch % self.batch * self.heads + head % self.heads
+        return batch % self.batch * self.heads + head // self.group % self.heads
 
     def number(self, batch: Int32 | int, head: Int32, tile: Int32) -> Int32:
         """That of a tile."""
@@ -65,6 +70,28 @@ class BlockList:
     def nth(self, i: Int32) -> Int32:
         """The i-th entry of the walk."""
         return self.first + (i if self.direction > 0 else self.num - 1 - i)
+
+
+def as_rows(mX: cute.Tensor, columns: int) -> cute.Tensor:
+    """A table that is flattened, as rows again."""
+    return cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0] // columns, columns), stride=(columns, 1)))
+
+
+@cute.jit
+def code_in_list(mLists: cute.Tensor, mEntries: cute.Tensor, number: Int32, block: Int32) -> Int32:
+    """What a list says of a block: ``UNSEEN``, if it is not among its entries."""
+    low, end = mLists[number, 0], mLists[number, 0] + mLists[number, 1]
+    high, code = end, Int32(UNSEEN)
+    while low < high:
+        middle = (low + high) // 2
+        if mEntries[middle, 0] < block:
+            low = middle + 1
+        else:
+            high = middle
+    if low < end:  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if mEntries[low, 0] == block:
+            code = mEntries[low, 1]
+    return code
 
 
 def num_blocks(mMask: cute.Tensor, keys: int) -> Int32:

@@ -12,6 +12,7 @@ from flash_attn_cute.kernels.features import Case, Features, PassName
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
 
+BLOCK = 128  # queries and keys of a block mask's blocks
 _SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers
 
 
@@ -116,6 +117,11 @@ class ForwardConfig(Sm90Config):
         """How a mask is cut."""
         return MaskTile(self.tile_m // self.group, self.tile_n, self.group)
 
+    @property
+    def blocks_an_entry(self) -> int:
+        """Of a list: where registers do not suffice for all keys of a block mask's, a step has a part of them."""
+        return BLOCK // self.tile_n if self.features.block_mask else 1
+
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
         tables = {"mLists": (lists, 2), "mEntries": (lists * blocks, 2)}
@@ -154,8 +160,20 @@ class _ForwardTile(NamedTuple):
     q_in_registers: bool = False
 
 
-# Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns.
+# Shared memory has to hold Q and all stages of K and V; registers S and P of tile_n, and O of tile_dv columns. Under a
+# block mask tiles have the queries of its blocks, and their keys or a part of these.
 _FORWARD_TILES = (
+    _ForwardTile(64, Case("block_mask strided_bias"), 128, 64, 2),
+    _ForwardTile(64, Case("block_mask bias"), 128, 128, 2),
+    _ForwardTile(64, Case("block_mask"), 128, 128, 4),
+    _ForwardTile(96, Case("block_mask strided_bias"), 128, 64, 2),
+    _ForwardTile(128, Case("block_mask strided_bias"), 128, 64, 2),
+    _ForwardTile(128, Case("block_mask float32_bias"), 128, 64, 2),
+    _ForwardTile(192, Case("block_mask strided_bias"), 128, 32, 2),
+    _ForwardTile(192, Case("block_mask"), 128, 64, 2),
+    _ForwardTile(256, Case("block_mask strided_bias"), 128, 32, 2),
+    _ForwardTile(256, Case("block_mask float32_bias"), 128, 32, 2),
+    _ForwardTile(256, Case("block_mask"), 128, 64, 2),
     _ForwardTile(64, Case("strided_bias"), 128, 80, 2),  # larger ones spill, here and below
     _ForwardTile(64, Case("bias"), 192, 96, 2),
     _ForwardTile(64, Case("left softcap"), 192, 96, 2),  # 128 keys spill
@@ -163,7 +181,7 @@ _FORWARD_TILES = (
     _ForwardTile(96, Case("strided_bias"), 128, 80, 2),
     _ForwardTile(96, Case(), 128, 128, 2),
     # A third less traffic of keys and values: 4 % at 8k. Under a window smaller tiles of queries win.
-    _ForwardTile(128, Case(without="left right softcap mask"), 192, 80, 2),
+    _ForwardTile(128, Case(without="left right softcap mask block_mask"), 192, 80, 2),
     _ForwardTile(128, Case("uniform_mask", without="softcap bias"), 192, 80, 2),
     _ForwardTile(128, Case("strided_bias"), 128, 64, 2),
     _ForwardTile(128, Case("float32_bias"), 128, 96, 2),
@@ -462,7 +480,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     features = replace(features, deterministic=True)
     # Who copies rows of a bias, or looks after the lists of several heads, has more to keep.
     copies = _backward_bias_pitch(tile_d, features) > 0 and not features.uniform_bias
-    is_busy = copies or (features.mask and features.grouped)
+    is_busy = copies or (features.listed and features.grouped)
     registers = (40, 232) if is_busy else row.registers
     return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers)
 

@@ -24,7 +24,8 @@ memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
 Windows and sequence ends are looked at only in blocks that an edge can cross: the walk over the blocks is cut in parts
 (``Blocks.parts``). Under a mask a tile walks over a list of blocks instead (``common.block_lists``), which kernels
-before this one make of it; with K of a block warp 0 tells which one it is, and where the bits are that hide its scores.
+before this one make of it, or which a block mask brings; with K of a block warp 0 tells which one it is, and where the
+bits are that hide its scores.
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
 zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
@@ -40,7 +41,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.block_lists import Sharing, bits_of, num_blocks
+from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
@@ -62,7 +63,7 @@ from flash_attn_cute.kernels.sm90.forward_shared import (
     storage_of,
 )
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
-from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles, RowLists
+from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
@@ -92,7 +93,7 @@ class ForwardSm90:
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
-        self.mask_tiles, self.row_lists = MaskTiles(config), RowLists()
+        self.mask_tiles, self.row_lists, self.block_tiles = MaskTiles(config), RowLists(), BlockTiles(config)
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -132,6 +133,9 @@ class ForwardSm90:
             tables = Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
             self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
+        elif const_expr(c.features.block_mask):
+            mBits = self.block_tiles(a.blocks, stream)
+            tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
         ctas = self.transfers.num_tiles(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
@@ -185,7 +189,7 @@ class ForwardSm90:
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
-            entries=storage.entries.get_tensor(cute.make_layout((2, entry_stages(c)))) if c.features.mask else None,
+            entries=storage.entries.get_tensor(cute.make_layout((2, entry_stages(c)))) if c.features.listed else None,
             bias=SharedBias(
                 ScoreTensors.of(c.features, arguments),
                 bias,
@@ -330,7 +334,7 @@ class ForwardSm90:
         """
         f = self.config.features
         blocks = Tile.read(self.config, work.shared.tiles[None, stage]).blocks
-        if const_expr(f.mask):
+        if const_expr(f.listed):
             entry = self._told_of_entry(work, v_state.count)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count)
             for _ in cutlass.range(1, blocks.num, unroll=1):
@@ -442,11 +446,11 @@ class ForwardSm90:
             )
             if const_expr(c.features.bias):
                 rows, first_row = tile.rows_of_bias(c), 64 * work.warpgroup
-                clips = edges.right or c.features.mask
+                clips = edges.right or c.features.listed
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
             if const_expr(edges.left or edges.right):
                 hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
-        if const_expr(c.features.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if entry.code >= 0:
                 hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)

@@ -66,7 +66,7 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
         v_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
         bias_barriers: cute.struct.MemRange[Int64, 2 * c.bias_stages if c.bias_pitch else 0]
         tiles: cute.struct.MemRange[Int32, TILE_FIELDS * c.tile_stages]
-        entries: cute.struct.MemRange[Int32, 2 * entry_stages(c) if c.features.mask else 0]
+        entries: cute.struct.MemRange[Int32, 2 * entry_stages(c) if c.features.listed else 0]
         sO: cute.struct.Align[cute.struct.MemRange[dtype, elements_O], 1024]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -80,8 +80,8 @@ class Tables(NamedTuple):
     """What a mask says (``common.block_lists``)."""
 
     mLists: cute.Tensor  # (list, first entry and how many)
-    mEntries: cute.Tensor  # (entry, block of keys and its code)
-    mCodes: cute.Tensor  # (list, block of keys)
+    mEntries: cute.Tensor  # (entry, block of keys and its code), of ``ForwardConfig.blocks_an_entry``
+    mCodes: cute.Tensor | None  # (list, block of keys); a block mask has none
     mBits: cute.Tensor  # (tile, warpgroup, thread, word)
 
 
@@ -107,7 +107,7 @@ class Tile:
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
         q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
-        walk = BlockList(*blocks[:2]) if config.features.mask else Blocks(*blocks, direction=-1)
+        walk = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
         return Tile(first_query, head, batch, q, k, walk)
 
     def rows_of_bias(self, config: ForwardConfig) -> RowsOfScores:

@@ -59,7 +59,7 @@ class Transfers:
                 head_k = tile.head // heads_a_key_head
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block = tile.blocks.nth(i)
-                    if const_expr(c.features.mask):
+                    if const_expr(c.features.listed):
                         block = self._tell_of_entry(tables, block, shared, state.count)
                     start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
@@ -79,11 +79,21 @@ class Transfers:
     @cute.jit
     def _tell_of_entry(self, tables: Tables, entry: Int32, shared: Shared, step: Int32) -> Int32:
         """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
-        block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
+        block, code = self._entry(tables, entry)
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):
                 shared.entries[i, step % entry_stages(self.config)] = value
         return block
+
+    @cute.jit
+    def _entry(self, tables: Tables, i: Int32) -> tuple[Int32, Int32]:
+        """The block and the code of an entry of a list, or of a part of one that is of several blocks."""
+        parts = self.config.blocks_an_entry
+        entry, part = (i, Int32(0)) if const_expr(parts == 1) else (i // parts, i % parts)
+        block, code = tables.mEntries[entry, 0], tables.mEntries[entry, 1]
+        if const_expr(parts > 1):
+            block, code = block * parts + part, code * parts + part if code >= 0 else code
+        return block, code
 
     @cute.jit
     def bias_producer(self, tables: Tables | None, shared: Shared) -> None:
@@ -100,10 +110,12 @@ class Transfers:
                 rows = tile.rows_of_bias(c)
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block = tile.blocks.nth(i)
-                    if const_expr(c.features.mask):
-                        block = tables.mEntries[block, 0]
+                    if const_expr(c.features.listed):
+                        block, _ = self._entry(tables, block)
                     first_column = block * c.tile_n
                     num_columns = cutlass.min(tile.k.length - first_column, c.tile_n)
+                    if const_expr(c.blocks_an_entry > 1):  # a part may have none: not a vector is copied
+                        num_columns = num_columns if num_columns > 0 else Int32(-c.tile_n)
                     shared.bias.load(step, rows, first_column, num_columns, thread)
                     step += 1
                 cute.arch.sync_warp()
@@ -149,12 +161,12 @@ class Transfers:
         else:
             k = rows_of(a.mK, None, None, batch)
         num_queries = cutlass.min(q.length - work.first_row, queries)
-        if const_expr(c.features.mask):
+        if const_expr(c.features.listed):
             first, num = Int32(0), Int32(0)
             if num_queries > 0:
                 number = Sharing.of(a.numbers).number(batch, work.head, work.listed(packed, queries))
                 first, num = tables.mLists[number, 0], tables.mLists[number, 1]
-            blocks = BlockList(first, num)
+            blocks = BlockList(first * c.blocks_an_entry, num * c.blocks_an_entry)
         else:
             window = Window.of(c.features, a, q.length, k.length)
             blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)

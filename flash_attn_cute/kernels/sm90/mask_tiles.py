@@ -2,31 +2,56 @@
 
 Every element is read once, whatever its strides, and never by the kernels that multiply: for them a mask that many
 batch entries or heads share costs nothing but a select where it hides something, and tiles that it hides cost nothing.
-Windows and ends of sequences are written into the bits, too, so those kernels look at no edge.
+Windows and ends of sequences are written into the bits, too, so those kernels look at no edge. A block mask brings
+lists, and tiles that say all that there is to say, row by row; only these are put into another order.
 """
 
+import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
+from flash_attn_cute.kernels.arguments import BlockArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
-from flash_attn_cute.kernels.sm90.config import Sm90Config
+from flash_attn_cute.kernels.sm90.config import BLOCK, Sm90Config
 
 _WARPS = 8
 _AT_ONCE = 4  # rows of a warp, whose elements are read together
 
 
-class MaskTiles:
-    """The kernel that reads the mask of one configuration's pass. One CTA a tile."""
+class _Tiles:
+    """What both kernels share that make tiles of bits: how these lie."""
 
     def __init__(self, config: Sm90Config):
         self.config, self.tile = config, config.mask_tile
         self.words_a_row = -(-self.tile.keys // 32)
+
+    @cute.jit
+    def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
+        """A tile's bits, in the order of a thread's scores: rows 8 apart, each with pairs of columns 8 apart."""
+        t = self.tile
+        columns_a_row = t.columns // 4  # of a thread
+        for first in cutlass.range(thread // 128, t.warpgroups, _WARPS // 4, unroll=1):
+            within = thread % 128
+            words = cute.make_rmem_tensor(t.words, Int32)
+            words.fill(0)
+            for r in cutlass.range_constexpr(2):
+                row = 64 * first + within // 32 * 16 + within % 32 // 4 + 8 * r
+                for c in cutlass.range_constexpr(columns_a_row):
+                    column, i = c // 2 * 8 + c % 2 + within % 4 * 2, r * columns_a_row + c
+                    query, key = (column, row) if const_expr(t.rows_are_keys) else (row, column)
+                    bit = sRows[query, key // 32] >> (key % 32) & 1
+                    words[i // 32] = words[i // 32] | bit << i % 32
+            cute.autovec_copy(words, mBits[Int64(tile), first, within, None])
+
+
+class MaskTiles(_Tiles):
+    """The kernel that reads the mask of one configuration's pass. One CTA a tile."""
 
     @cute.jit
     def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
@@ -136,23 +161,44 @@ class MaskTiles:
         if some and not every:
             self._write_bits(sRows, mBits, tile, thread)
 
+
+class BlockTiles(_Tiles):
+    """The kernel that puts the tiles of a block mask into the order of one configuration's registers. One CTA a tile.
+
+    Those are of 128 x 128 scores, row by row (``sparsity.bits``), of which this configuration's are parts.
+    """
+
     @cute.jit
-    def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
-        """A tile's bits, in the order of a thread's scores: rows 8 apart, each with pairs of columns 8 apart."""
+    def __call__(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
+        """Launches the kernel; returns the bits, (tile and its part, warpgroup, thread, word)."""
+        t, num_tiles = self.tile, a.mTiles.shape[0] // (BLOCK * BLOCK // 32)
+        shape = num_tiles * (BLOCK // t.queries) * (BLOCK // t.keys), t.warpgroups, 128, t.words
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(4))
+        mBits = cute.make_tensor(a.mBits.iterator, cute.make_layout(shape, stride=strides))
+        mTiles = cute.make_tensor(
+            a.mTiles.iterator,
+            cute.make_layout((num_tiles, BLOCK, BLOCK // 32), stride=(BLOCK * BLOCK // 32, BLOCK // 32, 1)),
+        )
+        self.kernel(mTiles, mBits).launch(grid=[num_tiles, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
+        return mBits
+
+    @cute.kernel
+    def kernel(self, mTiles: cute.Tensor, mBits: cute.Tensor) -> None:
+        """One tile."""
         t = self.tile
-        columns_a_row = t.columns // 4  # of a thread
-        for first in cutlass.range(thread // 128, t.warpgroups, _WARPS // 4, unroll=1):
-            within = thread % 128
-            words = cute.make_rmem_tensor(t.words, Int32)
-            words.fill(0)
-            for r in cutlass.range_constexpr(2):
-                row = 64 * first + within // 32 * 16 + within % 32 // 4 + 8 * r
-                for c in cutlass.range_constexpr(columns_a_row):
-                    column, i = c // 2 * 8 + c % 2 + within % 4 * 2, r * columns_a_row + c
-                    query, key = (column, row) if const_expr(t.rows_are_keys) else (row, column)
-                    bit = sRows[query, key // 32] >> (key % 32) & 1
-                    words[i // 32] = words[i // 32] | bit << i % 32
-            cute.autovec_copy(words, mBits[Int64(tile), first, within, None])
+        index, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cutlass.memory.SmemAllocator()
+        sRows = smem.allocate_tensor(Int32, cute.make_layout((BLOCK, BLOCK // 32), stride=(BLOCK // 32, 1)))
+        for i in cutlass.range(thread, cute.size(sRows), 32 * _WARPS, unroll=1):
+            row, word = i // (BLOCK // 32), i % (BLOCK // 32)
+            sRows[row, word] = mTiles[Int64(index), row, word]
+        cute.arch.sync_threads()
+        parts = BLOCK // t.queries * (BLOCK // t.keys)
+        for part in cutlass.range_constexpr(parts):  # a tile is cut along one side
+            queries, keys = (part * t.queries, 0) if const_expr(t.queries < BLOCK) else (0, part * t.keys)
+            own = cute.local_tile(sRows, (t.queries, self.words_a_row), (queries // t.queries, keys // t.keys))
+            self._write_bits(own, mBits, index * parts + part, thread)
 
 
 class RowLists:

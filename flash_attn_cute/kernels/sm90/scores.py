@@ -316,7 +316,7 @@ def weigh(
                 part = given()
             add_bias(acc_S, scales, part, part.columns)
     if hides:
-        if const_expr(f.mask):
+        if const_expr(f.listed):
             hide_by_bits(acc_S, words, nothing)
         else:
             edges = Edges(left=f.right, right=f.left)

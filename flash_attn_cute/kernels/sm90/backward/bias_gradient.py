@@ -33,7 +33,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
-from flash_attn_cute.kernels.common.block_lists import Sharing, bits_of, num_blocks
+from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
@@ -54,6 +54,7 @@ from flash_attn_cute.kernels.sm90.backward.bias_pieces import (
 )
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Place, add_bias, bias_elements, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
@@ -80,7 +81,7 @@ class BiasGradientSm90:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.map = PieceMap(config)
-        self.mask_tiles = PieceTiles(config, self.map)
+        self.mask_tiles, self.block_tiles = PieceTiles(config, self.map), BlockTiles(config)
 
     @cute.jit
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -119,6 +120,10 @@ class BiasGradientSm90:
             rows, blocks = Sharing.of(numbers).total, num_blocks(a.mMask, c.tile_n)
             tables = Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
+        elif const_expr(c.features.block_mask):
+            blocks = a.blocks
+            mBits = self.block_tiles(blocks, stream)
+            tables = Tables(mBits, mLists=as_rows(blocks.mSpans, 2), mEntries=as_rows(blocks.mEntries, 2))
         ctas = self.map.num_owners(a)
         partial_sums = None
         if const_expr(c.split):
@@ -291,7 +296,7 @@ class BiasGradientSm90:
                 # Ahead of time, as both take long to come.
                 stats = self._stats(mStats, p, p.first_query + 64 * w, coordinates)
                 words = None
-                if const_expr(f.mask):
+                if const_expr(f.listed):
                     words = bits_of(tables.mBits, p.code, w, thread)
                 stage = qk.stage(step)
                 qk.wait_full(step)  # from warp 0
@@ -312,7 +317,7 @@ class BiasGradientSm90:
                 if const_expr(f.softcap):
                     cap(acc_S, scales.tanh)
                 add_bias(acc_S, scales, bias_elements(shared, Int32(0), rows, place, 64 * w, coordinates, True))
-                if const_expr(f.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if const_expr(f.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                     if p.code >= 0:
                         hide_by_bits(acc_S, words, hidden(scales.log2))
                 if p.hides:

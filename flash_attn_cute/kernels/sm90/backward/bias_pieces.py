@@ -9,14 +9,14 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, code_in_list
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
-from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.sm90.config import BLOCK, BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 
 PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
@@ -112,8 +112,10 @@ class Owner:
 class Tables(NamedTuple):
     """What a mask says (``common.block_lists``)."""
 
-    mCodes: cute.Tensor  # (row, block of keys)
     mBits: cute.Tensor  # (tile, warpgroup, thread, word)
+    mCodes: cute.Tensor | None = None  # (row, block of keys)
+    mLists: cute.Tensor | None = None  # or, of a block mask: (row, first entry and how many)
+    mEntries: cute.Tensor | None = None  # (entry, block of keys and its code)
 
 
 class PieceMap:
@@ -190,8 +192,11 @@ class PieceMap:
         window = Window.of(f, a, q.length, k.length)
         row = entry * rows + block if const_expr(f.packed) else block
         num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(UNSEEN)
-        if const_expr(f.mask):
-            if num_queries > 0 and n_block < tables.mCodes.shape[1]:
+        if const_expr(f.listed):
+            if const_expr(f.block_mask):
+                if num_queries > 0:
+                    code = self._code_in_list(tables, Sharing.of(n).number(batch, head, row), n_block)
+            elif num_queries > 0 and n_block < tables.mCodes.shape[1]:
                 code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
             seen, hides = code != UNSEEN, num_queries < c.tile_m
         else:
@@ -211,6 +216,13 @@ class PieceMap:
             hides=hides,
             code=code,
         )
+
+    @cute.jit
+    def _code_in_list(self, tables: Tables, number: Int32, n_block: Int32) -> Int32:
+        """That of a block, which may be a part of one of the mask's."""
+        parts = BLOCK // self.config.tile_n
+        code = code_in_list(tables.mLists, tables.mEntries, number, n_block // parts)
+        return code * parts + n_block % parts if code >= 0 else code
 
     @cute.jit
     def sequence(

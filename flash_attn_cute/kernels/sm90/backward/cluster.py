@@ -60,7 +60,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward.lists import list_of
+from flash_attn_cute.kernels.sm90.backward.lists import entry_of, list_of
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
@@ -324,7 +324,7 @@ class BackwardClusterSm90:
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = self._m_block(ws, tile, entries, step)
             counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            turn = ws.mEntries[entries + step, 2] if const_expr(c.features.mask) else tile.turn(c, m_block)
+            turn = ws.mEntries[entries + step, 2] if const_expr(c.features.listed) else tile.turn(c, m_block)
             shared.turns.call(step, counter, turn)
 
     @cute.jit
@@ -336,7 +336,7 @@ class BackwardClusterSm90:
             m_block = self._m_block(ws, tile, entries, step)
             counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
             another = step + 1 < tile.blocks.num
-            if const_expr(self.config.features.mask):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if const_expr(self.config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if another:  # its counter has to be the next one
                     another = self._m_block(ws, tile, entries, step + 1) == m_block + 1
             step += shared.turns.pass_on(step, counters, another)
@@ -345,14 +345,14 @@ class BackwardClusterSm90:
     def _tile(self, a: BackwardArguments, ws: Workspace, index: Int32) -> tuple[KeyTile, Int32]:
         """The tile, and under a mask the first entry of its list."""
         tile, entries = key_tile(self.config, a, ws, index), Int32(0)
-        if const_expr(self.config.features.mask):  # noqa: SIM102 (as above)
+        if const_expr(self.config.features.listed):  # noqa: SIM102 (as above)
             if tile.blocks.num > 0:
                 entries, _ = list_of(self.config, a, ws, tile.batch, tile.head, tile.block)
         return tile, entries
 
     def _m_block(self, ws: Workspace, tile: KeyTile, entries: Int32, step: Int32) -> Int32:
         """The block of queries of a step."""
-        return ws.mEntries[entries + step, 0] if self.config.features.mask else tile.blocks.nth(step)
+        return ws.mEntries[entries + step, 0] if self.config.features.listed else tile.blocks.nth(step)
 
     @cute.jit
     def score(
@@ -399,8 +399,8 @@ class BackwardClusterSm90:
             self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 stage, words, m_block = shared.q.stage(step), None, self._m_block(ws, tile, entries, step)
-                if const_expr(c.features.mask):
-                    code = ws.mEntries[entries + step, 1]
+                if const_expr(c.features.listed):
+                    _, code, _ = entry_of(c, ws, entries + step)
                     words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
                 else:
                     hides = tile.blocks.crosses_left(m_block)
@@ -411,7 +411,7 @@ class BackwardClusterSm90:
                     elements = self._read_elements(scores, tile.place(c, 0, self._first_key(tile), m_block))
                 warpgroup.wait_group(0)
                 lse = shared.stats[None, 0, stage]
-                if const_expr(c.features.hides_last_queries and not c.features.mask):
+                if const_expr(c.features.hides_last_queries and not c.features.listed):
                     hides = hides or tile.blocks.crosses_right(m_block)
                 weigh(
                     c,

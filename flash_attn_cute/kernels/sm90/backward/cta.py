@@ -228,7 +228,7 @@ class BackwardCtaSm90:
                 if const_expr(c.bias_pitch):
                     self.transfers.load_bias(a, shared)
                 # Every dense key is seen if there is neither window nor mask.
-                if const_expr(f.packed or f.left or f.right or f.mask):
+                if const_expr(f.packed or f.left or f.right or f.listed):
                     self.transfers.zero(a, ws, mdK, mdV)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
@@ -295,7 +295,7 @@ class BackwardCtaSm90:
         while shared.has_tile(walk):
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
-            if const_expr(c.features.grouped and not c.features.mask):
+            if const_expr(c.features.grouped and not c.features.listed):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
                     tile = shared.tile_again(c, a, walk)
                     step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
@@ -392,7 +392,7 @@ class BackwardCtaSm90:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
-        if const_expr(self.config.features.mask):
+        if const_expr(self.config.features.listed):
             m_block, nth, code = shared.told_of_scores(step)
             words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.short_steps):
@@ -420,8 +420,8 @@ class BackwardCtaSm90:
         warpgroup.wait_group(0 if reads_bias else 1)  # the scores are there
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.wait_full(step)  # from warp 3
-        hides = code >= 0 if const_expr(self.config.features.mask) else blocks.position_crosses_left(n)
-        if const_expr(self.config.features.hides_last_queries and not self.config.features.mask):
+        hides = code >= 0 if const_expr(self.config.features.listed) else blocks.position_crosses_left(n)
+        if const_expr(self.config.features.hides_last_queries and not self.config.features.listed):
             again = work.shared.tile_again(self.config, work.arguments, walk)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(

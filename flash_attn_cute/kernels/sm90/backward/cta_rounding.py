@@ -42,7 +42,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
         stop = rows.slot if const_expr(f.zero_padding) else rows.length
         num_adding = Int32(0)
         if work.first_row < rows.length:
-            if const_expr(f.mask):
+            if const_expr(f.listed):
                 batch = Int32(0) if const_expr(f.packed) else work.batch
                 num_adding = num_adding_of(a, ws, batch, work.head, work.listed(f.packed, c.tile_m))
             else:

@@ -56,7 +56,7 @@ def layouts_of(config: BackwardCtaConfig, dtype: type) -> Layouts:
 
 def num_step_fields(config: BackwardCtaConfig) -> int:
     """Int32 in shared memory that describe a step."""
-    return 5 if config.features.mask else 2
+    return 5 if config.features.listed else 2
 
 
 def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type:

@@ -15,7 +15,7 @@ from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
-from flash_attn_cute.kernels.sm90.backward.lists import list_of
+from flash_attn_cute.kernels.sm90.backward.lists import entry_of, list_of
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
@@ -55,11 +55,11 @@ class Transfers:
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
-                    if const_expr(c.features.mask):
+                    if const_expr(c.features.listed):
                         first, num_blocks = list_of(c, a, ws, tile.batch, head, tile.block)
                     for i in cutlass.range(num_blocks, unroll=1):
-                        if const_expr(c.features.mask):
-                            m_block, code, turn = (ws.mEntries[first + i, j] for j in range(3))
+                        if const_expr(c.features.listed):
+                            m_block, code, turn = entry_of(c, ws, first + i)
                         else:
                             m_block, code = tile.blocks.nth(i), None
                             turn = tile.turn(c, m_block)
@@ -85,10 +85,10 @@ class Transfers:
             num_blocks = tile.blocks.num
             num_keys = cutlass.min(tile.k.length - tile.first_key, c.tile_n)
             # Under a mask the blocks are those of all heads, and warp 0 tells of each.
-            for head in cutlass.range(1 if const_expr(c.features.mask) else heads_a_tile(c, a), unroll=1):
+            for head in cutlass.range(1 if const_expr(c.features.listed) else heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     m_block, nth = tile.blocks.nth(i), head
-                    if const_expr(c.features.mask):
+                    if const_expr(c.features.listed):
                         shared.steps.wait_full(step)  # from warp 0
                         m_block, nth, _ = shared.told_of_scores(step)
                     rows = tile.rows_of_bias(c, nth, m_block)
@@ -108,7 +108,7 @@ class Transfers:
             while index < num_tiles:
                 tile = key_tile(c, a, ws, index)
                 first = cutlass.max(tile.first_key, tile.k.length)
-                if tile.is_unseen if const_expr(c.features.mask) else tile.blocks.num == 0:
+                if tile.is_unseen if const_expr(c.features.listed) else tile.blocks.num == 0:
                     first = tile.first_key
                 stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
                 num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
@@ -173,7 +173,7 @@ class Transfers:
         while shared.has_tile(walk):
             num_blocks, first_step = shared.tile(c, a, walk).blocks.num, step
             # Under a mask the blocks are those of all heads.
-            num_steps = num_blocks if const_expr(c.features.mask) else heads_a_tile(c, a) * num_blocks
+            num_steps = num_blocks if const_expr(c.features.listed) else heads_a_tile(c, a) * num_blocks
             for _ in cutlass.range(num_steps, unroll=1):
                 if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
                     come = self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.block_lists import as_rows
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
@@ -15,7 +16,7 @@ from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, Postp
 from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
-from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
+from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles
 
 _SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of the workspace that are float32
 
@@ -28,6 +29,7 @@ class BackwardPassSm90:
         packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c)
         self.mask_tiles, self.key_lists = (MaskTiles(c), KeyLists(c)) if c.features.mask else (None, None)
+        self.block_tiles = BlockTiles(c)
         self.main: BackwardCtaSm90 | BackwardClusterSm90
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
@@ -45,6 +47,13 @@ class BackwardPassSm90:
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels."""
         a, w = arguments, self._workspace(arguments)
+        if const_expr(self.config.features.block_mask):
+            w = w._replace(
+                mBits=self.block_tiles(a.blocks, stream),
+                mLists=as_rows(a.blocks.mSpans, 2),
+                mEntries=as_rows(a.blocks.mEntries, 3),
+                mAdding=a.mContributors,
+            )
         if const_expr(self.mask_tiles is not None):
             self.mask_tiles(a, w.mCodes, w.mBits, stream)
         self.preprocess(a, w, stream)

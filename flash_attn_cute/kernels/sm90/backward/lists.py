@@ -1,7 +1,8 @@
-"""Under a mask: which blocks of queries see a tile of keys, and in which order tiles add to a block's dQ.
+"""Which blocks of queries see a tile of keys, and in which order tiles add to a block's dQ.
 
-Tiles are taken from the last keys to the first (``backward.tiles``), so a tile's turn at a block of queries is how many
-blocks of keys behind it that block sees.
+Under a mask tiles are taken from the last keys to the first (``backward.tiles``), so a tile's turn at a block of
+queries is how many blocks of keys behind it that block sees. A block mask brings its lists, its turns, and the order in
+which tiles are taken.
 """
 
 import cutlass
@@ -13,7 +14,7 @@ from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, num_blocks
 from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.sm90.config import BLOCK, BackwardConfig
 
 _WARPS = 8
 
@@ -55,9 +56,33 @@ def list_of(
     config: BackwardConfig, a: BackwardArguments, ws: Workspace, batch: Int32 | int, head: Int32, tile: Int32
 ) -> tuple[Int32, Int32]:
     """The first entry and the length of the list of a tile of keys, which is numbered over all sequences."""
-    sharing, sizes = Sharing.of(a.numbers), mask_sizes(config, a)
-    number = sharing.set_of(batch, head) * sizes.key_tiles + tile % sizes.key_tiles
+    sharing = Sharing.of(a.numbers)
+    key_tiles = _blocks_of_keys(config, a) if config.features.block_mask else mask_sizes(config, a).key_tiles
+    number = sharing.set_of(batch, head) * key_tiles + tile % key_tiles
     return ws.mLists[number, 0], ws.mLists[number, 1]
+
+
+@cute.jit
+def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32, Int32, Int32]:
+    """An entry of a list: the block of queries, its code, and the tile's turn to add to its dQ."""
+    m_block, code, turn = (ws.mEntries[i, j] for j in range(3))
+    if const_expr(config.features.block_mask):
+        parts = BLOCK // config.tile_m
+        code = code * parts + m_block % parts if code >= 0 else code
+    return m_block, code, turn
+
+
+def launched(config: BackwardConfig, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
+    """Under a block mask: the block of keys that is taken when another one would be, if it had no order of its own."""
+    n, blocks = a.numbers, _blocks_of_keys(config, a)
+    # That goes from the last to the first, if additions have an order.
+    rank = blocks - 1 - block if config.features.deterministic else block
+    return a.mOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
+
+
+def _blocks_of_keys(config: BackwardConfig, a: BackwardArguments) -> Int32:
+    """Those of a head of a dense batch."""
+    return cute.ceil_div(a.mK.shape[1], config.tile_n)
 
 
 class KeyLists:

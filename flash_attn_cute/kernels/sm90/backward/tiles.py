@@ -28,7 +28,7 @@ from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import known_keys
-from flash_attn_cute.kernels.sm90.backward.lists import list_of
+from flash_attn_cute.kernels.sm90.backward.lists import launched, list_of
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 from flash_attn_cute.kernels.sm90.scores import Place
@@ -78,7 +78,7 @@ class KeyTile:
             head=head,
             head_k=head_k,
             batch=0 if f.packed else batch,
-            block=block if f.grouped or f.mask else 0,
+            block=block if f.grouped or f.listed else 0,
             q=SeqRows(shared if f.packed else 0, q_length),
             k=SeqRows(k_start, k_length),
             first_block=first_block,
@@ -162,6 +162,8 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
     order = tiles.Order(a.numbers.heads_in_cache, f.deterministic, sections, c.reverses_last)
     work, k = tiles.row_tile(index, a.mK, heads_k, a.mCuSeqlensK, a.mSeqUsedK, c.tile_n, order, copies)
     first_key = work.first_row
+    if const_expr(f.block_mask):
+        first_key = launched(c, a, work.batch % a.mK.shape[0], work.head, first_key // c.tile_n) * c.tile_n
     if const_expr(f.packed):
         batch, block, q, first_block = 0, work.block, SeqRows(Int32(0), Int32(0), Int32(0)), Int32(0)
         if work.batch >= 0:
@@ -179,7 +181,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
     if const_expr(c.reverses_last):
         direction = Int32(-1) if work.in_last else Int32(1)
     earlier, later = nth, parts - 1 - nth
-    if const_expr(f.mask):
+    if const_expr(f.listed):
         blocks, earlier, later = _listed(c, a, ws, work.head, batch, block, num_keys, nth, parts)
     else:
         blocks = _in_window(c, Blocks.of(first_key, num_keys, q.length, window, c.tile_m), num_keys, direction)
@@ -188,7 +190,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
         head=(work.head * parts + nth) * heads_a_tile(c, a),
         head_k=work.head,
         batch=batch,
-        block=block if f.grouped or f.mask else 0,
+        block=block if f.grouped or f.listed else 0,
         q=q,
         k=k,
         first_block=first_block,

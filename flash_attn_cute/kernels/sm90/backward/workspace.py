@@ -26,6 +26,7 @@ class Workspace(NamedTuple):
     mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
+    # Of a block mask those that are not in the workspace.
     mCodes: cute.Tensor | None  # (row, block of keys)
     mBits: cute.Tensor | None  # (tile, warpgroup, thread, word)
     mOrder: cute.Tensor | None  # (row, block of keys): how many tiles add to the row's dQ before that block's does
