@@ -144,7 +144,7 @@ def explain(
         )
     elif nested.is_among(tensors[:3]):
         tensors, bounds, _ = nested.as_packed(tensors)
-    block_mask, options = plan.with_window_inside(tensors, bounds, block_mask, options)
+    block_mask, options = plan.beside_block_mask(tensors, bounds, block_mask, options)
     device = tensors[0].device if isinstance(tensors[0], Tensor) else None
     if gpu is None and device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"q: expected gpu= to say which GPU is meant, as PyTorch finds none, got a tensor on {device}")

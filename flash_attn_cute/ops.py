@@ -46,7 +46,7 @@ _TENSORS = (
 )
 _NUMBERS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
-    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, str backend, "
+    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, bool in_turn, str backend, "
     "Tensor? any_scale, Tensor? any_softcap"
 )
 _FIELDS = AttentionInputs._fields

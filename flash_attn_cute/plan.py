@@ -54,7 +54,6 @@ def recall(
     looks = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     sizes = None
     if block_mask is not None:
-        validate.check_type_of_block_mask(block_mask)
         sizes = (block_mask.sizes, block_mask.order_sets, block_mask.device)
     key = (looks, bounds, sizes, options, backend, *dispatch.BACKENDS.values())
     plan = _kept.get(key)
@@ -66,20 +65,21 @@ def recall(
     return plan
 
 
-def with_window_inside(
+def beside_block_mask(
     tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options
 ) -> tuple[BlockMask | None, Options]:
     """The block mask of a dense batch with the call's window in it, and options without one.
 
     Not if lengths differ within the batch, or are those of packed sequences: there it is another window for each.
     """
-    has_window = options.window_left is not None or options.window_right is not None
-    seqused = tensors[5:7]
-    if block_mask is None or not has_window or bounds or any(x is not None for x in seqused):
-        return block_mask, options
+    if block_mask is None:
+        return None, options
     validate.check_type_of_block_mask(block_mask)
-    merged = block_mask.within(options.window_left, options.window_right)
-    return merged, options._replace(window_left=None, window_right=None)
+    has_window = options.window_left is not None or options.window_right is not None
+    if has_window and not bounds and all(x is None for x in tensors[5:7]):
+        block_mask = block_mask.within(options.window_left, options.window_right)
+        options = options._replace(window_left=None, window_right=None)
+    return block_mask, options._replace(in_turn=block_mask.is_regular)
 
 
 def check(

@@ -138,7 +138,11 @@ class AttentionInputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d)."""
+    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
+
+    ``in_turn`` says of a block mask that additions to dQ may well have an order, whether or not anybody asks for one:
+    its tiles wait little for each other.
+    """
 
     softmax_scale: float | None
     window_left: int | None
@@ -146,6 +150,7 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
     zero_padding: bool
+    in_turn: bool = False
 
 
 class AttentionSpec(NamedTuple):
@@ -173,6 +178,7 @@ class AttentionSpec(NamedTuple):
     softcap: float
     deterministic: bool
     zero_padding: bool
+    in_turn: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: Options) -> "AttentionSpec":
@@ -198,6 +204,7 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
+            in_turn=options.in_turn,
         )
 
     @property

@@ -395,16 +395,14 @@ def test_nested_tensors() -> None:
     assert bitwise_equal(out.values(), expected)
 
 
-def test_other_backends_say_that_they_lack_it() -> None:
+def test_explained_without_being_built() -> None:
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     mask = BlockMask.causal(300, 300)
     told = explain(q, q, q, block_mask=mask, gpu="sm90")
-    assert told.backend == "portable"
-    assert told.passed_over["sm90"] == ("block_mask",)
-    assert "block_mask" in str(told).splitlines()[-2]
+    assert told.backend == "sm90"
     assert not mask._rows
-    with pytest.raises(ValueError, match=r"got 'sm90', which cannot: .*block_mask"):
-        flash_attn_func(q, q, q, block_mask=mask, backend="sm90")
+    with pytest.raises(ValueError, match=r"got 'sm90', which cannot: .*tensors on cpu; .*block_mask beside mask"):
+        flash_attn_func(q, q, q, block_mask=mask, mask=torch.ones(300, 300, dtype=torch.bool), backend="sm90")
 
 
 def test_plans_are_not_mixed_up() -> None:

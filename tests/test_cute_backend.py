@@ -1,6 +1,6 @@
 """What the kernels' backend hands to compiled code, with a compiled kernel that only looks: no GPU, no compiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import explain
+from flash_attn_cute import BlockMask, explain
 from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.arguments import described
+from flash_attn_cute.kernels.arguments import Argument, described
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
@@ -92,6 +92,14 @@ CALLS = {
         max_seqlen_k=100,
     ),
     "padded, bias": inputs_of(*DENSE, seqused_q=ints(3, 70), bias=torch.randn(2, 1, 70, 90)),
+    "block mask": inputs_of(*DENSE, block_mask=BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)),
+    "block mask of nothing": inputs_of(
+        *DENSE,
+        block_mask=BlockMask.from_dense(torch.zeros(70, 90, dtype=torch.bool)).tables(
+            torch.device("cpu"), backward=True
+        ),
+        bias=torch.randn(8, 70, 90, dtype=torch.bfloat16),
+    ),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
     "strided": inputs_of(
         *PACKED,
@@ -103,6 +111,16 @@ CALLS = {
         q=torch.randn(2, 70, 8, 65).to(torch.bfloat16)[..., 1:]
     ),
 }
+
+
+def described_tensors(arguments: Any) -> Iterator[tuple[str, Argument, Any]]:
+    """Of all tensors, those of tuples among the arguments, too: name, description and what is given."""
+    for name, described_as in described(type(arguments)).items():
+        value = getattr(arguments, name)
+        if not isinstance(described_as, type):
+            yield name, described_as, value
+        elif name != "numbers":
+            yield from described_tensors(value)
 
 
 @pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
@@ -119,10 +137,8 @@ def test_arguments_are_those_of_the_configuration(
     assert [x.shape for x in grads[:3]] == [x.shape for x in inputs[:3]]
     assert [launched.config.pass_name for launched in launches] == ["forward", "backward"]
     for config, arguments in launches:
-        tensors = described(pass_of(config).arguments)
-        del tensors["numbers"]
-        for name, argument in tensors.items():
-            value = getattr(arguments, name)
+        assert type(arguments) is pass_of(config).arguments
+        for name, argument, value in described_tensors(arguments):
             assert (value is not None) == argument.is_given(config), name
             if not isinstance(value, Tensor):
                 continue

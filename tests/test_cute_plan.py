@@ -113,10 +113,11 @@ def test_numbers_are_arguments(shapes: Shapes, head_dim: int) -> None:
 def test_what_is_absent_is_not_asked_for() -> None:
     config = plan_forward(SM90, spec_of(has_sink=True), DENSE, 132).config
     tensors = described(pass_of(config).arguments)
+    tensors |= described(tensors.pop("blocks"))
     del tensors["numbers"]
     given = {name for name, argument in tensors.items() if argument.is_given(config)}
     assert "mSink" in given
-    assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK"}
+    assert not given & {"mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mEntries", "mBits"}
 
 
 def test_few_queries_share_a_tile() -> None:

@@ -45,6 +45,12 @@ CONFIGS = {
     "d128-strided-bias": config(128, bias=True, strided_bias=True, packed=True),
     "d128-row-of-a-bias": config(128, bias=True, uniform_bias=True, float32_bias=True),
     "d128-row-of-a-mask": config(128, mask=True, uniform_mask=True),
+    **{f"d{d}-block-mask": config(d, block_mask=True) for d in HEAD_DIMS},
+    **{
+        f"d{d}-block-mask-float32-bias": config(d, block_mask=True, bias=True, float32_bias=True, softcap=True)
+        for d in (64, 128, 256)
+    },
+    **{f"d{d}-block-mask-strided-bias": config(d, block_mask=True, bias=True, strided_bias=True) for d in (96, 192)},
 }
 
 
@@ -73,7 +79,7 @@ def machine_code(chosen: Any, folder: Path) -> dict[str, list[str]]:
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
     names = "Forward|BackwardCta|BackwardCluster|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists"
-    names += "|PieceTiles"
+    names += "|PieceTiles|BlockTiles"
     found = re.search(rf"[a-z_]({names})(?:Sm90)?_obj", function)
     assert found, function[:200]
     return found[1]
@@ -127,6 +133,13 @@ BACKWARD_CONFIGS = {
     **{f"d{d}-mask": backward(d, mask=True) for d in HEAD_DIMS},
     **{f"d{d}-bias-mask-packed": backward(d, mask=True, bias=True, packed=True) for d in (64, 128, 256)},
     **{f"d{d}-mask-grouped": backward(d, mask=True, grouped=True, packed=True) for d in HEAD_DIMS},
+    "d128-mask-deterministic": backward(128, mask=True, deterministic=True),
+    **{f"d{d}-block-mask": backward(d, block_mask=True) for d in HEAD_DIMS},
+    **{
+        f"d{d}-block-mask-grouped": backward(d, block_mask=True, grouped=True, deterministic=True, dlse=True)
+        for d in (64, 128, 192, 256)
+    },
+    **{f"d{d}-block-mask-bias": backward(d, block_mask=True, bias=True) for d in (64, 128, 192)},
     "d128-dbias": backward(128, bias=True, dbias=True),
     "d128-strided-bias": backward(128, bias=True, strided_bias=True),
     **{f"d{d}-row-of-a-bias": backward(d, bias=True, uniform_bias=True, float32_bias=True) for d in (64, 128)},
@@ -150,13 +163,13 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     assert "UTMALDG" in sass
     assert "UTMASTG" in sass
     assert "UBLKRED.G.S.ADD.F32" in sass
-    assert "UBLKCP.G.S" in sass  # who is first overwrites
+    assert ("UBLKCP.G.S" in sass) == chosen.features.deterministic  # who is first overwrites
     sums = 2 * chosen.tile_d if chosen.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
     # DQ's sums, four vectors of four a thread, not by way of a cache that knows nothing of additions; and shared ones.
     assert len(re.findall(r"\bLDG\.E\.128", sass)) == 4 * 4 + sums * 64 // 128 // 4
     assert not re.search(r"\bLDG\S*CONSTANT", sass)
-    check_before_and_after(kernels, zeroes=False, num_after=0)
+    check_before_and_after(kernels, zeroes=not chosen.features.deterministic, num_after=0)
 
 
 @pytest.mark.parametrize("chosen", OF_CLUSTERS.values(), ids=OF_CLUSTERS)
@@ -186,6 +199,8 @@ BIAS_GRADIENT_CONFIGS = {
     "d128-strided": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, strided_bias=True)),
     "d64-split": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True), split=True),
     "d192-dv128-mask": bias_gradient_config("float16", 192, 128, Features(bias=True, mask=True)),
+    "d128-block-mask": bias_gradient_config("bfloat16", 128, 128, Features(bias=True, block_mask=True)),
+    "d256-block-mask": bias_gradient_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
 }
 
 

@@ -104,6 +104,15 @@ class BlockMask:
             return self._order.shape[0], self._order.shape[1]
         return (1, 1) if self._order == "default" else (self.batch, self.heads // self._group)
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether each query sees a few runs of keys, that move on with it, as far as the constructors tell.
+
+        Where additions to dQ have an order, tiles of such masks come to blocks of queries one after the other, and
+        wait little.
+        """
+        return self._node.is_regular
+
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
         """Query i sees key j when ``j <= i + seqlen_k - seqlen_q``.

@@ -91,7 +91,13 @@ def _positions(block: Tensor, length: int) -> Tensor:
 
 
 class Node:
-    """One part of an expression."""
+    """One part of an expression.
+
+    Attributes:
+        is_regular: see ``BlockMask``.
+    """
+
+    is_regular: bool = False
 
     @property
     def batch(self) -> int:
@@ -137,6 +143,8 @@ def _kinds(no: Tensor, all_: Tensor) -> Tensor:
 class Band(Node):
     """Query i sees key j when ``lower <= j - i <= upper``; None is unbounded."""
 
+    is_regular = True
+
     lower: int | None = None
     upper: int | None = None
 
@@ -177,6 +185,8 @@ class Band(Node):
 class Dilation(Node):
     """Query i sees key j when ``j - i - shift`` is a multiple of ``step``."""
 
+    is_regular = True
+
     step: int
     shift: int
 
@@ -195,6 +205,8 @@ class Dilation(Node):
 @dataclass(eq=False, repr=False)
 class Prefix(Node):
     """All queries see the first ``lengths[b]`` keys: (batch,) int64 on any device."""
+
+    is_regular = True
 
     lengths: Tensor | int
 
@@ -233,6 +245,8 @@ class Prefix(Node):
 @dataclass(eq=False, repr=False)
 class Documents(Node):
     """Query i sees key j when they are of the same document; negative ids are padding, which nobody sees."""
+
+    is_regular = True
 
     ids_q: Tensor  # (batch, seqlen_q), int64
     ids_k: Tensor  # (batch, seqlen_k), int64
@@ -415,6 +429,11 @@ class Pair(Node):
 
     a: Node
     b: Node
+
+    @property
+    def is_regular(self) -> bool:  # type: ignore[override]
+        """Of both."""
+        return self.a.is_regular and self.b.is_regular
 
     @property
     def batch(self) -> int:

@@ -102,9 +102,9 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     scores = shapes.scores
     return Features(
         packed=shapes.packed,
-        # What is made of a mask has the window in it.
-        left=spec.window_left is not None and not spec.has_mask,
-        right=spec.window_right is not None and not spec.has_mask,
+        # What is made of a mask has the window in it, and so has a block mask.
+        left=spec.window_left is not None and not (spec.has_mask or spec.has_block_mask),
+        right=spec.window_right is not None and not (spec.has_mask or spec.has_block_mask),
         softcap=spec.softcap > 0,
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),
@@ -114,7 +114,8 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         strided_bias=scores.strided_bias,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
-        deterministic=spec.deterministic,
+        # Up to d = 128 an order costs nothing where tiles do not wait; clusters are faster without.
+        deterministic=spec.deterministic or (spec.in_turn and max(spec.head_dim, spec.head_dim_v) <= 128),
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 WHOLE, UNSEEN = -1, -2  # in the place of where a block's bits are
 
@@ -100,8 +100,16 @@ def num_blocks(mMask: cute.Tensor, keys: int) -> Int32:
 
 
 @cute.jit
-def bits_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32, thread: Int32) -> cute.Tensor:
-    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word): of the first one, if it has none."""
+def bits_of(
+    mBits: cute.Tensor, code: Int32, warpgroup: Int32, thread: Int32, asks: cutlass.Constexpr = False
+) -> cute.Tensor:
+    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word).
+
+    If it has none, they are anything: those of the first tile, unless ``asks``, which costs a branch and spares a load.
+    """
     words = cute.make_rmem_tensor(mBits.shape[3], Int32)
-    cute.autovec_copy(mBits[Int64(cutlass.max(code, 0)), warpgroup, thread, None], words)
+    if const_expr(not asks):
+        cute.autovec_copy(mBits[Int64(cutlass.max(code, 0)), warpgroup, thread, None], words)
+    elif code >= 0:
+        cute.autovec_copy(mBits[Int64(code), warpgroup, thread, None], words)
     return words

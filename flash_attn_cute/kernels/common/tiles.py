@@ -170,10 +170,22 @@ def take_tile(counter: cute.Tensor, num_questions: Int32, given: Int32 | int = 0
     ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles have owners that do
     not ask for them.
     """
-    index = num_questions
+    return tile_taken(counter, ask_for_tile(counter), num_questions, given)
+
+
+@cute.jit
+def ask_for_tile(counter: cute.Tensor) -> Int32:
+    """``take_tile`` in two: asks, by one converged warp. The answer takes long, and is waited for by ``tile_taken``."""
+    asked_before = Int32(0)
     if cute.arch.lane_idx() == 0:
-        taken = cute.arch.atomic_add(counter.iterator, Int32(1))
-        index = taken + given
-        if taken == num_questions - 1:
+        asked_before = cute.arch.atomic_add(counter.iterator, Int32(1))
+    return asked_before
+
+
+@cute.jit
+def tile_taken(counter: cute.Tensor, asked_before: Int32, num_questions: Int32, given: Int32 | int = 0) -> Int32:
+    """The tile that the answer comes to."""
+    if cute.arch.lane_idx() == 0:  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if asked_before == num_questions - 1:
             counter[0] = Int32(0)
-    return cute.arch.shuffle_sync(index, 0)
+    return cute.arch.shuffle_sync(asked_before + given, 0)

@@ -237,6 +237,11 @@ class BackwardConfig(Sm90Config):
         raise NotImplementedError
 
     @property
+    def counts_additions(self) -> bool:
+        """Whether what is added to dQ is counted: to have an order, or because its rounding waits for all of it."""
+        return self.features.deterministic
+
+    @property
     def columns_dQ(self) -> int:
         """Columns of a part of a block of dQ, which one warpgroup or CTA computes."""
         raise NotImplementedError
@@ -268,7 +273,7 @@ class BackwardConfig(Sm90Config):
             "mStats": (2, heads, num_m_blocks, self.tile_m),
             "mdQaccum": (heads, num_m_blocks, self.tile_m * self.tile_d),
         }
-        if self.features.deterministic:
+        if self.counts_additions:
             parts["mTurnsQ"] = counters, heads, num_m_blocks
         if mask is not None:
             rows = mask.sets * mask.rows
@@ -303,9 +308,14 @@ class BackwardConfig(Sm90Config):
 
 @dataclass(frozen=True)
 class BackwardCtaConfig(BackwardConfig):
-    """Up to d = 128: a tile of keys is one CTA's work. Its features are always deterministic, as that costs nothing."""
+    """Up to d = 128: a tile of keys is one CTA's work.
+
+    Its features are deterministic but under masks, whose tiles may wait long for each other: elsewhere that costs
+    nothing.
+    """
 
     ctas_a_tile: ClassVar[int] = 1
+    counts_additions: ClassVar[bool] = True
     stages: ClassVar[int] = 2  # blocks of queries in flight
 
     # Columns of K that are in registers for the scores, and not read from shared memory for every block.
@@ -477,7 +487,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
         del tile["case"]
         return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
     row = next(t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
-    features = replace(features, deterministic=True)
+    features = replace(features, deterministic=features.deterministic or not features.listed)
     # Who copies rows of a bias, or looks after the lists of several heads, has more to keep.
     copies = _backward_bias_pitch(tile_d, features) > 0 and not features.uniform_bias
     is_busy = copies or (features.listed and features.grouped)

@@ -356,7 +356,7 @@ class ForwardSm90:
         """What warp 0 has told of a step's block, whose K is there; its bits are on their way."""
         entries, i = work.shared.entries, step % entry_stages(self.config)
         block, code = entries[0, i], entries[1, i]
-        return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread))
+        return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread, asks=True))
 
     @cute.jit
     def _step(

@@ -48,9 +48,11 @@ class Transfers:
         heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
         num_tiles = self.num_tiles(a)
         index, _, _ = cute.arch.block_idx()
+        listed_block, listed_code = Int32(0), Int32(0)  # of 32 entries of a list, a lane's
         while index < num_tiles:
-            tile = self._tile(a, tables, index)
-            index = self._next_tile(a, num_tiles)
+            tile, asked_before = self._tile(a, tables, index), Int32(0)
+            if const_expr(c.persistent):
+                asked_before = tiles.ask_for_tile(a.mNextTile)
             # Rows that only pad are somebody's work if they are to be zeroed.
             stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
             if tile.first_query < stop:
@@ -60,7 +62,11 @@ class Transfers:
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block = tile.blocks.nth(i)
                     if const_expr(c.features.listed):
-                        block = self._tell_of_entry(tables, block, shared, state.count)
+                        if i % 32 == 0:
+                            lane = cutlass.min(i + cute.arch.lane_idx(), tile.blocks.num - 1)
+                            listed_block, listed_code = self._entry(tables, tile.blocks.nth(lane))
+                        block, code = (cute.arch.shuffle_sync(x, i % 32) for x in (listed_block, listed_code))
+                        self._tell_of_entry(block, code, shared, state.count)
                     start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
@@ -71,19 +77,20 @@ class Transfers:
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
                     state.advance()
+            index = num_tiles
+            if const_expr(c.persistent):
+                index = tiles.tile_taken(a.mNextTile, asked_before, num_tiles, cute.arch.grid_dim()[0])
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
         with cute.arch.elect_one():
             shared.tiles[0, tile_state.index] = Int32(-1)
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
-    def _tell_of_entry(self, tables: Tables, entry: Int32, shared: Shared, step: Int32) -> Int32:
+    def _tell_of_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:
         """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
-        block, code = self._entry(tables, entry)
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):
                 shared.entries[i, step % entry_stages(self.config)] = value
-        return block
 
     @cute.jit
     def _entry(self, tables: Tables, i: Int32) -> tuple[Int32, Int32]:
@@ -171,10 +178,3 @@ class Transfers:
             window = Window.of(c.features, a, q.length, k.length)
             blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
         return Tile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
-
-    @cute.jit
-    def _next_tile(self, a: ForwardArguments, num_tiles: Int32) -> Int32:
-        """The index of the next tile to work on: the first that no CTA has taken. None is left from num_tiles on."""
-        if const_expr(self.config.persistent):
-            return tiles.take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0])
-        return num_tiles

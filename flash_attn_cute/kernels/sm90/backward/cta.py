@@ -392,12 +392,12 @@ class BackwardCtaSm90:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
         shared.q.wait_full(step)  # from warp 0
-        if const_expr(self.config.features.listed):
-            m_block, nth, code = shared.told_of_scores(step)
-            words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.short_steps):
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
+        if const_expr(self.config.features.listed):
+            m_block, nth, code = shared.told_of_scores(step)
+            words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, walk))

@@ -75,8 +75,8 @@ def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32,
 def launched(config: BackwardConfig, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
     """Under a block mask: the block of keys that is taken when another one would be, if it had no order of its own."""
     n, blocks = a.numbers, _blocks_of_keys(config, a)
-    # That goes from the last to the first, if additions have an order.
-    rank = blocks - 1 - block if config.features.deterministic else block
+    # That goes from the last to the first. If additions have no order it goes the other way, and so does this.
+    rank = blocks - 1 - block
     return a.mOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
 
 

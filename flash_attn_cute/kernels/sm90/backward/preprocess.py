@@ -29,6 +29,7 @@ class Preprocess:
 
     def __init__(self, config: BackwardConfig):
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
+        self.has_order = config.features.deterministic
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
@@ -83,10 +84,10 @@ class Preprocess:
         if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
-        if const_expr(ws.mTurnsQ is not None):
+        if const_expr(ws.mTurnsQ is not None):  # noqa: SIM102 (as above)
             if thread < ws.mTurnsQ.shape[0]:
                 ws.mTurnsQ[thread, work.head, work.block] = Int32(0)
-        else:
+        if const_expr(not self.has_order):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             sums = ws.mdQaccum[work.head, work.block, None]

@@ -1,0 +1,265 @@
+"""Block masks in the Hopper kernels: against the oracle, in every launch order, bit by bit."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from tests.checks import (
+    assert_matches_oracle,
+    both_passes,
+    differing,
+    draws,
+    needs_hopper,
+    random_call,
+    run,
+    synchronisations,
+)
+from tests.masks import KINDS, Made, random_mask
+from tests.oracle import Call
+
+# A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
+CALLS: dict[str, dict[str, Any]] = {
+    "d64": {"head_dim": 64},
+    "d96 gqa": {"head_dim": 96, "nheads": 4, "nheads_k": 2},
+    "d128": {"head_dim": 128},
+    "d128 gqa": {"head_dim": 128, "nheads": 6, "nheads_k": 2},
+    "d128 deterministic mqa": {"head_dim": 128, "nheads": 3, "nheads_k": 1, "deterministic": True},
+    "d64 deterministic gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2, "deterministic": True},
+    "float16 sink": {"head_dim": 40, "dtype": torch.float16, "sink": True},
+    "softcap": {"head_dim": 128, "softcap": 3.0},
+    "bias": {"head_dim": 128, "bias": (1, 1, 1, 1), "deterministic": True},
+    "bias shared": {"head_dim": 64, "bias": (1, 0, 1), "bias_dtype": torch.float32},
+    "bias transposed": {"head_dim": 192, "bias": (1, 1, 1), "bias_layout": "transposed"},
+    "bias float32": {"head_dim": 256, "bias": (1, 0, 1, 1), "bias_dtype": torch.float32},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "nheads": 4, "nheads_k": 2},
+    "d256 deterministic": {"head_dim": 256, "deterministic": True, "nheads": 4, "nheads_k": 2},
+    "d256 softcap bias": {"head_dim": 256, "softcap": 2.0, "bias": (0, 1, 1, 1)},
+    "causal": {"head_dim": 128, "causal": True, "nheads": 4, "nheads_k": 2},
+    "window": {"head_dim": 64, "window_size": (70, 30)},
+}
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
+
+
+def on_gpu(made: Made, device: str = "cuda") -> BlockMask:
+    """A mask of the tests, which make theirs on the CPU; element by element, unless it needs no tensors."""
+    return made.mask if made.mask.device is None else BlockMask.from_dense(made.shown.to(device))
+
+
+def with_any_order(mask: BlockMask, rng: random.Random, nheads_k: int) -> BlockMask:
+    """In a named order, or one of its own for every batch entry and key head."""
+    group = mask.heads // nheads_k if mask.heads > nheads_k else 1
+    name = rng.choice(["default", "spt", "permutation", "auto", "random"])
+    if name != "random":
+        return mask.with_order(name, group=group)
+    blocks = -(-mask.seqlen_k // 128)
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    shape = mask.batch, mask.heads // group, blocks
+    return mask.with_order(torch.rand(shape, generator=generator).argsort(-1).cuda(), group=group)
+
+
+def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) -> Call:
+    """A dense call with a mask for each head, one for all, or anything between."""
+    batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice(LENGTHS), rng.choice(LENGTHS)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "device": "cuda"} | options
+    call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, **given)
+    nheads, nheads_k = call.q.shape[2], call.k.shape[2]
+    sets = rng.choice([1, batch]), rng.choice([1, nheads, nheads_k])
+    made = random_mask(seqlen_q, seqlen_k, rng, sets) if kind is None else KINDS[kind](seqlen_q, seqlen_k, rng, sets)
+    mask = with_any_order(on_gpu(made), rng, nheads_k)
+    return replace(call, block_mask=mask, shown=made.shown.cuda())
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
+    deterministic = options.get("deterministic", False)
+    tensors = {name: value for name, value in options.items() if name != "deterministic"}
+    for count, rng in draws(str(options), 4 * fuzz_seconds):
+        torch.manual_seed(count)
+        call = drawn(rng, tensors)
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_mask(kind: str) -> None:
+    for seed in range(3):
+        rng = random.Random(f"{kind} {seed}")
+        assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_who_sees_nothing(head_dim: int) -> None:
+    """Blocks of queries and of keys, and rows alone; what stands in their q, k, v and dout reaches nothing."""
+    shown = torch.rand(520, 460) < 0.5
+    shown[128:256], shown[300], shown[:, 256:384] = False, False, False
+    call = random_call([520] * 2, [460] * 2, packed=False, dtype=torch.bfloat16, head_dim=head_dim, device="cuda")
+    call = replace(call, block_mask=BlockMask.from_dense(shown.cuda()), shown=shown[None, None].cuda())
+    assert_matches_oracle(call, backend="sm90")
+    out, lse = run(call, return_lse=True, backend="sm90")
+    assert (out[:, 128:256] == 0).all()
+    assert lse[..., 128:256].isneginf().all()
+    dout = torch.randn_like(out)
+    dout[:, 128:256] = torch.nan
+    dq, dk, dv = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+    assert (dq[:, 128:256] == 0).all()
+    assert (dk[:, 256:384] == 0).all()
+    assert (dv[:, 256:384] == 0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@needs_hopper
+def test_masks_of_nothing_and_of_everything() -> None:
+    call = random_call([300], [300], packed=False, dtype=torch.bfloat16, head_dim=128, device="cuda")
+    for all_of in (False, True):
+        blocks = torch.full((3, 3), all_of, device="cuda")
+        mask = BlockMask.from_blocks(blocks, seqlen_q=300, seqlen_k=300)
+        shown = torch.full((1, 1, 300, 300), all_of, device="cuda")
+        assert_matches_oracle(replace(call, block_mask=mask, shown=shown), backend="sm90")
+
+
+def irregular(heads: int, blocks: int) -> BlockMask:
+    visible = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.3
+    return BlockMask.from_blocks(visible.cuda())
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("order", ["default", "spt", "permutation", "random"])
+def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -> None:
+    """Tiles wait for their turns, whatever the order and however they are delayed by what else the GPU does."""
+    heads, blocks = 4, 12
+    mask = irregular(heads, blocks)
+    if order == "random":
+        mask = mask.with_order(torch.stack([torch.randperm(blocks) for _ in range(heads)])[None].cuda())
+    else:
+        mask = mask.with_order(order)
+    call = random_call(
+        [blocks * 128] * 2, packed=False, dtype=torch.bfloat16, nheads=heads, head_dim=head_dim, device="cuda"
+    )
+    call = replace(call, block_mask=mask)
+    both = both_passes(call, torch.randn_like(call.q), deterministic=True, backend="sm90")
+    expected = both()
+    assert not differing(expected, both, repetitions)
+    other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    with torch.cuda.stream(other):
+        for _ in range(repetitions):
+            noise = (noise @ noise).clamp(-1, 1)
+    assert not differing(expected, both, repetitions)
+
+
+@needs_hopper
+def test_one_mask_by_two_constructors() -> None:
+    """Other kinds of tables, the same bits: lists that say the same are walked alike."""
+    length = 1000
+    masks = (
+        BlockMask.causal(length, length),
+        BlockMask.from_function(lambda b, h, q, k: k <= q, length, length, device="cuda"),
+        BlockMask.from_dense(torch.ones(length, length, dtype=torch.bool, device="cuda").tril()),
+    )
+    q, k, v = (torch.randn(2, length, 2, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout, results = torch.randn_like(q), []
+    for mask in masks:
+        out = flash_attn_func(q, k, v, block_mask=mask, deterministic=True, backend="sm90")
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_hopper
+def test_documents_as_a_mask_and_packed() -> None:
+    offsets = torch.tensor([0, 100, 400, 401, 900], dtype=torch.int32, device="cuda")
+    mask = BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900)
+    q, k, v = (torch.randn(900, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+    as_mask = flash_attn_func(q[None], k[None], v[None], block_mask=mask, backend="sm90")[0]
+    packed = flash_attn_varlen_func(q, k, v, offsets, offsets, 500, 500, causal=True, backend="sm90")
+    torch.testing.assert_close(as_mask, packed, atol=2e-2, rtol=2e-2)
+    grads = (torch.autograd.grad(x, (q, k, v), dout) for x in (as_mask, packed))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
+@needs_hopper
+@pytest.mark.parametrize("from_indices", [False, True], ids=["built", "from indices"])
+def test_the_host_never_waits(from_indices: bool) -> None:
+    """In a call with a mask that has been used, or in one whose blocks are chosen anew. Graphs capture both."""
+    q, k, v = (torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout, chosen = torch.randn_like(q), torch.rand(1, 2, 4, 4, device="cuda").argsort(-1)[..., :2].contiguous()
+    kept = BlockMask.window(512, 512, left=100, right=0)
+
+    def both() -> tuple[Tensor, ...]:
+        mask = BlockMask.from_indices(chosen, seqlen_k=512) if from_indices else kept
+        out = flash_attn_func(q, k, v, block_mask=mask, backend="sm90")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    expected = both()
+    assert synchronisations(both) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    graph.replay()
+    for a, b in zip(captured, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+
+
+def test_what_it_does_not_serve_is_told() -> None:
+    """By name, whatever the machine; without a request for these kernels others serve it."""
+    mask = BlockMask.causal(300, 300)
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    used = torch.tensor([200], dtype=torch.int32)
+    hidden = torch.ones(300, 300, dtype=torch.bool)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"seqused_k": used}, "block_mask beside seqused"),
+        ({"mask": hidden}, "block_mask beside mask"),
+        ({"seqused_q": used, "causal": True}, "block_mask beside a window"),
+    ]
+    for options, told in cases:
+        explained = explain(q, q, q, block_mask=mask, gpu="sm90", **options)
+        assert explained.backend == "portable"
+        assert told in explained.passed_over["sm90"]
+    offsets = torch.tensor([0, 300], dtype=torch.int32)
+    packed: dict[str, Any] = {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": 300,
+        "max_seqlen_k": 300,
+    }
+    explained = explain(q[0], q[0], q[0], block_mask=mask, gpu="sm90", **packed)
+    assert "block_mask beside cu_seqlens" in explained.passed_over["sm90"]
+
+
+def test_windows_go_into_the_mask() -> None:
+    """Of a dense batch, so that kernels know of none; it is combined once."""
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    mask = BlockMask.documents(torch.arange(300) // 100)
+    explained = explain(q, q, q, block_mask=mask, causal=True, gpu="sm90")
+    assert explained.backend == "sm90"
+    assert explained.spec.window_right is None
+    assert explained.spec.in_turn
+    assert mask.within(None, 0) is mask.within(None, 0)
+    ordered = mask.with_order("spt")
+    assert ordered.within(None, 0)._order == "spt"
+
+
+def test_order_only_where_tiles_wait_little() -> None:
+    """Nobody asks for determinism: additions are in turn under regular masks, where that is faster."""
+    q = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    blocks = torch.ones(4, 4, dtype=torch.bool)
+    for mask, in_turn in (
+        (BlockMask.window(512, 512, left=100), True),
+        (BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100), True),
+        (BlockMask.prefix_lm(512, 512, 100), True),
+        (BlockMask.from_blocks(blocks), False),
+        (BlockMask.causal(512, 512) & BlockMask.from_blocks(blocks), False),
+    ):
+        for deterministic in (False, True):
+            explained = explain(q, q, q, block_mask=mask, deterministic=deterministic, gpu="sm90")
+            assert explained.backward is not None
+            assert explained.backward.deterministic == (in_turn or deterministic)
