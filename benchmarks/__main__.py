@@ -4,11 +4,13 @@
     python -m benchmarks forward     # or backward, or both of them; need a Hopper GPU
     python -m benchmarks lengths     # forward and backward from 512 to 32k; needs one, too
     python -m benchmarks bias        # masks and biases, forward and backward; so does bias-lengths
+    python -m benchmarks sparse      # block masks, forward and backward; so does sparse-lengths, up to 128k
+    python -m benchmarks sparse-tables  # what making a block mask costs
     python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
-Prints a table a case, means over all of them and a line a bar, writes ``SUITE-DEVICE-DTYPE.json`` (after every case)
-and ``.png`` to the output folder, and exits with 1 if a bar fails. The plot needs matplotlib
+Prints a table a case, means over all of them and a line a bar or limit, writes ``SUITE-DEVICE-DTYPE.json`` (after every
+case) and ``.png`` to the output folder, and exits with 1 if a bar or limit fails. The plot needs matplotlib
 (``pip install flash-attn-cute[bench]``).
 """
 
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, report
-from benchmarks.suites import attention, bias, packed
+from benchmarks.suites import attention, bias, packed, sparse
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "forward": partial(attention.suite, "forward"),
@@ -33,6 +35,9 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "packed": packed.suite,
     "bias": bias.suite,
     "bias-lengths": bias.lengths,
+    "sparse": sparse.suite,
+    "sparse-lengths": sparse.lengths,
+    "sparse-tables": sparse.tables,
 }
 
 
@@ -57,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     suite = SUITES[chosen.suite](device, dtype)
     bars = [bar for bar in suite.bars if chosen.cases.search(bar.case)]
+    limits = [limit for limit in suite.limits if chosen.cases.search(limit.case)]
     environment = report.environment(device, dtype, chosen.commit)
     title = f"{suite.name}, {chosen.device}, {dtype_name}"
     path = chosen.out / f"{suite.name}-{chosen.device}-{dtype_name}.json"
@@ -66,21 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.cases.search(case.name):
             reports.append(harness.measure(suite, case))
             print(report.table(reports[-1]), flush=True)
-            report.write_json(path, environment, reports, harness.judge(bars, reports))
+            judged = harness.judge(bars, reports), harness.rule(limits, reports)
+            report.write_json(path, environment, reports, *judged)
     if not reports:
         parser.error(f"argument --cases: no case of {suite.name} matches {chosen.cases.pattern!r}")
     for mean in harness.means(reports):
         print(report.mean_line(mean))
-    verdicts = harness.judge(bars, reports)
+    verdicts, rulings = harness.judge(bars, reports), harness.rule(limits, reports)
     for verdict in verdicts:
         print(report.verdict_line(verdict))
+    for ruling in rulings:
+        print(report.ruling_line(ruling))
     print(f"wrote {path}")
     try:
         report.write_plot(path.with_suffix(".png"), title, reports)
         print(f"wrote {path.with_suffix('.png')}")
     except ImportError:
         print("no plot: matplotlib is missing (pip install flash-attn-cute[bench])")
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+    return 0 if all(verdict.passed for verdict in verdicts) and all(ruling.passed for ruling in rulings) else 1
 
 
 if __name__ == "__main__":

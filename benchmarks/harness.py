@@ -85,6 +85,16 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """In this case the contender may take so many seconds, and so many bytes at its peak; None: any number."""
+
+    case: str
+    contender: str
+    seconds: float
+    bytes: float | None
+
+
+@dataclass(frozen=True)
 class Suite(Generic[C]):
     """Cases are made one at a time, so that only one case's tensors exist.
 
@@ -98,6 +108,7 @@ class Suite(Generic[C]):
     bars: Sequence[Bar]
     rounds: int
     seconds: float
+    limits: Sequence[Limit] = ()
 
 
 class Spread(NamedTuple):
@@ -169,6 +180,21 @@ class Verdict:
     def passed(self) -> bool:
         """Whether the bar holds."""
         return self.ratio is not None and self.ratio <= self.bar.most
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """Whether a limit holds; None in the place of what could not be measured, which counts as failing."""
+
+    limit: Limit
+    seconds: float | None
+    bytes: int | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the limit holds."""
+        in_time = self.seconds is not None and self.seconds <= self.limit.seconds
+        return in_time and (self.limit.bytes is None or (self.bytes is not None and self.bytes <= self.limit.bytes))
 
 
 @dataclass(frozen=True)
@@ -248,6 +274,20 @@ def judge(bars: Sequence[Bar], reports: Sequence[CaseReport]) -> list[Verdict]:
         measured = report is not None and bar.contender in report.times and bar.against in report.times
         verdicts.append(Verdict(bar, report.ratio(bar.contender, bar.against).median if report and measured else None))
     return verdicts
+
+
+def rule(limits: Sequence[Limit], reports: Sequence[CaseReport]) -> list[Ruling]:
+    """A ruling on every limit, also on those of cases that were not measured."""
+    by_name = {report.name: report for report in reports}
+    rulings = []
+    for limit in limits:
+        report = by_name.get(limit.case)
+        if report is None or limit.contender not in report.times:
+            rulings.append(Ruling(limit, None, None))
+        else:
+            seconds = Spread.of(report.times[limit.contender]).median
+            rulings.append(Ruling(limit, seconds, report.peak_bytes[limit.contender]))
+    return rulings
 
 
 def means(reports: Sequence[CaseReport]) -> list[Mean]:

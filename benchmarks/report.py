@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import CaseReport, Mean, Spread, Verdict
+from benchmarks.harness import CaseReport, Mean, Ruling, Spread, Verdict
 
 _PROJECT = Path(__file__).parents[1]
 # What to draw of the seconds that a case took.
@@ -75,6 +75,16 @@ def verdict_line(verdict: Verdict) -> str:
     )
 
 
+def ruling_line(ruling: Ruling) -> str:
+    """One limit and whether it holds."""
+    limit = ruling.limit
+    seconds = "not measured" if ruling.seconds is None else f"{_ms(ruling.seconds)} ms"
+    peak = "unknown" if ruling.bytes is None else f"{ruling.bytes / 1e6:.3g} MB"
+    most = f"{_ms(limit.seconds)} ms" + ("" if limit.bytes is None else f", {limit.bytes / 1e6:.3g} MB")
+    told = f"{limit.case}: {limit.contender} takes {seconds}, at its peak {peak} (at most {most})"
+    return f"limit: {'pass' if ruling.passed else 'FAIL'}: {told}"
+
+
 def environment(device: torch.device, dtype: torch.dtype, commit: str | None) -> dict[str, Any]:
     """What is run, and where. ``commit`` is as of ``git describe --dirty``; without it git is asked."""
     if commit is None:
@@ -94,7 +104,11 @@ def environment(device: torch.device, dtype: torch.dtype, commit: str | None) ->
 
 
 def write_json(
-    path: Path, environment: Mapping[str, Any], reports: Sequence[CaseReport], verdicts: Sequence[Verdict]
+    path: Path,
+    environment: Mapping[str, Any],
+    reports: Sequence[CaseReport],
+    verdicts: Sequence[Verdict],
+    rulings: Sequence[Ruling] = (),
 ) -> None:
     """Everything measured, raw times included. Whenever the process ends, the file is a whole one."""
     content = {
@@ -104,6 +118,7 @@ def write_json(
         "bars": [
             dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio, "passed": verdict.passed} for verdict in verdicts
         ],
+        "limits": [dataclasses.asdict(ruling) | {"passed": ruling.passed} for ruling in rulings],
     }
     partial = path.with_suffix(".partial")
     text = json.dumps(_rounded(content), indent=1)

@@ -16,11 +16,23 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks import __main__ as cli
 from benchmarks import harness, report, trees, work
-from benchmarks.harness import Bar, Case, CaseReport, Contender, Disagreement, Mean, Results, Run, Suite, Unavailable
+from benchmarks.harness import (
+    Bar,
+    Case,
+    CaseReport,
+    Contender,
+    Disagreement,
+    Limit,
+    Mean,
+    Results,
+    Run,
+    Suite,
+    Unavailable,
+)
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.suites import attention, bias, packed
+from benchmarks.suites import attention, bias, packed, sparse
 from benchmarks.work import Passes, Work, attention_flop, causal_area
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 
 CPU = torch.device("cpu")
 CASE = Case(name="case", detail="a toy", device=CPU, dtype=torch.float32, work=Work(1e6, 1e6))
@@ -214,6 +226,31 @@ def test_command_line(
     assert case["unavailable"] == {"absent": "no such library"}
     assert content["bars"][0]["passed"] is (code == 0)
     assert (tmp_path / "new" / "toy-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "line"),
+    [
+        (Limit("case", "reference", 1e9, 1e9), 0, "limit: pass: case: reference takes"),
+        (Limit("case", "reference", 1e9, None), 0, "MB (at most 1000000000000.0 ms)"),
+        (Limit("case", "reference", 1e-9, 1e9), 1, "limit: FAIL: case: reference takes"),
+        (Limit("case", "reference", 1e9, -1), 1, "limit: FAIL: case: reference takes"),
+        (Limit("case", "absent", 1e9, None), 1, "limit: FAIL: case: absent takes not measured, at its peak unknown"),
+    ],
+)
+def test_limits(
+    limit: Limit, code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Of time, and of memory where it is asked for."""
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: 5)
+    monkeypatch.setitem(cli.SUITES, "toy", lambda device, dtype: replace(toy(), limits=[limit]))
+    assert cli.main(["toy", "--device", "cpu", "--out", str(tmp_path)]) == code
+    assert line in capsys.readouterr().out
+    (ruling,) = json.loads((tmp_path / "toy-cpu-float32.json").read_text())["limits"]
+    assert ruling["passed"] is (code == 0)
+    assert ruling["limit"]["contender"] == limit.contender
+    unknown = harness.rule([replace(limit, contender="a", bytes=1.0)], [measured("", {}, {"a": None}, a=[1e-12] * 2)])
+    assert not unknown[0].passed
 
 
 def test_without_matplotlib_everything_but_the_plot_is_there(
@@ -575,6 +612,201 @@ def test_lengths_of_the_bias_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("bias", "mask")]
     assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (7, 8)]
     assert all(case.q.shape[:2] == (2, case.length) for case in cases)
+
+
+TINY_SPARSE_ROWS = (
+    sparse.Row("window", "window", 512, bars={sparse.FA4: (1e-9, 1e-9), sparse.WITHOUT: (1e9, 1e9)}),
+    sparse.Row("documents", "documents", 512, deterministic=1e-9),
+    sparse.Row("prefix-LM", "prefix-LM", 512),
+    sparse.Row("dilated", "dilated", 512),
+    sparse.Row("random 50 %", "random", 512, share=0.5, bars={sparse.FA4: (1e-9, 1e-9)}),
+    sparse.Row("random 100 %", "random", 512),
+    sparse.Row("selected", "top-k", 512, top=2),
+    sparse.Row("selected of 64", "top-k", 512, top=3, block=64),
+)
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask_mod: Any,
+    aux_tensors: list[torch.Tensor] | None,
+    block_sparse_tensors: Any,
+    block_sparse_tensors_bwd: Any,
+) -> tuple[torch.Tensor, None]:
+    """What flash-attn-4 computes: lists of blocks, and a function of vectors of one element for those in part."""
+    (batch, n, heads, _), blocks = q.shape, q.shape[1] // 128
+    seen = []
+    for cnt, idx, full_cnt, full_idx, size in (block_sparse_tensors, block_sparse_tensors_bwd):
+        assert size == (128, 128)
+        for counts, indices in ((cnt, idx), (full_cnt, full_idx)):
+            assert counts.dtype == indices.dtype == torch.int32
+            kept = torch.arange(blocks) < counts[..., None]
+            map_ = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool)
+            seen.append(map_.scatter_(-1, torch.where(kept, indices.long(), blocks), True)[..., :-1])
+    assert torch.equal(seen[0], seen[2].mT)
+    assert torch.equal(seen[1], seen[3].mT)
+    in_part, full = (x.repeat_interleave(128, -1).repeat_interleave(128, -2) for x in seen[:2])
+    shown = full.expand(batch, heads, n, n)
+    if mask_mod is not None:
+        places = torch.cartesian_prod(*map(torch.arange, (batch, heads, n, n))).T[:, None]
+        shown = shown | (in_part & mask_mod(*places, None, aux_tensors).view(batch, heads, n, n))
+    else:
+        assert not in_part.any()
+    return flash_attn_func(q, k, v, mask=shown, backend="portable"), None
+
+
+@pytest.fixture
+def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small rows by the portable backend, and a stand-in for flash-attn-4 that sees what that one would be told."""
+    modules: dict[str, dict[str, Any]] = {
+        "flash_attn": {},
+        "flash_attn.cute": {"flash_attn_func": block_sparse_attention},
+        "flash_attn.cute.utils": {"scalar_to_ssa": lambda x, dtype: x[None]},
+        "flash_attn.cute.block_sparsity": {
+            "BlockSparseTensorsTorch": lambda *lists, block_size: (*lists, block_size),
+        },
+        "cutlass": {"Int32": int},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {"BACKEND": "portable", "HEADS": 2, "D": 8, "TOKENS": 1024, "WINDOW": 200}.items():
+        monkeypatch.setattr(sparse, name, value)
+    monkeypatch.setattr(sparse, "DOCUMENTS", 48)
+    monkeypatch.setattr(sparse, "ROWS", TINY_SPARSE_ROWS)
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone computes the same, but for a pass over all blocks; FLOP are those of elements, or of blocks."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(case: sparse.SparseCase) -> Any:
+        raise Unavailable("on a CPU it compiles for long")
+
+    monkeypatch.setattr(sparse, "_flex", refuse)
+    monkeypatch.setitem(
+        cli.SUITES, "sparse", lambda device, dtype: replace(sparse.suite(device, dtype), rounds=3, seconds=0.1)
+    )
+    cli.main(["sparse", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "sparse-cpu-float32.json").read_text())
+    cases = {case["name"]: case for case in content["cases"]}
+    assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
+    i, j = torch.arange(512)[:, None], torch.arange(512)
+    ids = sparse._document_ids(2, 512)
+    assert [len(entry.unique()) for entry in ids] == [3, 3]
+    pairs = {
+        "window": 4 * int(((j <= i) & (i - j < 200)).sum()),
+        "documents": 2 * int(((ids[:, :, None] == ids[:, None]) & (j <= i)).sum()),
+        "prefix-LM": 4 * int(((j <= i) | (j < 128)).sum()),
+        "dilated": 4 * 9 * 128**2,
+        "random 50 %": 4 * 8 * 128**2,
+        "random 100 %": 4 * 512**2,
+        "selected": 4 * 4 * 2 * 128**2,
+        "selected of 64": 4 * 8 * 3 * 64**2,
+    }
+    orders = {sparse.DETERMINISTIC, sparse.SPT, sparse.PERMUTATION, sparse.AUTO}
+    for row in TINY_SPARSE_ROWS:
+        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
+            case = cases[f"{passes} {row.name}"]
+            assert case["panel"] == passes
+            assert case["work"]["flop"] == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
+            assert ("on the model no order" in case["detail"]) is (passes == "backward")
+            expected = {sparse.PACKAGE} | (orders if passes == "backward" else set())
+            expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
+            expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
+            expected |= {sparse.FA4} if row.block == 128 else set()
+            assert case["times"].keys() == expected, case["unavailable"]
+            assert {case["against"][name] for name in orders & expected - {sparse.DETERMINISTIC}} <= {
+                sparse.DETERMINISTIC
+            }
+    bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
+    assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
+    assert bars["forward window", sparse.PACKAGE, sparse.WITHOUT]["passed"] is False
+    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]["passed"] is True
+    assert bars["forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS]["most"] == pytest.approx(0.55)
+    assert len(bars) == 4 + 1 + 2 + 2 + len(TINY_SPARSE_ROWS)
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+@pytest.mark.parametrize("row", TINY_SPARSE_ROWS, ids=lambda row: row.name)
+def test_flex_attention_shows_the_same_blocks(row: sparse.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which on a CPU takes long; gradients come with compiling only."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = sparse._case(row, "forward", CPU, torch.float32)
+    if row.block != 128:
+        with pytest.raises(Unavailable):
+            sparse._flex(case)
+    else:
+        torch.testing.assert_close(sparse._flex(case)(), sparse._package(case)())
+
+
+def test_rows_of_the_sparse_suite() -> None:
+    """Bars as they were set, and random masks of exactly their share."""
+    suite = sparse.suite(CPU, torch.bfloat16)
+    names = {f"{passes} {row.name}" for row in sparse.ROWS for passes in ("forward", "backward")}
+    assert len(names) == 2 * len(sparse.ROWS) == 24
+    assert {bar.case for bar in suite.bars} <= names
+    contenders = {contender.name for contender in suite.contenders}
+    assert {name for bar in suite.bars for name in (bar.contender, bar.against)} <= contenders
+    against = {(bar.case, bar.against): 1 / bar.most for bar in suite.bars if bar.contender == sparse.PACKAGE}
+    assert against["forward window", sparse.FA4] == pytest.approx(1.12)
+    assert against["backward documents", sparse.FLEX] == pytest.approx(1.4)
+    assert against["backward random 25 %", sparse.FA4] == pytest.approx(1.05)
+    permutations = {bar.case: bar.most for bar in suite.bars if bar.contender == sparse.PERMUTATION}
+    assert permutations["backward window"] == pytest.approx(1.01)
+    assert permutations["backward random 12.5 % 16k"] == pytest.approx(1 / 1.05)
+    assert set(sparse.SCHEDULED) <= {row.name for row in sparse.ROWS}
+    for row in sparse.ROWS:
+        if row.kind == "random":
+            visible = sparse._random_blocks(row)
+            blocks = row.seqlen // 128
+            assert visible.shape == (16, blocks, blocks)
+            assert (visible.sum((1, 2)) == round(row.share * blocks**2)).all()
+            assert visible.diagonal(dim1=1, dim2=2).all()
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_lengths_of_the_sparse_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "LENGTHS", (2048, 4096))
+    cases = list(sparse.lengths(CPU, torch.float32).cases())
+    panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("window", "documents", "top-k")]
+    assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (2048, 4096)]
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables are made anew in every round."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sparse, "TABLES_LENGTH", 1024)
+    made: list[int] = []
+    build = BlockMask.build
+
+    def count(mask: BlockMask, *device: torch.device) -> BlockMask:
+        made.append(len(mask._tables))
+        return build(mask, *device)
+
+    monkeypatch.setattr(BlockMask, "build", count)
+    monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
+    monkeypatch.setitem(
+        cli.SUITES, "sparse-tables", lambda device, dtype: replace(sparse.tables(device, dtype), rounds=3)
+    )
+    cli.main(["sparse-tables", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "sparse-tables-cpu-float32.json").read_text())
+    names = list(sparse.TABLES)
+    assert [case["name"] for case in content["cases"]] == names
+    for case in content["cases"]:
+        peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents") else []
+        assert list(case["times"]) == [sparse.PACKAGE, *peers]
+    assert [ruling["limit"]["case"] for ruling in content["limits"]] == [name for name in names if sparse.TABLES[name]]
+    assert not any(made)
+    assert len(made) > 3 * (5 + 3)
+    assert "limit: " in capsys.readouterr().out
 
 
 def test_results_that_are_not_compared() -> None:

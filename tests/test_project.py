@@ -26,7 +26,6 @@ NOT_IMPORTED = {
     "mkdocs-material": "the theme in mkdocs.yml",
     "mkdocstrings": "a plugin in mkdocs.yml",
     "mypy": "a command",
-    "numpy": "torch warns without it",
     "pytest-xdist": "the option -n of pytest",
     "ruff": "a command",
     "setuptools": "builds a wheel in a test",

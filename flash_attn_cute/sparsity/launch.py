@@ -10,6 +10,8 @@ from flash_attn_cute.sparsity.nodes import Sizes
 from flash_attn_cute.sparsity.order import shortest_first
 from flash_attn_cute.spec import BlockRows
 
+_ENOUGH_TILES = 4096  # some thirty for each CTA: of fewer the last ones say too much
+_WORTH = 0.98  # of the time of a plain order
 _GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
 NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
@@ -26,27 +28,33 @@ def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> 
     last_first = torch.arange(sizes.blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
     if order == "default":
         return last_first
-    lengths = plan.lengths_of_columns(rows, sizes)
-    spt = shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
     if order == "spt":
-        return spt
-    return _fastest(order, last_first.expand_as(spt).cpu(), spt.cpu(), rows, sizes, group).to(device).contiguous()
+        return _shortest_first(plan.lengths_of_columns(rows, sizes), group)
+    steps = plan.steps(rows, sizes).cpu()
+    found = _fastest(order, last_first.cpu(), steps, group)
+    return found.to(device).contiguous()
 
 
-def _fastest(order: str, last_first: Tensor, spt: Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Tensor:
-    """The order that takes the model the least time; the first one on ties."""
+def _shortest_first(lengths: Tensor, group: int) -> Tensor:
+    """By the lengths of columns, (batch, heads, blocks_k), of which heads of a group share an order."""
+    return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
+
+
+def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int) -> Tensor:
+    """The order that takes the model the least time; a plain one unless another is worth it, the first one on ties."""
     from flash_attn_cute.sparsity.model import Pass  # few masks need it
 
-    work = Pass(plan.visible_halves(rows, sizes).cpu(), group)
-    if not work.columns.numel():
+    spt = _shortest_first(steps.sum(2), group)
+    last_first = last_first.expand_as(spt)
+    if not steps.numel():
         return last_first
-    times = [(work.play(candidate).makespan, candidate) for candidate in (last_first, spt)]
-    if order == "auto" and times[0][0] <= _GOOD_ENOUGH * work.play(last_first, ordered=False).makespan:
+    work = Pass(steps, group, least_tiles=_ENOUGH_TILES)
+    times = work.makespans([last_first, spt])
+    if order == "auto" and times[0] <= _GOOD_ENOUGH * work.play(last_first, ordered=False).makespan:
         return last_first
-    for candidate in (last_first, spt):
-        found, timeline = work.schedule(candidate)
-        times.append((timeline.makespan, found))
-    return min(times, key=lambda told: told[0])[1]
+    plain = last_first if times[0] <= times[1] else spt
+    found, timeline = work.schedule(plain)
+    return found if timeline.makespan <= _WORTH * min(times) else plain
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

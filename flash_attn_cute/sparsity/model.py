@@ -3,24 +3,35 @@
 CTAs draw tickets in the order of launch. A tile of keys takes a time to begin and a step for every block of queries
 that it meets, in ascending order; before it adds to a block's dQ it waits for its turn, which the tile before hands
 over after a while. So a tile only ever waits for tickets below its own, and tickets can be played through one after
-the other: if r is when a block is handed over, and k the number of blocks met so far, a tile that begins at time s is
-done with a block at ``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. That is the
+the other: if r is when a block is handed over, and k the steps taken up to it, a tile that begins at time s is done
+with a block at ``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. That is the
 longest path of DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
 
 Heads of a section draw a ticket each, in turn. Those of one rank are played together: that a CTA could be through with
 one of them and draw another is left out.
+
+List scheduling (Graham, 1969) finds orders: whoever draws gets, of the next tiles of a given order, the one that will
+wait the least. How long a tile would wait in all takes no more than the maximum over its blocks, as what it takes up to
+each of them is known beforehand.
+
+It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch.
 """
 
 from __future__ import annotations
 
-import heapq
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_CANDIDATES = 16  # tiles that list scheduling chooses among
-_ENOUGH_HEADS = 16  # a mask of fewer is played through several times, as for a batch
+Numbers: TypeAlias = NDArray[Any]
+
+_CANDIDATES = 24  # tiles that list scheduling chooses among
+_LATER = 1e-4  # us that a tile may wait more for each place that it comes earlier: of those that do not wait the first
+_LEAST_HEADS = 16
 
 
 class Machine(NamedTuple):
@@ -56,13 +67,15 @@ class Timeline(NamedTuple):
 class Pass:
     """The tiles of a backward pass: which blocks of queries see each, and which heads share an order."""
 
-    def __init__(self, visible: Tensor, group: int = 1, machine: Machine = H200) -> None:
+    def __init__(self, steps: Tensor, group: int = 1, machine: Machine = H200, *, least_tiles: int = 0) -> None:
         """The pass of a mask.
 
         Args:
-            visible: (batch, heads, blocks_q, blocks_k), bool, on the CPU.
+            steps: (batch, heads, blocks_q, blocks_k), bool or a small integer, on the CPU: how many steps it takes to
+                add to a block of queries, 0 where nothing is added.
             group: heads that share an order.
             machine: what runs it.
+            least_tiles: a mask of fewer tiles is played through several times, as for a batch.
 
         Raises:
             ValueError: a machine of fewer CTAs than heads of a section.
@@ -70,100 +83,203 @@ class Pass:
         if machine.ctas < machine.section:
             raise ValueError(f"machine: expected at least a CTA for each head of a section, got {machine}")
         self.machine = machine
-        batch, heads, _, self.blocks_k = visible.shape
-        self.columns = visible.flatten(0, 1).mT.contiguous()  # (sets, blocks_k, blocks_q)
+        batch, heads, self.blocks_q, self.blocks_k = steps.shape
         self.order_shape = (batch, heads // group, self.blocks_k)
-        sets = list(range(batch * heads))
-        self.sets = sets * max(1, -(-_ENOUGH_HEADS // max(len(sets), 1)))  # of each head
-        self.orders = [s // group for s in self.sets]
+        sets = np.arange(batch * heads)
+        least_heads = max(_LEAST_HEADS, -(-least_tiles // max(self.blocks_k, 1)))
+        self.sets = np.tile(sets, max(1, -(-least_heads // max(len(sets), 1))))  # of each head
+        self.orders = self.sets // group
+        self._columns = steps.flatten(0, 1).mT.to(torch.uint8).contiguous().numpy()
+        self._tiles: dict[bytes, _Tiles] = {}
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
         """With a launch order (batch, key heads, blocks_k); unordered if additions do not wait for their turns."""
-        return _Play(self, ordered).run(order.flatten(0, 1).tolist(), choose=False)[1]
+        return self._play([order], ordered)[0]
+
+    def makespans(self, orders: Sequence[Tensor]) -> list[float]:
+        """What several launch orders take, in microseconds."""
+        return [timeline.makespan for timeline in self._play(orders)]
 
     def schedule(self, order: Tensor) -> tuple[Tensor, Timeline]:
-        """A launch order found by list scheduling, and how it went.
+        """A launch order found by list scheduling among the next tiles of a given one, and how it went."""
+        given = order.flatten(0, 1).numpy()
+        found = np.full(given.shape, -1)
+        device, told = _Device(self.machine, lanes=1), []
+        for heads in self._sections():
+            section = _Section(self, heads, device)
+            choice = _Choice(section, given, found, self.orders[heads])
+            for rank in range(self.blocks_k):
+                ctas, start = device.draw(len(heads))
+                section.play(choice.next(rank, start), ctas, start)
+            choice.keep(found)
+            told.append(section.told())
+        return torch.from_numpy(found).int().view(self.order_shape), _timelines(told)[0]
 
-        Whoever draws gets, of the next 16 tiles of the given order, the one that will wait the least.
-        """
-        found, timeline = _Play(self, True).run(order.flatten(0, 1).tolist(), choose=True)
-        return torch.tensor(found, dtype=torch.int32).view(self.order_shape), timeline
+    def _play(self, orders: Sequence[Tensor], ordered: bool = True) -> list[Timeline]:
+        """Lanes that differ by their orders, and know nothing of each other."""
+        every = np.stack([order.flatten(0, 1).numpy() for order in orders])
+        device, told = _Device(self.machine, lanes=len(orders)), []
+        for heads in self._sections():
+            section = _Section(self, heads, device, ordered)
+            for n in every[:, self.orders[heads]].transpose(2, 0, 1).reshape(self.blocks_k, -1):
+                section.play(n, *device.draw(len(heads)))
+            told.append(section.told())
+        return _timelines(told)
+
+    def _sections(self) -> list[Numbers]:
+        """The heads of each."""
+        return np.split(np.arange(len(self.sets)), range(self.machine.section, len(self.sets), self.machine.section))
+
+    def tiles(self, heads: Numbers) -> _Tiles:
+        """Those of some heads; heads of the same masks share them."""
+        sets = self.sets[heads]
+        tiles = self._tiles.get(sets.tobytes())
+        if tiles is None:
+            tiles = self._tiles[sets.tobytes()] = _Tiles(self._columns[sets], self.machine)
+        return tiles
 
 
-class _Play:
-    def __init__(self, work: Pass, ordered: bool) -> None:
-        self.work, self.machine, self.ordered = work, work.machine, ordered
-        self.timeline = Timeline([], [], [], [], [], [])
-        # When a CTA can draw, when it is free to begin, and its number.
-        self.ctas = [(0.0, 0.0, i) for i in range(work.machine.ctas)]
+class _Tiles:
+    """What the tiles of some heads meet: (heads * blocks_k, most blocks met + 1) each.
 
-    def run(self, orders: list[list[int]], *, choose: bool) -> tuple[list[list[int]], Timeline]:
-        found: list[list[int]] = [[] for _ in orders]
-        num_heads, section = len(self.work.sets), self.machine.section
-        for first in range(0, num_heads, section):
-            heads = range(first, min(first + section, num_heads))
-            self._section(heads, orders, found if choose else orders, choose)
-        return found, self.timeline
+    ``met`` has blocks of queries, ascending, and ``taken`` the time that steps up to each of them take. Before the
+    first one and behind the last one stands a block that nobody hands over, with nothing taken, and all. ``draws``
+    (heads * blocks_k,) is the place of the block after which the CTA draws.
+    """
 
-    def _section(self, heads: range, orders: list[list[int]], found: list[list[int]], choose: bool) -> None:
-        columns = self.work.columns[[self.work.sets[h] for h in heads]]
-        handed_over = torch.full((len(heads), columns.shape[2]), -torch.inf)
-        left = {o: list(orders[o]) for o in {self.work.orders[h] for h in heads} if choose and not found[o]}
-        for rank in range(self.work.blocks_k):
-            ctas = [heapq.heappop(self.ctas) for _ in heads]
-            start = torch.tensor([free for _, free, _ in ctas]) + self.machine.tile
-            for o, chosen in self._chosen(heads, columns, handed_over, start, left).items():
-                found[o].append(chosen)
-                left[o].remove(chosen)
-            tiles = [found[self.work.orders[h]][rank] for h in heads]
-            sees = columns[torch.arange(len(heads)), tiles]
-            done, count = self._walk(sees, handed_over, start)
-            handed_over = torch.where(sees, done + self.machine.hand_over, handed_over)
-            self._finish(heads, tiles, ctas, start, sees, done, count)
+    def __init__(self, steps: Numbers, machine: Machine) -> None:
+        self.blocks_q = steps.shape[2]
+        by_tile = steps.reshape(steps.shape[0] * steps.shape[1], self.blocks_q)
+        tile, m = (by_tile != 0).nonzero()
+        count = np.bincount(tile, minlength=len(by_tile))
+        place = np.arange(1, len(tile) + 1) - (count.cumsum() - count)[tile]
+        shape = len(by_tile), 1 + int(count.max(initial=0))
+        steps_at = np.zeros(shape, dtype=np.int32)
+        steps_at[tile, place] = by_tile[tile, m]
+        steps_at.cumsum(1, out=steps_at)
+        self.met = np.full(shape, self.blocks_q)
+        self.met[tile, place] = m
+        self.taken = (machine.step * steps_at).astype(np.float32)
+        self.draws = np.maximum((steps_at <= steps_at[:, -1:] - machine.steps_ahead).sum(1) - 1, 0)
 
-    def _chosen(
-        self, heads: range, columns: Tensor, handed_over: Tensor, start: Tensor, left: dict[int, list[int]]
-    ) -> dict[int, int]:
-        """Of each order that is to be found, the tile that makes its heads wait the least; the first one on ties."""
-        if not left:
-            return {}
-        at_hand = {o: (tiles[:_CANDIDATES] * _CANDIDATES)[:_CANDIDATES] for o, tiles in left.items()}
-        own = [i for i, h in enumerate(heads) if self.work.orders[h] in left]
-        candidates = torch.tensor([at_hand[self.work.orders[heads[i]]] for i in own])
-        sees = columns[torch.tensor(own)[:, None], candidates]  # (heads, candidates, blocks_q)
-        done, count = self._walk(sees, handed_over[own, None], start[own, None])
-        end = torch.where(sees, done, -torch.inf).amax(-1).maximum(start[own, None])
-        waited = end - start[own, None] - self.machine.step * count[..., -1]
-        places = {o: i for i, o in enumerate(left)}
-        to = torch.tensor([places[self.work.orders[heads[i]]] for i in own])
-        best = torch.zeros(len(left), _CANDIDATES).index_add_(0, to, waited).argmin(1).tolist()
-        return {o: at_hand[o][best[places[o]]] for o in left}
+    def costs(self) -> Numbers:
+        """(heads * blocks_k, blocks_q + 1): the time taken up to each block, infinite where a tile does not meet it."""
+        costs = np.full((len(self.met), self.blocks_q + 1), np.inf, dtype=np.float32)
+        np.put_along_axis(costs, self.met, self.taken, 1)
+        costs[:, -1] = np.inf
+        return costs
 
-    def _walk(self, sees: Tensor, handed_over: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """When tiles are done with each block of queries, and how many they have met: (..., blocks_q) each."""
-        count = sees.cumsum(-1)
-        taken = self.machine.step * count
-        if not self.ordered:
-            return start[..., None] + taken, count
-        # A wait of a block comes before its addition, which ends the step.
-        waits = torch.where(sees, handed_over - taken, -torch.inf).cummax(-1).values
-        return taken + waits.maximum(start[..., None]), count
 
-    def _finish(
-        self,
-        heads: range,
-        tiles: list[int],
-        ctas: list[tuple[float, float, int]],
-        start: Tensor,
-        sees: Tensor,
-        done: Tensor,
-        count: Tensor,
-    ) -> None:
-        before_last = sees & (count <= count[:, -1:] - self.machine.steps_ahead)
-        ends, draws = (torch.where(x, done, -torch.inf).amax(-1).maximum(start) for x in (sees, before_last))
-        waited = ends - start - self.machine.step * count[:, -1]
-        rows = zip(heads, tiles, ctas, start.tolist(), ends.tolist(), draws.tolist(), waited.tolist(), strict=True)
-        for head, n, (_, _, cta), begin, end, draw, wait in rows:
-            heapq.heappush(self.ctas, (draw, end, cta))
-            for told, value in zip(self.timeline, (head, n, cta, begin - self.machine.tile, end, wait), strict=True):
-                told.append(value)  # type: ignore[attr-defined]
+class _Device:
+    """The CTAs of each lane: when they can draw, and when they are free to begin."""
+
+    def __init__(self, machine: Machine, lanes: int) -> None:
+        self.tile, self.lanes = machine.tile, lanes
+        self.draws, self.free = np.zeros((2, lanes, machine.ctas))
+        self.first = np.arange(lanes)[:, None] * machine.ctas
+
+    def draw(self, heads: int) -> tuple[Numbers, Numbers]:
+        """Those that draw next, one for each head, and when they begin their tiles: (lanes * heads,) each."""
+        ctas = (self.draws.argsort(1, kind="stable")[:, :heads] + self.first).ravel()
+        return ctas, self.free.take(ctas) + self.tile
+
+    def finish(self, ctas: Numbers, draws: Numbers, ends: Numbers) -> None:
+        """When these can draw again, and are free. Of those that can draw together the one draws that is free first."""
+        self.draws.put(ctas, draws + 1e-3 * ends)
+        self.free.put(ctas, ends)
+
+
+class _Section:
+    """Heads that draw their tickets in turn, rank by rank, and what their tiles have handed over."""
+
+    def __init__(self, work: Pass, heads: Numbers, device: _Device, ordered: bool = True) -> None:
+        self.heads, self.device, self.ordered = heads, device, ordered
+        self.tiles, self.after = work.tiles(heads), np.float32(work.machine.hand_over)
+        self.lanes_heads = np.arange(device.lanes * len(heads))
+        self.first_tile = self.lanes_heads % len(heads) * work.blocks_k
+        self.handed_over = np.full((len(self.lanes_heads), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
+        self.first_block = self.lanes_heads[:, None] * (self.tiles.blocks_q + 1)
+        self.played: list[tuple[Numbers, ...]] = []
+
+    def play(self, n: Numbers, ctas: Numbers, start: Numbers) -> None:
+        """Has each lane's heads work on a tile of keys each: (lanes * heads,) each."""
+        tile = self.first_tile + n
+        taken = self.tiles.taken.take(tile, 0)
+        if self.ordered:
+            met = self.tiles.met.take(tile, 0)
+            met += self.first_block
+            done = self.handed_over.take(met)
+            done -= taken
+            done[:, 0] = start
+            np.maximum.accumulate(done, 1, out=done)
+            done += taken
+            self.handed_over.put(met, done + self.after)
+            self.handed_over[:, -1] = -np.inf
+        else:
+            done = taken + start[:, None]
+        end = done[:, -1]
+        self.device.finish(ctas, done[self.lanes_heads, self.tiles.draws.take(tile)], end)
+        self.played.append((n, ctas, start, end, end - start - taken[:, -1]))
+
+    def told(self) -> tuple[Numbers, Numbers]:
+        """Heads, tiles and CTAs; starts, ends and waits: (3, lanes, tickets) each."""
+        lanes = self.device.lanes
+        n, ctas, start, end, waited = (
+            np.stack(x).reshape(len(self.played), lanes, -1).swapaxes(0, 1) for x in zip(*self.played, strict=True)
+        )
+        places = np.broadcast_to(self.heads, n.shape), n, ctas - self.device.first[..., None]
+        times = start - self.device.tile, end, waited
+        return np.stack(places).reshape(3, lanes, -1), np.stack(times).reshape(3, lanes, -1)
+
+
+class _Choice:
+    """The next tile of each order of a section, where it is not known from a section before."""
+
+    def __init__(self, section: _Section, given: Numbers, found: Numbers, orders: Numbers) -> None:
+        self.section = section
+        self.orders, self.of = np.unique(orders, return_inverse=True)
+        known = found[self.orders, 0] >= 0
+        self.queue = np.where(known[:, None], found[self.orders], given[self.orders])
+        self.all_known = known.all()
+        if self.all_known:
+            return
+        self.each, self.heads = np.arange(len(self.orders)), np.arange(len(orders))
+        # (orders, heads): by whom an order is judged, which is nobody if it is known.
+        self.judges = np.float32((self.of == self.each[:, None]) & ~known[:, None])
+        self.at_hand = self.queue[:, :_CANDIDATES].copy()
+        self.later = np.tile(_LATER * np.arange(self.at_hand.shape[1]), (len(self.orders), 1))
+        self.costs = section.tiles.costs()
+        self.costs_at_hand = self.costs[section.first_tile[:, None] + self.at_hand[self.of]]
+        self.waits = np.empty_like(self.costs_at_hand)
+        self.chosen: list[Numbers] = []
+
+    def next(self, rank: int, start: Numbers) -> Numbers:
+        """A tile for each head, (heads,)."""
+        if self.all_known:
+            return self.queue[self.of, rank]
+        np.subtract(self.section.handed_over[:, None], self.costs_at_hand, out=self.waits)
+        waits = np.maximum(np.maximum.reduce(self.waits, 2) - start[:, None], 0)
+        best = (self.judges @ waits + self.later).argmin(1)
+        chosen = self.at_hand[self.each, best]
+        self.chosen.append(chosen)
+        upcoming = rank + self.at_hand.shape[1]
+        if upcoming < self.queue.shape[1]:
+            tiles = self.queue[:, upcoming]
+            self.at_hand[self.each, best] = tiles
+            self.later[self.each, best] = _LATER * upcoming
+            costs = self.costs.take(self.section.first_tile + tiles[self.of], 0)
+            self.costs_at_hand[self.heads, best[self.of]] = costs
+        else:
+            self.later[self.each, best] = np.inf
+        return chosen[self.of]
+
+    def keep(self, found: Numbers) -> None:
+        """Writes down what has been chosen."""
+        if not self.all_known:
+            found[self.orders] = np.stack(self.chosen, 1)
+
+
+def _timelines(told: list[tuple[Numbers, Numbers]]) -> list[Timeline]:
+    """Of each lane, from those of sections."""
+    places, times = (np.concatenate(x, 2).swapaxes(0, 1).tolist() for x in zip(*told, strict=True))
+    return [Timeline(*of_place, *of_time) for of_place, of_time in zip(places, times, strict=True)]

@@ -9,8 +9,6 @@ Making rows of an expression reads back how many there are of what. All else her
 are bounds, and what is not used stands behind what is.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -103,20 +101,28 @@ class _Found:
 
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
     """How many blocks of 64 queries see each block of keys: (batch, heads, blocks_k), int64."""
-    parts = _halved(_additions(rows), rows.tiles)
-    column = parts.owner * sizes.blocks_k + parts.n
-    shape = (sizes.batch, sizes.heads, sizes.blocks_k)
-    return _counts(column, parts.is_used, math.prod(shape)).view(shape)
+    additions = _additions(rows)
+    owner, n = additions.owner, torch.where(additions.is_used, additions.n, 0)
+    lengths = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_k, dtype=torch.int64, device=n.device)
+    lengths.scatter_add_(0, owner * sizes.blocks_k + n, torch.where(additions.is_used, _halves_seen(rows), 0))
+    return lengths.view(sizes.batch, sizes.heads, sizes.blocks_k)
 
 
-def visible_halves(rows: BlockRows, sizes: Sizes) -> Tensor:
-    """Which blocks of 64 queries and 128 keys see each other: (batch, heads, blocks of 64 queries, blocks_k), bool."""
-    halves = -(-sizes.seqlen_q // HALF)
-    parts = _halved(_additions(rows), rows.tiles)
-    visible = torch.zeros(sizes.batch * sizes.heads, halves, sizes.blocks_k, dtype=torch.bool, device=parts.m.device)
-    kept = parts.is_used.nonzero().flatten()
-    visible[parts.owner[kept], parts.m[kept], parts.n[kept]] = True
-    return visible.unflatten(0, (sizes.batch, sizes.heads))
+def steps(rows: BlockRows, sizes: Sizes) -> Tensor:
+    """How many halves of a block of queries see a block of keys: (batch, heads, blocks_q, blocks_k), uint8."""
+    additions = _additions(rows)
+    row = additions.owner * sizes.blocks_q + additions.m
+    n = torch.where(additions.is_used, additions.n, sizes.blocks_k)  # what is not used goes into a column of its own
+    shape = (sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k + 1)
+    seen = torch.zeros(shape, dtype=torch.uint8, device=n.device)
+    seen[row, n] = _halves_seen(rows).to(torch.uint8)
+    return seen[:, :-1].unflatten(0, (sizes.batch, sizes.heads, sizes.blocks_q))
+
+
+def _halves_seen(rows: BlockRows) -> Tensor:
+    """Of each entry, (entries,) int64: in how many halves of the block of queries something is visible."""
+    of_tile = (_kinds_of_halves(rows.tiles) != NONE).sum(0)
+    return of_tile[rows.entries[:, 1].long()]
 
 
 def columns(rows: BlockRows, order: Tensor, seqlen_q: int) -> BlockColumns:
@@ -180,14 +186,19 @@ def _additions(rows: BlockRows) -> _Additions:
 
 def _halved(whole: _Additions, tiles: Tensor) -> _Additions:
     """Blocks of 64 queries, without those that see nothing; a tile may be full in one of its halves."""
-    kinds = torch.stack([bits.kinds(half) for half in tiles.split(HALF, 1)])  # (2, tiles)
-    kinds = torch.cat((kinds, kinds.new_full((2, 1), ALL)), 1)[:, whole.tile]  # FULL, which is -1, is the last one
+    kinds = _kinds_of_halves(tiles)[:, whole.tile]
     parts = []
     for half, kind in enumerate(kinds):
         m = 2 * whole.m + half
         tile = torch.where(kind == ALL, FULL, whole.tile)
         parts.append((whole.owner, m, whole.n, tile, whole.is_used & (kind != NONE)))
     return _Additions(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _kinds_of_halves(tiles: Tensor) -> Tensor:
+    """NONE, SOME or ALL of each: (2, tiles + 1), int8, where the last one is that of FULL, which is -1."""
+    kinds = torch.stack([bits.kinds(half) for half in tiles.split(HALF, 1)])
+    return torch.cat((kinds, kinds.new_full((2, 1), ALL)), 1)
 
 
 def owners(rows: BlockRows) -> tuple[Tensor, Tensor]:

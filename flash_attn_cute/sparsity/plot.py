@@ -31,7 +31,7 @@ def figure(mask: BlockMask, batch: int, head: int) -> Figure:
     drawn = Figure(figsize=(14, 6), layout="constrained")
     left, right = drawn.subplots(1, 2)
     _draw_blocks(left, mask, tables, batch, head)
-    work = Pass(plan.visible_halves(tables.rows, mask.sizes).cpu(), mask.heads // tables.order.shape[1])
+    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), mask.heads // tables.order.shape[1])
     order = tables.order.cpu().expand(work.order_shape)
     _draw_timeline(right, work.play(order), work.play(order, ordered=False).makespan)
     drawn.suptitle(repr(mask))

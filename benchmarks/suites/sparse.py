@@ -1,0 +1,538 @@
+"""Block masks on a Hopper GPU: attention that costs what its visible blocks cost, either pass, and making the tables.
+
+Most rows are 4 batch entries of 8192 tokens in 16 heads of 128: a window, documents, a prefix LM, a dilated window,
+random blocks a head, and blocks as a model selects them a head and batch entry. Against flash-attn-4's block sparsity
+and compiled FlexAttention, where they are there. The package also takes part deterministically, under several launch
+orders, with arguments of its own that ask for the same without a block mask, and with all blocks visible, to which the
+time of random masks is to be proportional.
+
+Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
+says of itself what its deterministic pass takes on the model in ``flash_attn_cute.sparsity.model``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.harness import Bar, Case, Contender, Limit, Results, Run, Suite, Unavailable
+from benchmarks.work import Passes, Work, attention_flop, causal_area
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.flops import visible_pairs
+from flash_attn_cute.sparsity import plan
+from flash_attn_cute.sparsity.model import Pass
+from flash_attn_cute.spec import BlockTables
+
+PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
+DETERMINISTIC = f"{PACKAGE} deterministic"
+SPT, PERMUTATION, AUTO = (f"{DETERMINISTIC} {order}" for order in ("spt", "permutation", "auto"))
+# The same by other arguments of the package, and what is not what a row asks for.
+WITHOUT, ALL_BLOCKS = f"{PACKAGE} without a block mask", f"{PACKAGE} all blocks"
+BACKEND = "sm90"
+HEADS, D = 16, 128
+TOKENS = 32_768
+BLOCK = 128
+WINDOW = 2048
+DOCUMENTS = 8  # in 8192 tokens
+LENGTHS = (8192, 16384, 32768, 65536, 131072)
+
+Kind = Literal["window", "documents", "prefix-LM", "dilated", "random", "top-k"]
+# FlexAttention's mask_mod.
+Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mask over sequences of ``seqlen`` tokens.
+
+    Of random masks a ``share`` of all blocks is visible; ``top`` blocks of ``block`` tokens are selected. The bars are
+    the least speed over others, (forward, backward), and that of the deterministic backward pass over the other one.
+    """
+
+    name: str
+    kind: Kind
+    seqlen: int = 8192
+    share: float = 1.0
+    top: int = 16
+    block: int = BLOCK
+    bars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    deterministic: float | None = None
+
+
+_REGULAR = {FA4: (1.12, 1.06), FLEX: (1.5, 1.4), WITHOUT: (0.96, 0.96)}
+
+
+def _random(percent: float, seqlen: int = 8192, bars: Mapping[str, tuple[float, float]] | None = None) -> Row:
+    name = f"random {percent} %" + ("" if seqlen == 8192 else f" {seqlen // 1024}k")
+    return Row(name, "random", seqlen, share=percent / 100, bars=bars or {}, deterministic=0.93)
+
+
+ROWS = (
+    Row("window", "window", bars=_REGULAR, deterministic=0.97),
+    Row("documents", "documents", bars=_REGULAR, deterministic=0.97),
+    Row("prefix-LM", "prefix-LM"),
+    Row("dilated", "dilated"),
+    _random(5),
+    _random(10),
+    _random(25, bars={FA4: (1.10, 1.05)}),
+    _random(50),
+    _random(100),
+    _random(12.5, 16384),
+    Row("top 16 of 64", "top-k"),
+    Row("top 32 of 128 of 64 tokens", "top-k", top=32, block=64),
+)
+PROPORTIONAL = 1.1  # the most time over a row's share of that of all blocks
+# By how much list scheduling is to be faster than fewest queries first; on other masks it may lose 1 %.
+SCHEDULED = {"random 12.5 % 16k": 1.05}
+
+
+class Shown(NamedTuple):
+    """A mask for everyone: ours, its visible pairs over all batch entries and heads, and its elements' rule.
+
+    ``mod`` is None where blocks alone say it all, ``cute`` makes flash-attn-4's function and the tensors that it reads.
+    """
+
+    mask: BlockMask
+    pairs: int
+    mod: Mod | None = None
+    cute: Callable[[], tuple[Any, list[Tensor]]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SparseCase(Case):
+    """Passes, inputs (batch, seqlen, heads, d) and the mask; ``ids`` (batch, seqlen) are those of its documents."""
+
+    row: Row
+    passes: Passes
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    shown: Shown
+    ids: Tensor | None
+
+
+def suite(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
+    """The suite of all rows. Its bars are the least that the package has to reach."""
+
+    def cases() -> Iterator[SparseCase]:
+        for row in ROWS:
+            for passes in _EACH:
+                yield _case(row, passes, device, dtype)
+
+    return Suite("sparse", cases, _contenders(), PACKAGE, list(_bars()), rounds=20, seconds=2.0)
+
+
+def lengths(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
+    """The suite of a window, documents and selected blocks over the lengths. It has no bars."""
+
+    def cases() -> Iterator[SparseCase]:
+        kinds: tuple[Kind, ...] = ("window", "documents", "top-k")
+        for passes in _EACH:
+            for kind in kinds:
+                for length in LENGTHS:
+                    case = _case(Row(f"{kind} {length}", kind, length), passes, device, dtype)
+                    yield replace(case, panel=f"{passes}, {kind}", length=length)
+
+    return Suite("sparse-lengths", cases, _contenders(), PACKAGE, bars=(), rounds=10, seconds=1.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TablesCase(Case):
+    """What makes the tables of a mask, or its launch order; and a mask of the peer, if it has a function for it."""
+
+    ours: Callable[[], BlockTables]
+    peers: Callable[[], object] | None
+
+
+TABLES_LENGTH = 32_768
+# Seconds, and bytes beyond what was there, that the package may take.
+TABLES = {
+    "window": (1e-3, 1e6),
+    "causal": (1e-3, 1e6),
+    "documents": (1e-3, 1e6),
+    "from_flex": (50e-3, 100e6),
+    "permutation": (50e-3, None),
+    "from_indices": None,
+}
+
+
+def tables(device: torch.device, dtype: torch.dtype) -> Suite[TablesCase]:
+    """The suite of what masks cost before the first call, at 32k tokens in 16 heads; host and waits included."""
+    limits = [Limit(name, PACKAGE, *least) for name, least in TABLES.items() if least is not None]
+    contenders = [Contender(PACKAGE, _tables), Contender(FLEX, _peers_tables)]
+    cases = partial(_tables_cases, device, dtype)
+    return Suite("sparse-tables", cases, contenders, PACKAGE, (), rounds=20, seconds=2.0, limits=limits)
+
+
+_EACH: tuple[Passes, ...] = ("forward", "backward")
+
+
+def _bars() -> Iterator[Bar]:
+    for row in ROWS:
+        for against, both in row.bars.items():
+            for passes, least in zip(_EACH, both, strict=True):
+                yield Bar(f"{passes} {row.name}", PACKAGE, against, 1 / least)
+        if row.kind == "random" and row.share < 1:
+            for passes in _EACH:
+                yield Bar(f"{passes} {row.name}", PACKAGE, ALL_BLOCKS, PROPORTIONAL * row.share)
+        backward = f"backward {row.name}"
+        if row.deterministic is not None:
+            yield Bar(backward, DETERMINISTIC, PACKAGE, 1 / row.deterministic)
+        yield Bar(backward, PERMUTATION, SPT, 1 / SCHEDULED.get(row.name, 1 / 1.01))
+
+
+def _contenders() -> list[Contender[SparseCase]]:
+    return [
+        Contender(PACKAGE, _passes(_package)),
+        Contender(DETERMINISTIC, _deterministic("default")),
+        *(Contender(name, _deterministic(name.rpartition(" ")[2]), DETERMINISTIC) for name in (SPT, PERMUTATION, AUTO)),
+        Contender(WITHOUT, _passes(_without)),
+        Contender(ALL_BLOCKS, _passes(_all_blocks), compared=False),
+        Contender(FA4, _passes(_flash_attn_4)),
+        Contender(FLEX, _passes(_flex)),
+    ]
+
+
+def _passes(make: Callable[[SparseCase], Callable[[], Tensor]]) -> Callable[[SparseCase], Run]:
+    """Makes what runs the pass of a case."""
+
+    def of(case: SparseCase) -> Run:
+        forward = make(case)
+        if case.passes == "forward":
+            return lambda: {"out": forward()}
+        out = forward()
+
+        def run() -> Results:
+            grads = torch.autograd.grad(out, (case.q, case.k, case.v), case.dout, retain_graph=True)
+            return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+        return run
+
+    return of
+
+
+def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) -> SparseCase:
+    draw = torch.Generator(device).manual_seed(0)
+    batch = max(1, TOKENS // row.seqlen)
+    shape = (batch, row.seqlen, HEADS, D)
+    q, k, v, dout = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for _ in range(4))
+    ids = _document_ids(batch, row.seqlen).to(device) if row.kind == "documents" else None
+    shown = _shown(row, batch, ids, device)
+    for x in (q, k, v):
+        x.requires_grad_(passes != "forward")
+    detail = f"q, k and v {shape}, {shown.mask.build(device)}"
+    return SparseCase(
+        name=f"{passes} {row.name}",
+        detail=detail if passes == "forward" else f"{detail}; {_modelled(shown.mask, batch, device)}",
+        panel=passes,
+        device=device,
+        dtype=dtype,
+        work=Work(attention_flop(shown.pairs, 1, D, D, passes), (4 if passes == "forward" else 7) * q.nbytes),
+        row=row,
+        passes=passes,
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        shown=shown,
+        ids=ids,
+    )
+
+
+def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
+    """What the model says of the backward pass: its time without an order of additions, and under some orders."""
+    times: dict[str, float] = {}
+    for order in ("default", "spt", "permutation"):
+        tables = mask.with_order(order).tables(device, backward=False)
+        work = Pass(plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1))
+        launch = tables.order.cpu().expand(work.order_shape)
+        if not times:
+            times["no order"] = work.play(launch, ordered=False).makespan
+        times[order] = work.play(launch).makespan
+    return "on the model " + ", ".join(f"{order} {time:.0f} us" for order, time in times.items())
+
+
+def _document_ids(batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen), int64: as many documents in each batch entry, of uneven lengths, none of them empty."""
+    count = max(1, seqlen * DOCUMENTS // 8192)
+    draw = torch.Generator().manual_seed(0)
+    starts = torch.zeros(batch, seqlen, dtype=torch.int64)
+    cuts = torch.rand(batch, seqlen - 1, generator=draw).argsort(1)[:, : count - 1] + 1
+    return starts.scatter_(1, cuts, 1).cumsum(1)
+
+
+def _shown(row: Row, batch: int, ids: Tensor | None, device: torch.device) -> Shown:
+    n, every = row.seqlen, batch * HEADS
+    if row.kind == "window":
+        mask = BlockMask.window(n, n, left=WINDOW - 1, right=0)
+        pairs = every * visible_pairs(n, n, WINDOW - 1, 0)
+        return Shown(mask, pairs, lambda b, h, i, j: (i >= j) & (i - j < WINDOW), _cute_window)
+    if row.kind == "documents":
+        assert ids is not None
+        mask = BlockMask.documents(ids) & BlockMask.causal(n, n)
+        lengths = [len(of) for entry in ids.cpu() for of in entry.split(entry.bincount().tolist())]
+        return Shown(
+            mask,
+            HEADS * causal_area(lengths),
+            lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j]),
+            partial(_cute_documents, ids),
+        )
+    if row.kind == "prefix-LM":
+        prefix = n // 4
+        pairs = every * (causal_area([n]) + prefix * (prefix - 1) // 2)
+        mask = BlockMask.prefix_lm(n, n, prefix)
+        return Shown(mask, pairs, lambda b, h, i, j: (i >= j) | (j < prefix), partial(_cute_prefix, prefix))
+    if row.kind == "dilated":
+        mask = BlockMask.dilated(n, n, 2, left=WINDOW - 1, right=0)
+        return Shown(
+            mask,
+            every * _pairs_of_blocks(mask, device),
+            lambda b, h, i, j: (i >= j) & (i - j < WINDOW) & ((i - j) % 2 == 0),
+            _cute_dilated,
+        )
+    if row.kind == "random":
+        mask = BlockMask.from_blocks(_random_blocks(row).to(device))
+        return Shown(mask, batch * _pairs_of_blocks(mask, device))
+    draw = torch.Generator().manual_seed(0)
+    blocks = n // row.block
+    scores = torch.rand(batch, HEADS, blocks, blocks, generator=draw)
+    mask = BlockMask.from_indices(scores.topk(row.top, -1).indices.to(device), block=row.block, seqlen_k=n)
+    return Shown(mask, every * blocks * row.top * row.block**2)
+
+
+def _random_blocks(row: Row) -> Tensor:
+    """(heads, blocks, blocks), bool: the share of all, those on the diagonal among them, so that no row is empty."""
+    blocks = row.seqlen // BLOCK
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.rand(HEADS, blocks, blocks, generator=draw)
+    scores.diagonal(dim1=1, dim2=2).zero_()
+    kept = scores.flatten(1).argsort(1)[:, : max(blocks, round(row.share * blocks**2))]
+    return torch.zeros(HEADS, blocks**2, dtype=torch.bool).scatter_(1, kept, True).view(HEADS, blocks, blocks)
+
+
+def _pairs_of_blocks(mask: BlockMask, device: torch.device) -> int:
+    """Pairs of queries and keys of visible blocks, over the batch entries and heads of the mask."""
+    told = mask.build(device).statistics
+    return (told.full + told.partial) * BLOCK**2
+
+
+def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: bool = False) -> Callable[[], Tensor]:
+    mask = case.shown.mask if mask is None else mask
+    mask.build(case.device)
+    options: dict[str, Any] = {"block_mask": mask, "deterministic": deterministic, "backend": BACKEND}
+
+    def run() -> Tensor:
+        out: Tensor = flash_attn_func(case.q, case.k, case.v, **options)
+        return out
+
+    return run
+
+
+def _deterministic(order: str) -> Callable[[SparseCase], Run]:
+    def of(case: SparseCase) -> Run:
+        if case.passes == "forward":
+            raise Unavailable("forward passes add nothing in an order")
+        mask = case.shown.mask.with_order(order)
+        return _passes(lambda case: _package(case, mask, deterministic=True))(case)
+
+    return of
+
+
+def _without(case: SparseCase) -> Callable[[], Tensor]:
+    """The same by a window, packed sequences, or all keys for all."""
+    q, k, v = case.q, case.k, case.v
+    options: dict[str, Any] = {"backend": BACKEND}
+    if case.ids is not None:
+        every = torch.cat([entry.bincount() for entry in case.ids])
+        cu = torch.nn.functional.pad(every.cumsum(0), (1, 0)).int()
+        longest = int(every.max())
+
+        def packed() -> Tensor:
+            q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+            out: Tensor = flash_attn_varlen_func(
+                q_rows, k_rows, v_rows, cu, cu, longest, longest, causal=True, **options
+            )
+            return out.view_as(q)
+
+        return packed
+    if case.row.kind == "window":
+        options["window_size"] = (WINDOW - 1, 0)
+    elif not (case.row.kind == "random" and case.row.share == 1):
+        raise Unavailable("no other argument asks for this mask")
+
+    def run() -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, **options)
+        return out
+
+    return run
+
+
+def _all_blocks(case: SparseCase) -> Callable[[], Tensor]:
+    if case.row.kind != "random" or case.row.share == 1:
+        raise Unavailable("this row is not held against it")
+    return _package(case, BlockMask.from_blocks(torch.ones_like(_random_blocks(case.row)).to(case.device)))
+
+
+def _lists(case: SparseCase) -> FlexBlockMask:
+    """The mask's lists of blocks of 128, in both directions and as wide as there are blocks, and its own function."""
+    lists = case.shown.mask.to_flex()
+    if case.shown.mod is not None:
+        lists.mask_mod = case.shown.mod
+    return lists
+
+
+def _flex(case: SparseCase) -> Callable[[], Tensor]:
+    """Compiled FlexAttention, its mask made once."""
+    if case.row.block != BLOCK:
+        raise Unavailable("blocks of 64 are not told to it here")
+    shown = _lists(case)
+    torch.compiler.reset()  # or after eight rows it would be compiled no more
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
+
+    def run() -> Tensor:
+        out: Tensor = compiled(q, k, v, block_mask=shown)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def _flash_attn_4(case: SparseCase) -> Callable[[], Tensor]:
+    """flash-attn-4's block sparsity: lists for the forward pass, and transposed ones for the backward pass."""
+    try:
+        from flash_attn.cute import flash_attn_func as attention
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    except ImportError as reason:
+        raise Unavailable(str(reason)) from reason
+    if case.row.block != BLOCK:
+        raise Unavailable("it takes blocks of 128 and more")
+    lists = _lists(case)
+    by_row, by_column = (
+        BlockSparseTensorsTorch(*(getattr(lists, name) for name in names), block_size=(BLOCK, BLOCK))
+        for names in (
+            ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+            ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+        )
+    )
+    mod, tensors = (None, []) if case.shown.cute is None else case.shown.cute()
+
+    def run() -> Tensor:
+        result = attention(
+            case.q,
+            case.k,
+            case.v,
+            mask_mod=mod,
+            aux_tensors=tensors or None,
+            block_sparse_tensors=by_row,
+            block_sparse_tensors_bwd=by_column,
+        )
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return run
+
+
+# flash-attn-4's functions: of batch entry, head, query and key as vectors of one element, in its kernels' language.
+
+
+def _cute_window() -> tuple[Any, list[Tensor]]:
+    def mod(b: Any, h: Any, i: Any, j: Any, seqlen: Any, tensors: Any) -> Any:
+        return (j <= i) & (j > i - WINDOW)
+
+    return mod, []
+
+
+def _cute_documents(ids: Tensor) -> tuple[Any, list[Tensor]]:
+    from cutlass import Int32
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    def mod(b: Any, h: Any, i: Any, j: Any, seqlen: Any, tensors: Any) -> Any:
+        of_i, of_j = (scalar_to_ssa(tensors[0][b[0], x[0]], Int32) for x in (i, j))
+        return (j <= i) & (of_i == of_j)
+
+    return mod, [ids.int()]
+
+
+def _cute_prefix(prefix: int) -> tuple[Any, list[Tensor]]:
+    def mod(b: Any, h: Any, i: Any, j: Any, seqlen: Any, tensors: Any) -> Any:
+        return (j <= i) | (j < prefix)
+
+    return mod, []
+
+
+def _cute_dilated() -> tuple[Any, list[Tensor]]:
+    def mod(b: Any, h: Any, i: Any, j: Any, seqlen: Any, tensors: Any) -> Any:
+        return (j <= i) & (j > i - WINDOW) & ((i - j) % 2 == 0)
+
+    return mod, []
+
+
+def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCase]:
+    n = TABLES_LENGTH
+    ids = _document_ids(1, n).to(device)
+    draw = torch.Generator().manual_seed(0)
+    blocks = n // BLOCK
+    indices = torch.rand(1, HEADS, blocks, blocks, generator=draw).topk(min(32, blocks), -1).indices.to(device)
+    documents = _shown(Row("documents", "documents", n), 1, ids, device)
+    flex = documents.mask.to_flex()
+    assert documents.mod is not None
+    flex.mask_mod = documents.mod
+    scattered = BlockMask.from_blocks(_random_blocks(Row("random", "random", n, share=0.125)).to(device)).build()
+
+    def built(make: Callable[[], BlockMask]) -> Callable[[], BlockTables]:
+        return lambda: make().build(device).tables(device, backward=True)
+
+    def peers(mod: Mod) -> Callable[[], object]:
+        return lambda: create_block_mask(mod, None, None, n, n, device=device, _compile=True)
+
+    window = _shown(Row("window", "window", n), 1, None, device)
+    assert window.mod is not None
+    making: dict[str, tuple[Callable[[], BlockTables], Callable[[], object] | None]] = {
+        "window": (built(lambda: BlockMask.window(n, n, left=WINDOW - 1, right=0)), peers(window.mod)),
+        "causal": (built(lambda: BlockMask.causal(n, n)), peers(lambda b, h, i, j: i >= j)),
+        "documents": (
+            built(lambda: BlockMask.documents(ids) & BlockMask.causal(n, n)),
+            peers(lambda b, h, i, j: (i >= j) & (ids[0, i] == ids[0, j])),
+        ),
+        "from_flex": (built(lambda: BlockMask.from_flex(flex)), None),
+        "permutation": (lambda: scattered.with_order("permutation").tables(device, backward=False), None),
+        "from_indices": (built(lambda: BlockMask.from_indices(indices, seqlen_k=n)), None),
+    }
+    for name, (ours, others) in making.items():
+        yield TablesCase(
+            name=name,
+            detail=f"{n} tokens, {HEADS} heads where they differ",
+            panel=name,
+            length=n,
+            device=device,
+            dtype=dtype,
+            work=Work(0.0, sum(x.nbytes for x in ours().flat() if x is not None)),
+            ours=ours,
+            peers=others,
+        )
+
+
+def _tables(case: TablesCase) -> Run:
+    return _without_results(case.ours)
+
+
+def _peers_tables(case: TablesCase) -> Run:
+    if case.peers is None:
+        raise Unavailable("it has nothing of the kind")
+    return _without_results(case.peers)
+
+
+def _without_results(make: Callable[[], object]) -> Run:
+    """Runs something whose results are ours alone to read."""
+
+    def run() -> Results:
+        make()
+        return {}
+
+    return run
