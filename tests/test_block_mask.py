@@ -267,6 +267,51 @@ def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(a, b) for a, b in zip(tables.flat(), again, strict=True))  # type: ignore[arg-type]
 
 
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what launches something: all but views and empty tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        self.count += not is_view and not str(func).startswith(("aten.empty", "aten._unsafe_view", "aten.detach"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_operators() -> None:
+    """Each is a launch, which a layer that selects blocks in every step has to pay."""
+    for block, most in ((128, 107), (64, 111)):
+        with Operators() as rows_and_columns:
+            tables_of(BlockMask.from_indices(torch.rand(1, 4, 8, 8).argsort(-1), block=block, seqlen_k=8 * block))
+        assert rows_and_columns.count <= most
+    counts = []
+    for length in (2048, 8192):
+        with Operators() as built:
+            tables_of(BlockMask.window(length, length, left=500, right=0))
+        counts.append(built.count)
+    assert counts[0] == counts[1] <= 225
+
+
+def test_of_blocks_that_are_alike_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the mask is; ends of sequences are cut apart."""
+    looked_at = []
+    cut = bits.kinds
+    monkeypatch.setattr(bits, "kinds", lambda tiles: looked_at.append(len(tiles)) or cut(tiles))  # type: ignore[func-returns-value]
+    for mask, most in (
+        (BlockMask.window(8192, 8192, left=500, right=0), 3),
+        (BlockMask.window(8190, 8190, left=500, right=0), 3 + 5),
+        (BlockMask.dilated(8192, 8192, 3, left=1000), 64 + 8),
+        (BlockMask.prefix_lm(8192, 8192, 1000), 2 + 64),
+        (BlockMask.from_blocks(torch.rand(3, 128, 128) < 0.5, 64), 14),
+        (BlockMask.documents(torch.arange(8192) // 4096) & BlockMask.causal(8192, 8192), 1),
+    ):
+        tables_of(mask)
+        assert sum(looked_at) <= most
+        looked_at.clear()
+
+
 def memory(mask: BlockMask) -> int:
     return sum(x.numel() * x.element_size() for x in tables_of(mask).flat() if x is not None)
 

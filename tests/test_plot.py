@@ -39,6 +39,56 @@ def test_what_is_drawn() -> None:
         mask.plot(head=2)
 
 
+def test_a_moving_picture(tmp_path: Path) -> None:
+    """Under two orders, from nothing to all that is done; documents under both have other tiles at work."""
+    pytest.importorskip("matplotlib")
+    from flash_attn_cute.sparsity import plot
+
+    picture = tmp_path / "mask.gif"
+    command = ["plot", "documents", "--seqlen", "2000", "--order", "spt", "--against", "default", "--out", str(picture)]
+    assert cli.main(command) == 0
+    assert picture.stat().st_size < 300_000
+    with plot.Image.open(picture) as moving:  # type: ignore[attr-defined]
+        shown = []
+        for frame in range(moving.n_frames):
+            moving.seek(frame)
+            shown.append((moving.info["duration"], moving.convert("RGB").tobytes()))
+        height = moving.size[1] // 2
+        halves = [moving.convert("RGB").crop((0, y, 60, y + height)).tobytes() for y in (0, height)]
+    assert sum(milliseconds for milliseconds, _ in shown) == 48 * 120 + 3000
+    assert len(shown) > 10
+    assert len({content for _, content in shown}) == len(shown)
+    assert halves[0] != halves[1], "the orders' names"
+
+
+def test_what_moves() -> None:
+    """Columns of the first head, and time of all CTAs, up to now."""
+    pytest.importorskip("matplotlib")
+    from flash_attn_cute.sparsity import plot
+
+    mask = BlockMask.causal(512, 512)
+    tables = mask.tables(torch.device("cpu"), backward=True)
+    work, order = plot._pass_of(mask, tables)
+    told = work.play(order)
+    blocks, timeline = plot.Figure().subplots(1, 2)  # type: ignore[attr-defined]
+    lane = plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), told, "default")
+    lane.prepare(told.makespan)
+    assert (lane.doing > 0).sum().item() == pytest.approx(
+        sum(b - a for a, b in zip(told.start, told.end, strict=True)) / told.makespan * plot._STEPS, rel=0.05
+    )
+    lane.show(0.0)
+    assert lane.columns.get_array().tolist() == torch.ones(4, 4).tril().tolist()
+    assert not lane.bars.get_array().any()
+    now = lane.end[2].item()
+    lane.show(now)
+    # Key block 3 came first, and 2 has just been done; 1 and 0 take longer.
+    assert lane.columns.get_array()[3].tolist() == [2, 2, 3, 3]
+    assert lane.bars.get_array().any(0).sum() == round(now / told.makespan * plot._STEPS)
+    lane.show(told.makespan)
+    assert lane.columns.get_array()[3].tolist() == [3, 3, 3, 3]
+    assert lane.bars.get_array().tolist() == lane.doing.tolist()
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "flash_attn_cute.sparsity.plot", raising=False)

@@ -18,7 +18,11 @@ WITH_EXTRAS = {
     "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
 }
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools", "examples"}
-DISTRIBUTIONS = {"cuda": "cuda-bindings", "cutlass": "nvidia-cutlass-dsl"}  # where they are named unlike their modules
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "cuda": "cuda-bindings",
+    "cutlass": "nvidia-cutlass-dsl",
+}  # where they are named unlike their modules
 PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {

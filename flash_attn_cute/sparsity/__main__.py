@@ -3,7 +3,8 @@
     python -m flash_attn_cute.sparsity plot window --seqlen 4096 --left 1023 --order spt --out window.png
 
 draws which blocks a mask shows, the turns in which key blocks add to dQ, and when the CTAs of a model of the backward
-pass work on which of them. It needs matplotlib: ``pip install flash-attn-cute[plot]``.
+pass work on which of them. With ``--against default --out window.gif`` the same pass moves under both orders. It needs
+matplotlib: ``pip install flash-attn-cute[plot]``.
 """
 
 import argparse
@@ -48,6 +49,12 @@ MASKS: dict[str, Callable[[argparse.Namespace], BlockMask]] = {
 }
 
 
+def _animate(mask: BlockMask, options: argparse.Namespace) -> None:
+    from flash_attn_cute.sparsity.plot import animation  # needs matplotlib
+
+    animation([mask.with_order(options.against), mask], [options.against, options.order], options.out)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 1 if matplotlib is missing."""
     description, _, _ = str(__doc__).partition("\n")
@@ -64,15 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("--heads", type=int, default=16, help="of a random mask (%(default)s)")
     plot.add_argument("--seed", type=int, default=0, help="of a random mask (%(default)s)")
     plot.add_argument("--order", choices=launch.NAMES, default="default", help="of launches (%(default)s)")
+    plot.add_argument("--against", choices=launch.NAMES, help="another order, for a moving picture (a GIF) of both")
     plot.add_argument("--out", type=Path, default=Path("mask.png"), help="the picture's file (%(default)s)")
     options = parser.parse_args(arguments)
     mask = MASKS[options.mask](options).with_order(options.order)
     try:
-        drawn = mask.plot()
+        if options.against is None:
+            mask.plot().savefig(options.out, dpi=100)
+        else:
+            _animate(mask, options)
     except ImportError as error:
         print(f"{error}; pictures need matplotlib: pip install flash-attn-cute[plot]", file=sys.stderr)
         return 1
-    drawn.savefig(options.out, dpi=100)
     print(f"{mask}\n{options.out}")
     return 0
 

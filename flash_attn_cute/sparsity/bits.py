@@ -37,6 +37,22 @@ def unpack(tiles: Tensor) -> Tensor:
     return (tiles[..., None] >> places).bitwise_and_(1).bool().flatten(-2)
 
 
+def between(first: Tensor, last: Tensor) -> Tensor:
+    """Tiles of which each query sees the keys first .. last, none if those are none.
+
+    Args:
+        first: (n, 128), int64: counted from the first key of the block, of which it may be on either side.
+        last: (n, 128), int64: likewise.
+
+    Returns:
+        (n, 128, 4), int32.
+    """
+    word = 32 * torch.arange(WORDS, device=first.device)
+    start, stop = ((x[:, :, None] - word).clamp_(0, 32) for x in (first, last + 1))
+    one = torch.ones_like(start)
+    return ((one << stop.maximum(start)) - (one << start)).int()
+
+
 def cut(tiles: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Tiles (n, 128, 4) of blocks of which only so many queries and keys exist, (n,) each; 128 and more are all."""
     device = tiles.device
@@ -67,11 +83,9 @@ def distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
     words = tiles.flatten(1)
     if not len(words):
         return tiles, torch.zeros(0, dtype=torch.int64, device=tiles.device)
-    _, number = (words * _factors(words.shape[1], words.device)).sum(1).unique(return_inverse=True)
-    first, number = _by_first(number)
+    first, number = by_first((words * _factors(words.shape[1], words.device)).sum(1).unique(return_inverse=True))
     if not torch.equal(words[first[number]], words):
-        _, number = words.unique(dim=0, return_inverse=True)
-        first, number = _by_first(number)
+        first, number = by_first(words.unique(dim=0, return_inverse=True))
     return tiles[first], number
 
 
@@ -82,11 +96,10 @@ def _factors(count: int, device: torch.device) -> Tensor:
     return (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
 
 
-def _by_first(number: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each number comes first, and the numbers counted in that order."""
+def by_first(unique: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Where each of some values comes first, and numbers for them counted in that order."""
+    values, number = unique
     places = torch.arange(len(number), device=number.device)
-    first = places.new_full((int(number.max()) + 1,), len(number)).scatter_reduce_(0, number, places, "amin")
-    first, by_place = first.sort()
-    renumbered = torch.empty_like(by_place)
-    renumbered[by_place] = torch.arange(len(by_place), device=number.device)
+    first, by_place = places.new_full((len(values),), len(number)).scatter_reduce_(0, number, places, "amin").sort()
+    renumbered = torch.empty_like(by_place).index_copy_(0, by_place, places[: len(values)])
     return first, renumbered[number]

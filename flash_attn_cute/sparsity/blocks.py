@@ -535,7 +535,8 @@ class BlockMask:
             elif rows is None:
                 rows = plan.build(self._node, self.sizes, device)
             order = launch.order_of(self._order, rows, self.sizes, self._group)
-            tables = BlockTables(rows, order, plan.columns(rows, order, self.seqlen_q) if backward else None)
+            irregular = None if self._order == "default" else order
+            tables = BlockTables(rows, order, plan.columns(rows, irregular, self.sizes) if backward else None)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
         return tables

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import FULL, HALF, TILE
+from flash_attn_cute.sparsity.bits import FULL, HALF, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import BlockMap, Blocks, Node, Sizes
 from flash_attn_cute.spec import BlockRows
 
@@ -42,12 +42,16 @@ class Indices(Node):
         """Of the indices."""
         return self.indices.device
 
+    @property
+    def blocks_k(self) -> int:
+        """Blocks of keys, of their own size."""
+        return -(-self.sizes.seqlen_k // self.block_k)
+
     @functools.cached_property
     def _map(self) -> BlockMap:
-        blocks_k = -(-self.sizes.seqlen_k // self.block_k)
-        visible = self.indices.new_zeros(*self.indices.shape[:-1], blocks_k + 1, dtype=torch.bool)
-        visible.scatter_(-1, torch.where(self.indices < 0, blocks_k, self.indices), True)
-        return BlockMap(visible[..., :blocks_k], self.block_q, self.block_k)
+        visible = self.indices.new_zeros(*self.indices.shape[:-1], self.blocks_k + 1, dtype=torch.bool)
+        visible.scatter_(-1, torch.where(self.indices < 0, self.blocks_k, self.indices), True)
+        return BlockMap(visible[..., :-1], self.block_q, self.block_k)
 
     def kinds(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
@@ -59,36 +63,42 @@ class Indices(Node):
 
     def rows(self) -> BlockRows:
         """The rows, each with room for as many blocks as could be in it."""
-        sizes, indices = self.sizes, self.indices
-        batch, heads, _, width = indices.shape
-        # (batch, heads, blocks_q, lists, width): of the lists that a block of 128 queries takes part in.
-        if self.block_q == HALF:
-            missing = sizes.blocks_q * 2 - indices.shape[2]
-            indices = torch.cat((indices, indices.new_full((batch, heads, missing, width), -1)), 2)
-            lists = indices.unflatten(2, (sizes.blocks_q, 2))
-            rows = torch.tensor([[0b0011], [0b1100]], device=indices.device)
-        else:
-            own = torch.arange(sizes.blocks_q, device=indices.device) // (self.block_q // TILE)
-            lists = indices[:, :, own, None]
-            rows = torch.tensor([[0b1111]], device=indices.device)
-        if self.block_k == HALF:
-            block, quarters = lists.div(2, rounding_mode="floor"), rows & torch.where(lists % 2 == 0, 0b0101, 0b1010)
-        else:
-            parts = torch.arange(self.block_k // TILE, device=indices.device)
-            block = (lists[..., None] * len(parts) + parts).flatten(-2)
-            quarters = rows.expand(block.shape)
-        exists = (block >= 0) & (block < sizes.blocks_k)
-        block = torch.where(exists, block, sizes.blocks_k).flatten(-2)
-        quarters = torch.where(exists, quarters, 0).flatten(-2)
-        block, by_block = block.sort(-1)
-        merged = _merge(block, quarters.gather(-1, by_block), sizes.blocks_k)
-        block, quarters = merged
+        sizes, device = self.sizes, self.indices.device
+        block, quarters = _merged(self._keys(), 4 * sizes.blocks_k, self._quarters_of_first)
         counts = (block < sizes.blocks_k).sum(-1)
         capacity = block.shape[-1]
-        starts = torch.arange(counts.numel(), device=block.device).view_as(counts) * capacity
+        starts = torch.arange(counts.numel(), device=device) * capacity
+        spans = torch.stack((starts.view_as(counts), counts), -1).int()
         tiles, number = self._tiles(quarters, block)
-        entries = torch.stack((block.flatten(), number.flatten()), 1).int()
-        return BlockRows(torch.stack((starts, counts), -1).int(), entries, tiles)
+        return BlockRows(spans, torch.stack((block.flatten(), number.flatten()), 1).int(), tiles)
+
+    @property
+    def _quarters_of_first(self) -> int:
+        """Which quarters of a block of 128 its first part is: bit 2 * half of the queries + half of the keys."""
+        return (0b0011 if self.block_q == HALF else 0b1111) & (0b0101 if self.block_k == HALF else 0b1111)
+
+    def _keys(self) -> Tensor:
+        """Of all that each row sees, (batch, heads, blocks_q, ...) int32: four times the block, and its part.
+
+        The part is 2 * half of the queries + half of the keys. Numbers out of range stand for nothing.
+        """
+        sizes, indices = self.sizes, self.indices.clamp(-1, self.blocks_k).int()
+        if self.block_k == HALF:
+            keys = 2 * indices - (indices & 1)  # 4 * (index // 2) + index % 2
+        else:
+            keys = 4 * indices
+            parts = self.block_k // TILE
+            if parts > 1:
+                keys = (parts * keys[..., None] + torch.arange(0, 4 * parts, 4, device=keys.device)).flatten(-2)
+        if self.block_q == HALF:
+            if sizes.blocks_q * 2 > keys.shape[2]:
+                keys = torch.nn.functional.pad(keys, (0, 0, 0, 1), value=-4)
+            halves = keys.unflatten(2, (sizes.blocks_q, 2))
+            return (halves + torch.arange(0, 4, 2, dtype=torch.int32, device=keys.device)[:, None]).flatten(-2)
+        if self.block_q > TILE:
+            own = torch.arange(sizes.blocks_q, device=keys.device) // (self.block_q // TILE)
+            keys = keys.index_select(2, own)
+        return keys
 
     def _tiles(self, quarters: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
         """Every tile that could be needed, and which one each entry has, FULL if it has them all.
@@ -96,33 +106,37 @@ class Indices(Node):
         Tile 16 * t + p has pattern p; t is 1 where the last query cuts the block, 2 where the last key does.
         """
         sizes, device = self.sizes, quarters.device
-        inside = torch.arange(TILE, device=device)
-        half = inside // HALF
-        of_quarter = 2 * half[:, None] + half
-        patterns = (torch.arange(16, device=device)[:, None, None] >> of_quarter).bitwise_and(1).bool()
+        quarter = torch.arange(4, dtype=torch.int32, device=device).view(2, 1, 2, 1)
+        patterns = -(torch.arange(16, dtype=torch.int32, device=device).view(16, 1, 1, 1, 1) >> quarter & 1)
+        tiles = patterns.expand(16, 2, HALF, 2, WORDS // 2).reshape(16, TILE, WORDS)
+        number = quarters
         left_q, left_k = (length - (-(-length // TILE) - 1) * TILE for length in (sizes.seqlen_q, sizes.seqlen_k))
         cut_q, cut_k = left_q < TILE, left_k < TILE
-        cuts = [patterns]
         if cut_q or cut_k:
-            shown_q, shown_k = (inside < left_q)[:, None], inside < left_k
-            cuts += [patterns & shown_q, patterns & shown_k, patterns & shown_q & shown_k]
-        which = torch.zeros_like(quarters)
+            ends = torch.full((2,), TILE, device=device)
+            shown = [tiles]
+            for queries, keys in ((left_q, TILE), (TILE, left_k), (left_q, left_k)):
+                shown.append(bits.cut(tiles, ends.new_full((16,), queries), ends.new_full((16,), keys)))
+            tiles = torch.cat(shown)
         if cut_q:
             last = torch.arange(sizes.blocks_q, device=device) == sizes.blocks_q - 1
-            which = which + last[:, None].long()
+            number = number + 16 * last[:, None]
         if cut_k:
-            which = which + 2 * (block == sizes.blocks_k - 1).long()
-        number = torch.where((which == 0) & (quarters == 0b1111), FULL, 16 * which + quarters)
-        return bits.pack(torch.cat(cuts)), number
+            number = number + 32 * (block == sizes.blocks_k - 1)
+        return tiles, torch.where(number == 0b1111, FULL, number)
 
 
-def _merge(block: Tensor, quarters: Tensor, absent: int) -> tuple[Tensor, Tensor]:
-    """Entries of the same block made one, at the front: (..., n) ascending blocks, and their quarters."""
-    is_first = torch.ones_like(block, dtype=torch.bool)
-    is_first[..., 1:] = block[..., 1:] != block[..., :-1]
-    place = is_first.cumsum(-1) - 1
-    merged = torch.full_like(block, absent).scatter_(-1, place, block)
-    seen = [
-        torch.zeros_like(quarters).scatter_reduce_(-1, place, quarters >> bit & 1, "amax") << bit for bit in range(4)
-    ]
-    return merged, seen[0] | seen[1] | seen[2] | seen[3]
+def _merged(keys: Tensor, absent: int, quarters_of_first: int) -> tuple[Tensor, Tensor]:
+    """Blocks, (..., n) ascending, each once and at the front, and which of their quarters are among the keys.
+
+    Keys below 0, and from ``absent`` on, are of no block; their place is taken by block ``absent // 4``.
+    """
+    keys = keys.masked_fill(keys < 0, absent).clamp_(max=absent).sort(-1).values
+    block = keys >> 2
+    steps = torch.zeros_like(keys)
+    steps[..., 1:] = block.diff()
+    place = (steps != 0).cumsum(-1)
+    quarters = quarters_of_first << (keys & 3)
+    quarters[..., 1:].masked_fill_(keys.diff() == 0, 0)  # the same again
+    merged = torch.full_like(block, absent // 4).scatter_(-1, place, block)
+    return merged, torch.zeros_like(quarters).scatter_add_(-1, place, quarters)

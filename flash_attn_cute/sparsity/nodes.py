@@ -1,9 +1,10 @@
 """What masks are made of: expressions whose nodes answer for blocks of 128 x 128 scores.
 
 A node never makes a tensor of (seqlen_q, seqlen_k). It says in which range of key blocks a row of blocks can see
-anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), and which these
-are, as bits (``tiles``) or one by one (``elements``). The first two may know less than there is to know: a wider range,
-SOME. ``plan.build`` asks for the tiles only of blocks that are SOME, and classifies them again.
+anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), which of them
+are alike (``alike``), and which elements these are, as bits (``tiles``) or one by one (``elements``). The first three
+may know less than there is to know: a wider range, SOME, nothing. ``plan.build`` asks for the tiles only of blocks that
+are SOME, of those that are alike for one, and classifies them again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import ALL, NONE, SOME, TILE
 
+_ELEMENTS_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
 # FlexAttention's: (batch entry, head, query, key) as 0-d integer tensors, to a 0-d bool.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -44,22 +46,35 @@ class Sizes(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Blocks:
-    """Some blocks of a mask: (n,) int64 each. Positions behind the last query or key are clamped to it."""
+    """Some blocks of a mask: (n,) int64 each. Positions behind the last query or key are clamped to it.
+
+    ``row`` counts blocks of queries over all batch entries and heads, ``n`` blocks of keys.
+    """
 
     sizes: Sizes
-    b: Tensor
-    h: Tensor
-    m: Tensor
+    row: Tensor
     n: Tensor
 
     def part(self, which: Tensor) -> Blocks:
         """Those at some places."""
-        return Blocks(self.sizes, self.b[which], self.h[which], self.m[which], self.n[which])
+        return Blocks(self.sizes, self.row[which], self.n[which])
+
+    @functools.cached_property
+    def m(self) -> Tensor:
+        """The block of queries of each."""
+        return self.row if self.sizes.batch * self.sizes.heads == 1 else self.row % self.sizes.blocks_q
 
     def entries(self, node: Node) -> tuple[Tensor, Tensor]:
         """Batch entries and heads as a node of the same or smaller sizes counts them."""
-        zero = torch.zeros_like(self.b)
-        return zero if node.batch == 1 else self.b, zero if node.heads == 1 else self.h
+        zero, of_sizes = torch.zeros_like(self.n), self.sizes
+        b = zero if node.batch == 1 else self.row // (of_sizes.heads * of_sizes.blocks_q)
+        return b, zero if node.heads == 1 else self.row // of_sizes.blocks_q % of_sizes.heads
+
+    @property
+    def distance(self) -> tuple[Tensor, int]:
+        """From the queries of each to its keys, in blocks, counted from 0; and what it is below."""
+        sizes = self.sizes
+        return self.n - self.m + sizes.blocks_q, sizes.blocks_q + sizes.blocks_k
 
     @property
     def bounds_q(self) -> tuple[Tensor, Tensor]:
@@ -126,9 +141,17 @@ class Node:
         """NONE, SOME or ALL for each block: (n,), int8."""
         return torch.full_like(blocks.m, SOME, dtype=torch.int8)
 
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """Numbers (n,) int64 from 0 on, and what they are below: blocks of the same number have the same tile.
+
+        Of each number one block is looked at. None: nothing is known before.
+        """
+        return None
+
     def tiles(self, blocks: Blocks) -> Tensor:
         """(n, 128, 4), int32: which elements are visible; behind the last query and key it may say anything."""
-        return bits.pack(self.elements(blocks))
+        every = torch.arange(len(blocks.n), device=blocks.n.device)
+        return torch.cat([bits.pack(self.elements(blocks.part(some))) for some in every.split(_ELEMENTS_AT_ONCE)])
 
     def elements(self, blocks: Blocks) -> Tensor:
         """(n, 128, 128), bool: the same one by one."""
@@ -170,15 +193,15 @@ class Band(Node):
             no, all_ = no | (least > self.upper), all_ & (most <= self.upper)
         return _kinds(no, all_)
 
-    def elements(self, blocks: Blocks) -> Tensor:
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
         """See ``Node``."""
-        distance = blocks.keys[:, None, :] - blocks.queries[:, :, None]
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.lower is not None:
-            seen &= distance >= self.lower
-        if self.upper is not None:
-            seen &= distance <= self.upper
-        return seen
+        return blocks.distance
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``: each query sees an interval."""
+        at = (blocks.m - blocks.n)[:, None] * TILE + torch.arange(TILE, device=blocks.n.device)
+        first = torch.zeros_like(at) if self.lower is None else at + self.lower
+        return bits.between(first, torch.full_like(at, TILE) if self.upper is None else at + self.upper)
 
 
 @dataclass(eq=False, repr=False)
@@ -197,9 +220,14 @@ class Dilation(Node):
         no = most // self.step * self.step < least
         return _kinds(no, torch.full_like(no, self.step == 1))
 
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """See ``Node``."""
+        return blocks.distance
+
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
-        return (blocks.keys[:, None, :] - blocks.queries[:, :, None] - self.shift) % self.step == 0
+        at = (blocks.m - blocks.n)[:, None] * TILE + torch.arange(TILE, device=blocks.n.device)
+        return (torch.arange(TILE, device=at.device) - at[:, :, None] - self.shift) % self.step == 0
 
 
 @dataclass(eq=False, repr=False)
@@ -237,9 +265,14 @@ class Prefix(Node):
         length = self._length_of(blocks)
         return _kinds(first_k >= length, last_k < length)
 
-    def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
-        return (blocks.keys < self._length_of(blocks)[:, None])[:, None, :].expand(-1, TILE, -1)
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """See ``Node``: of a block, all queries see so many keys."""
+        return (self._length_of(blocks) - blocks.n * TILE).clamp(0, TILE), TILE + 1
+
+    def tiles(self, blocks: Blocks) -> Tensor:
+        """See ``Node``: each query sees an interval."""
+        last = (self._length_of(blocks) - blocks.n * TILE - 1)[:, None].expand(-1, TILE)
+        return bits.between(torch.zeros_like(last), last)
 
 
 @dataclass(eq=False, repr=False)
@@ -285,6 +318,13 @@ class Documents(Node):
         no = (most_q < least_k) | (most_k < least_q) | (most_q < 0) | (most_k < 0)
         all_ = (least_q == most_q) & (least_k == most_k) & (least_q == least_k)
         return _kinds(no, all_)
+
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """See ``Node``: all blocks within a document; others are like none."""
+        b, _ = blocks.entries(self)
+        blocks_q, blocks_k = blocks.sizes.blocks_q, blocks.sizes.blocks_k
+        own = (b * blocks_q + blocks.m) * blocks_k + blocks.n + 1
+        return torch.where(self.kinds(blocks) == ALL, 0, own), self.batch * blocks_q * blocks_k + 1
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
@@ -339,17 +379,28 @@ class BlockMap(Node):
                 no, all_ = no & ~met, all_ & met
         return _kinds(no, all_)
 
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """See ``Node``: of sizes that are multiples of 64, which quarters of a block are visible."""
+        if self.block_q % bits.HALF or self.block_k % bits.HALF:
+            return None
+        quarters = self._quarters(blocks)
+        return (quarters.flatten(1) << torch.arange(4, device=quarters.device)).sum(1), 16
+
     def tiles(self, blocks: Blocks) -> Tensor:
         """See ``Node``; of sizes that are multiples of 64 by quarters of a block."""
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return super().tiles(blocks)
-        quarters = self._at(blocks, blocks.queries[:, :: bits.HALF], blocks.keys[:, :: bits.HALF])
+        quarters = self._quarters(blocks)
         words = torch.where(quarters, -1, 0).int()
         return words.repeat_interleave(bits.HALF, 1).repeat_interleave(bits.WORDS // 2, 2)
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
         return self._at(blocks, blocks.queries, blocks.keys)
+
+    def _quarters(self, blocks: Blocks) -> Tensor:
+        """(n, 2, 2), bool: which halves of the queries and keys see each other."""
+        return self._at(blocks, blocks.queries[:, :: bits.HALF], blocks.keys[:, :: bits.HALF])
 
     def _at(self, blocks: Blocks, queries: Tensor, keys: Tensor) -> Tensor:
         b, h = (x[:, None, None] for x in blocks.entries(self))
@@ -449,6 +500,13 @@ class Pair(Node):
     def device(self) -> torch.device | None:
         """Of its tensors."""
         return self.a.device if self.b.device is None else self.b.device
+
+    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """See ``Node``: blocks that are alike for both."""
+        a, b = self.a.alike(blocks), self.b.alike(blocks)
+        if a is None or b is None or a[1] * b[1] >= 1 << 61:
+            return None
+        return a[0] * b[1] + b[0], a[1] * b[1]
 
 
 class And(Pair):

@@ -18,7 +18,7 @@ from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
 from flash_attn_cute.spec import BlockColumns, BlockRows
 
 _PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
-_TILES_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
+_TILES_AT_ONCE = 1 << 12  # blocks whose tiles are compared at a time: 8 MB
 
 
 def build(node: Node, sizes: Sizes, device: torch.device) -> BlockRows:
@@ -29,20 +29,19 @@ def build(node: Node, sizes: Sizes, device: torch.device) -> BlockRows:
     shape = (sizes.batch, sizes.heads, sizes.blocks_q)
     start, stop = (x.expand(shape).flatten() for x in node.span(sizes, device))
     candidates = (stop - start).clamp(min=0)
-    found, row = _Found(sizes, device), 0
-    ends = candidates.cumsum(0).tolist()
+    behind_row = candidates.cumsum(0)
+    first = start + candidates - behind_row  # of each row, so that the nth candidate of all is block first + n
+    found, row, before = _Found(sizes, device), 0, 0
+    ends = behind_row.tolist()
     while row < len(ends):
-        before = ends[row - 1] if row else 0
         behind = row + 1
         while behind < len(ends) and ends[behind] - before <= _PAIRS_AT_ONCE:
             behind += 1
         rows = torch.arange(row, behind, device=device)
         of_row = rows.repeat_interleave(candidates[row:behind], output_size=ends[behind - 1] - before)
-        nth = torch.arange(len(of_row), device=device) + before
-        n = start[of_row] + nth - (candidates.cumsum(0) - candidates)[of_row]
-        b, h = of_row // (sizes.heads * sizes.blocks_q), of_row // sizes.blocks_q % sizes.heads
-        found.classify(node, Blocks(sizes, b, h, of_row % sizes.blocks_q, n))
-        row = behind
+        n = first[of_row] + torch.arange(before, ends[behind - 1], device=device)
+        found.classify(node, of_row, n)
+        row, before = behind, ends[behind - 1]
     return found.rows()
 
 
@@ -50,167 +49,188 @@ class _Found:
     """The blocks found so far that are not empty, ascending by row and column."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        self.sizes, self.device = sizes, device
-        self.row: list[Tensor] = []
-        self.block: list[Tensor] = []
-        self.tile: list[Tensor] = []  # numbers in all of ``tiles``
-        self.tiles: list[Tensor] = []
+        self.sizes = sizes
+        self.row = [torch.zeros(0, dtype=torch.int64, device=device)]
+        self.block = [torch.zeros(0, dtype=torch.int64, device=device)]
+        self.tile = [torch.zeros(0, dtype=torch.int64, device=device)]  # numbers in all of ``tiles``
+        self.tiles = [torch.zeros(0, TILE, bits.WORDS, dtype=torch.int32, device=device)]
         self.num_tiles = 0
 
-    def classify(self, node: Node, blocks: Blocks) -> None:
-        kinds = node.kinds(blocks)
-        kept = (kinds != NONE).nonzero().flatten()
-        blocks, kinds = blocks.part(kept), kinds[kept]
+    def classify(self, node: Node, row: Tensor, n: Tensor) -> None:
         sizes = self.sizes
-        whole = ((blocks.m + 1) * TILE <= sizes.seqlen_q) & ((blocks.n + 1) * TILE <= sizes.seqlen_k)
-        kinds = torch.where(whole, kinds, SOME)
-        tile = torch.full_like(blocks.m, FULL)
-        partial = (kinds != ALL).nonzero().flatten()
-        seen = torch.ones_like(kinds, dtype=torch.bool)
-        for start in range(0, len(partial), _TILES_AT_ONCE):
-            part = partial[start : start + _TILES_AT_ONCE]
-            some_blocks = blocks.part(part)
-            ends = sizes.seqlen_q - some_blocks.m * TILE, sizes.seqlen_k - some_blocks.n * TILE
-            tiles = bits.cut(node.tiles(some_blocks), *ends)
-            kind = bits.kinds(tiles)
-            some = (kind == SOME).nonzero().flatten()
-            distinct, number = bits.distinct(tiles[some])
-            tile[part[some]] = number + self.num_tiles
-            seen[part] = kind != NONE
-            self.tiles.append(distinct)
-            self.num_tiles += len(distinct)
-        kept = seen.nonzero().flatten()
-        blocks = blocks.part(kept)
-        self.row.append((blocks.b * sizes.heads + blocks.h) * sizes.blocks_q + blocks.m)
-        self.block.append(blocks.n)
+        blocks = Blocks(sizes, row, n)
+        kinds = node.kinds(blocks)
+        if sizes.seqlen_q % TILE:
+            kinds = torch.where((blocks.m == sizes.blocks_q - 1) & (kinds == ALL), SOME, kinds)
+        if sizes.seqlen_k % TILE:
+            kinds = torch.where((n == sizes.blocks_k - 1) & (kinds == ALL), SOME, kinds)
+        tile = torch.full_like(n, FULL)
+        partial = (kinds == SOME).nonzero()[:, 0]
+        if len(partial):
+            kinds[partial], tile[partial] = self._of_partial(node, blocks.part(partial))
+        kept = kinds.nonzero()[:, 0]  # NONE is 0
+        self.row.append(row[kept])
+        self.block.append(n[kept])
         self.tile.append(tile[kept])
 
-    def rows(self) -> BlockRows:
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        row, block, tile = (torch.cat(x) if x else none for x in (self.row, self.block, self.tile))
-        no_tiles = torch.zeros(0, TILE, bits.WORDS, dtype=torch.int32, device=self.device)
-        tiles, number = bits.distinct(torch.cat(self.tiles) if self.tiles else no_tiles)
-        if self.num_tiles:
-            tile = torch.where(tile == FULL, FULL, number[tile.clamp(min=0)])
+    def _of_partial(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """What blocks are that could be anything, (n,) int8, and which tiles they have, (n,) int64."""
         sizes = self.sizes
-        counts = _counts(row, None, sizes.batch * sizes.heads * sizes.blocks_q)
-        spans = torch.stack((counts.cumsum(0) - counts, counts), -1).int()
+        alike, number = node.alike(blocks), None
+        if alike is not None:
+            cut_q = (blocks.m == sizes.blocks_q - 1) if sizes.seqlen_q % TILE else 0
+            cut_k = (blocks.n == sizes.blocks_k - 1) if sizes.seqlen_k % TILE else 0
+            first, number = bits.by_first((4 * alike[0] + 2 * cut_q + cut_k).unique(return_inverse=True))
+            blocks = blocks.part(first)
+        every = torch.arange(len(blocks.n), device=blocks.n.device)
+        parts = [self._tiles_of(node, blocks.part(some)) for some in every.split(_TILES_AT_ONCE)]
+        kinds, tile = (torch.cat(x) for x in zip(*parts, strict=True))
+        return (kinds, tile) if number is None else (kinds[number], tile[number])
+
+    def _tiles_of(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """The same of few blocks, each looked at."""
+        sizes = self.sizes
+        tiles = node.tiles(blocks)
+        if sizes.seqlen_q % TILE or sizes.seqlen_k % TILE:
+            tiles = bits.cut(tiles, sizes.seqlen_q - blocks.m * TILE, sizes.seqlen_k - blocks.n * TILE)
+        kinds = bits.kinds(tiles)
+        some = (kinds == SOME).nonzero()[:, 0]
+        distinct, number = bits.distinct(tiles[some])
+        self.tiles.append(distinct)
+        tile = torch.full_like(blocks.n, FULL).index_copy_(0, some, number + self.num_tiles)
+        self.num_tiles += len(distinct)
+        return kinds, tile
+
+    def rows(self) -> BlockRows:
+        sizes = self.sizes
+        row, block, tile, tiles = (torch.cat(x) for x in (self.row, self.block, self.tile, self.tiles))
+        if len(self.tiles) > 2:  # made in several parts, which may have some in common
+            tiles, number = bits.distinct(tiles)
+            tile = torch.where(tile == FULL, FULL, number[tile.clamp(min=0)])
+        edges = torch.searchsorted(row, torch.arange(sizes.batch * sizes.heads * sizes.blocks_q + 1, device=row.device))
+        spans = torch.stack((edges[:-1], edges.diff()), 1).int()
         spans = spans.view(sizes.batch, sizes.heads, sizes.blocks_q, 2)
         return BlockRows(spans, torch.stack((block, tile), 1).int(), tiles)
 
 
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
     """How many blocks of 64 queries see each block of keys: (batch, heads, blocks_k), int64."""
-    additions = _additions(rows)
-    owner, n = additions.owner, torch.where(additions.is_used, additions.n, 0)
-    lengths = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_k, dtype=torch.int64, device=n.device)
-    lengths.scatter_add_(0, owner * sizes.blocks_k + n, torch.where(additions.is_used, _halves_seen(rows), 0))
-    return lengths.view(sizes.batch, sizes.heads, sizes.blocks_k)
+    row, is_used = owners(rows)
+    column = row // max(sizes.blocks_q, 1) * sizes.blocks_k + torch.where(is_used, rows.entries[:, 0], 0)
+    seen = torch.where(is_used, _halves_seen(rows).sum(1), 0)
+    lengths = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_k, dtype=torch.int64, device=row.device)
+    return lengths.index_add_(0, column, seen).view(sizes.batch, sizes.heads, sizes.blocks_k)
 
 
 def steps(rows: BlockRows, sizes: Sizes) -> Tensor:
     """How many halves of a block of queries see a block of keys: (batch, heads, blocks_q, blocks_k), uint8."""
-    additions = _additions(rows)
-    row = additions.owner * sizes.blocks_q + additions.m
-    n = torch.where(additions.is_used, additions.n, sizes.blocks_k)  # what is not used goes into a column of its own
+    row, is_used = owners(rows)
+    n = torch.where(is_used, rows.entries[:, 0], sizes.blocks_k)  # what is not used goes into a column of its own
     shape = (sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k + 1)
     seen = torch.zeros(shape, dtype=torch.uint8, device=n.device)
-    seen[row, n] = _halves_seen(rows).to(torch.uint8)
+    seen[row, n] = _halves_seen(rows).sum(1, dtype=torch.uint8)
     return seen[:, :-1].unflatten(0, (sizes.batch, sizes.heads, sizes.blocks_q))
 
 
-def _halves_seen(rows: BlockRows) -> Tensor:
-    """Of each entry, (entries,) int64: in how many halves of the block of queries something is visible."""
-    of_tile = (_kinds_of_halves(rows.tiles) != NONE).sum(0)
-    return of_tile[rows.entries[:, 1].long()]
-
-
-def columns(rows: BlockRows, order: Tensor, seqlen_q: int) -> BlockColumns:
+def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns:
     """The columns of rows, under an order in which key blocks are launched; nothing waits for the device.
 
     Args:
         rows: of a mask.
         order: (1 or batch, 1 or a divisor of heads, blocks_k), int32: key blocks as they are launched, permutations of
-            0 .. blocks_k - 1. Heads that share an order are neighbours.
-        seqlen_q: queries.
+            0 .. blocks_k - 1. Heads that share an order are neighbours. None: last keys first, which takes no sorting
+            as rows ascend.
+        sizes: of the mask.
     """
-    batch, heads, blocks_q, _ = rows.spans.shape
-    blocks_k = order.shape[-1]
-    group = heads // order.shape[1]
+    blocks_q, blocks_k, device = sizes.blocks_q, sizes.blocks_k, rows.spans.device
+    start, count = rows.spans.flatten(0, 2).unbind(1)
+    row, is_used = owners(rows)
+    block, tile = rows.entries.unbind(1)
+    kinds = _kinds_of_halves(rows)
+    # Who adds to the first half of a block of queries, to the second one, and to the whole: (entries, 3).
+    adds = torch.cat((kinds != NONE, is_used[:, None]), 1) & is_used[:, None]
+
+    # Turns are counted from the end of a row, whose entries are in the reverse of the order of launches, or brought
+    # into it: what is used stays ahead of what is not, and the row where it is.
+    column = row // max(blocks_q, 1) * blocks_k + torch.where(is_used, block, 0)
+    turn, by_half = _turns(adds, row, start, start + count, _reverse(order, row, column, is_used, sizes))
+    contributors = by_half.view(*rows.spans.shape[:3], 2).flatten(2)[..., : -(-sizes.seqlen_q // HALF)].contiguous()
+
+    # Stable: query blocks ascend within a column as they do among the rows.
+    num_columns = sizes.batch * sizes.heads * blocks_k
+    column, by_column = torch.where(is_used, column, num_columns).sort(stable=True)
+    edges = torch.searchsorted(column, torch.arange(num_columns + 1, dtype=torch.int32, device=device))
+    m = row % max(blocks_q, 1)
+    whole = torch.stack((m, tile, turn[:, 2]), 1)[by_column]
+    half = torch.arange(2, dtype=torch.int32, device=device)
+    halves = torch.stack((2 * m[:, None] + half, torch.where(kinds == ALL, FULL, tile[:, None]), turn[:, :2]), 2)[
+        by_column
+    ]  # (entries, 2, 3)
+
+    # Halves that see nothing are left out: each of the others goes behind those before it.
+    kept = adds[:, :2][by_column].flatten()
+    before = _summed(kept[:, None])[:, 0]
+    entries = halves.new_zeros(3 * len(row) + 1, 3)  # the last one is nobody's
+    entries.index_copy_(0, torch.where(kept, before[:-1], 3 * len(row)).long(), halves.flatten(0, 1))
+    entries[2 * len(row) : -1] = whole
+    ends = torch.stack((before[2 * edges], edges + 2 * len(row)))
+    spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
+    return BlockColumns(spans.view(2, sizes.batch, sizes.heads, blocks_k, 2), entries[:-1], contributors)
+
+
+def _reverse(order: Tensor | None, row: Tensor, column: Tensor, is_used: Tensor, sizes: Sizes) -> Tensor | None:
+    """The places of entries, row by row, in the reverse of the order of launches; None if they are so already."""
+    if order is None:
+        return None
+    blocks_k = sizes.blocks_k
     rank = torch.empty_like(order).scatter_(
         -1, order.long(), torch.arange(blocks_k, dtype=torch.int32, device=order.device).expand_as(order)
     )
-    rank = rank.repeat_interleave(group, 1).expand(batch, heads, blocks_k).reshape(-1)
-    halves, whole = -(-seqlen_q // HALF), _additions(rows)
-    spans, entries, contributors = [], [], []
-    start = 0
-    for part, length in ((_halved(whole, rows.tiles), halves), (whole, blocks_q)):
-        span, entry, contributor = part.by_column(rank, batch * heads, length, blocks_k, start)
-        spans.append(span.view(batch, heads, blocks_k, 2))
-        entries.append(entry)
-        contributors.append(contributor.view(batch, heads, length))
-        start += len(entry)
-    return BlockColumns(torch.stack(spans), torch.cat(entries), contributors[0])
+    rank = rank.repeat_interleave(sizes.heads // order.shape[1], 1).expand(sizes.batch, sizes.heads, blocks_k)
+    from_last = torch.where(is_used, blocks_k - rank.flatten().index_select(0, column), blocks_k + 1)
+    return (row.long() * (blocks_k + 2) + from_last).argsort()
 
 
-class _Additions:
-    """What key blocks add to the dQ of query blocks, in any order: (n,) each."""
+def _turns(adds: Tensor, row: Tensor, start: Tensor, end: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The turns of entries, (entries, 3), and how many add to the halves of each row, (rows, 2); int32.
 
-    def __init__(self, owner: Tensor, m: Tensor, n: Tensor, tile: Tensor, is_used: Tensor) -> None:
-        self.owner, self.m, self.n, self.tile, self.is_used = owner, m, n, tile, is_used
-
-    def by_column(
-        self, rank: Tensor, owners: int, blocks_q: int, blocks_k: int, start: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Spans (owners * blocks_k, 2), entries (n, 3) and contributors (owners * blocks_q,)."""
-        n = torch.where(self.is_used, self.n, 0)  # what is not used may hold anything
-        row, column = self.owner * blocks_q + self.m, self.owner * blocks_k + n
-        contributors = _counts(row, self.is_used, owners * blocks_q)
-        by_launch = torch.where(self.is_used, row * blocks_k + rank[column], owners * blocks_q * blocks_k).argsort()
-        first = (contributors.cumsum(0) - contributors)[row[by_launch].clamp(max=max(owners * blocks_q - 1, 0))]
-        turn = torch.empty_like(row)
-        turn[by_launch] = torch.arange(len(row), device=row.device) - first
-        by_column = torch.where(self.is_used, column * blocks_q + self.m, owners * blocks_k * blocks_q).argsort()
-        entries = torch.stack((self.m, self.tile, turn), 1)[by_column].int()
-        lengths = _counts(column, self.is_used, owners * blocks_k)
-        spans = torch.stack((lengths.cumsum(0) - lengths + start, lengths), -1).int()
-        return spans, entries, contributors.int()
+    Args:
+        adds: (entries, 3), bool.
+        row: (entries,), the row of each.
+        start: (rows,), where entries of a row start.
+        end: (rows,), where they end.
+        places: of entries, within each row in the reverse of the order of launches; None if they are so.
+    """
+    summed = _summed(adds if places is None else adds[places])
+    at_end = summed.index_select(0, end)
+    turn = at_end.index_select(0, row) - summed[1:]
+    if places is not None:
+        turn = torch.empty_like(turn).index_copy_(0, places, turn)
+    return turn, (at_end - summed.index_select(0, start))[:, :2]
 
 
-def _additions(rows: BlockRows) -> _Additions:
-    row, is_used = owners(rows)
-    blocks_q = max(rows.spans.shape[2], 1)
-    block, tile = rows.entries.long().unbind(1)
-    return _Additions(row // blocks_q, row % blocks_q, block, tile, is_used)
+def _summed(flags: Tensor) -> Tensor:
+    """How many of the flags (n, k) before each place, and before the end, are set: (n + 1, k), int32."""
+    summed = torch.zeros(len(flags) + 1, flags.shape[1], dtype=torch.int32, device=flags.device)
+    torch.cumsum(flags, 0, dtype=torch.int32, out=summed[1:])
+    return summed
 
 
-def _halved(whole: _Additions, tiles: Tensor) -> _Additions:
-    """Blocks of 64 queries, without those that see nothing; a tile may be full in one of its halves."""
-    kinds = _kinds_of_halves(tiles)[:, whole.tile]
-    parts = []
-    for half, kind in enumerate(kinds):
-        m = 2 * whole.m + half
-        tile = torch.where(kind == ALL, FULL, whole.tile)
-        parts.append((whole.owner, m, whole.n, tile, whole.is_used & (kind != NONE)))
-    return _Additions(*(torch.cat(x) for x in zip(*parts, strict=True)))
+def _kinds_of_halves(rows: BlockRows) -> Tensor:
+    """NONE, SOME or ALL of either half of each entry: (entries, 2), int8."""
+    words = rows.tiles.view(-1, 2, HALF * bits.WORDS)
+    of_tile = (words != 0).any(2).to(torch.int8) + (words == -1).all(2)
+    return torch.cat((of_tile.new_full((1, 2), ALL), of_tile)).index_select(0, rows.entries[:, 1] + 1)  # FULL is -1
 
 
-def _kinds_of_halves(tiles: Tensor) -> Tensor:
-    """NONE, SOME or ALL of each: (2, tiles + 1), int8, where the last one is that of FULL, which is -1."""
-    kinds = torch.stack([bits.kinds(half) for half in tiles.split(HALF, 1)])
-    return torch.cat((kinds, kinds.new_full((2, 1), ALL)), 1)
+def _halves_seen(rows: BlockRows) -> Tensor:
+    """In which halves of the block of queries an entry shows something: (entries, 2), bool."""
+    return _kinds_of_halves(rows) != NONE
 
 
 def owners(rows: BlockRows) -> tuple[Tensor, Tensor]:
-    """The row that each entry belongs to, (entries,) int64, and whether it is used at all."""
-    place = torch.arange(len(rows.entries), device=rows.spans.device)
-    start, count = rows.spans.flatten(0, 2).long().unbind(-1)
-    row = torch.searchsorted(start.contiguous(), place, right=True) - 1
-    return row, place < (start + count)[row]
-
-
-def _counts(index: Tensor, is_used: Tensor | None, size: int) -> Tensor:
-    """How often each of 0 .. size - 1 is among the used ones: (size,), int64."""
-    ones = torch.ones_like(index) if is_used is None else is_used.long()
-    index = index if is_used is None else torch.where(is_used, index, 0)
-    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, ones)
+    """The row that each entry belongs to, (entries,) int32, and whether it is used at all."""
+    place = torch.arange(len(rows.entries), dtype=torch.int32, device=rows.spans.device)
+    start, count = rows.spans.flatten(0, 2).unbind(1)
+    row = torch.searchsorted(start.contiguous(), place, right=True, out_int32=True) - 1
+    return row, place < (start + count).index_select(0, row)

@@ -1,12 +1,16 @@
-"""Pictures of a mask: its blocks with their turns, and when a model's CTAs work on which tile of keys."""
+"""Pictures of a mask: its blocks with their turns, and when a model's CTAs work on which tile of keys, also moving."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from flash_attn_cute.sparsity import plan
@@ -16,6 +20,10 @@ from flash_attn_cute.spec import BlockTables
 
 _TURNS_UP_TO = 32  # blocks a side: with more there is no room for numbers
 _EMPTY, _PARTIAL, _FULL = "white", "#9ecae1", "#3182bd"
+_WAITING, _RUNNING = "0.8", "#fd8d3c"
+_FRAMES, _MILLISECONDS, _STILL = 48, 120, 3000  # of a moving picture: of each frame, and of the last one
+_STEPS = 240  # of time, that a moving timeline is drawn in
+_COLOURS = 48
 
 
 def figure(mask: BlockMask, batch: int, head: int) -> Figure:
@@ -31,11 +39,100 @@ def figure(mask: BlockMask, batch: int, head: int) -> Figure:
     drawn = Figure(figsize=(14, 6), layout="constrained")
     left, right = drawn.subplots(1, 2)
     _draw_blocks(left, mask, tables, batch, head)
-    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), mask.heads // tables.order.shape[1])
-    order = tables.order.cpu().expand(work.order_shape)
+    work, order = _pass_of(mask, tables)
     _draw_timeline(right, work.play(order), work.play(order, ordered=False).makespan)
     drawn.suptitle(repr(mask))
     return drawn
+
+
+def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> None:
+    """A moving picture of one mask under several orders: what is done of the first head, and what all CTAs do.
+
+    Args:
+        masks: the same mask, with some orders.
+        names: of the orders.
+        path: the GIF to be written.
+    """
+    drawn = Figure(figsize=(7.5, 2.9 * len(masks)), dpi=80, layout="constrained")
+    axes = drawn.subplots(len(masks), 2, squeeze=False, width_ratios=(1, 2.4))
+    lanes = []
+    for (left, right), mask, name in zip(axes, masks, names, strict=True):
+        tables = mask.tables(mask.device or torch.device("cpu"), backward=True)
+        work, order = _pass_of(mask, tables)
+        lanes.append(_Lane(left, right, _blocks_of(mask, tables, 0, 0)[0] > 0, work.play(order), name))
+    latest = max(lane.told.makespan for lane in lanes)
+    for lane in lanes:
+        lane.prepare(latest)
+
+    canvas, frames = FigureCanvasAgg(drawn), []
+    drawn.draw_without_rendering()
+    drawn.set_layout_engine("none")  # nothing moves but what happens
+    for frame in range(_FRAMES + 1):
+        for lane in lanes:
+            lane.show(frame / _FRAMES * latest)
+        canvas.draw()
+        frames.append(Image.frombytes("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB"))
+    # The same few colours for all, so that what stays takes no room; those of an early frame, and of the last one.
+    width, height = frames[0].size
+    both = Image.new("RGB", (width, 2 * height))
+    both.paste(frames[_FRAMES // 4])
+    both.paste(frames[-1], (0, height))
+    palette = both.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE)
+    first, *others = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames)
+    durations = [_MILLISECONDS] * _FRAMES + [_STILL]
+    first.save(path, save_all=True, append_images=others, duration=durations, loop=0, optimize=True, disposal=1)
+
+
+class _Lane:
+    """One order in a moving picture."""
+
+    def __init__(self, blocks: Any, timeline: Any, visible: Tensor, told: Timeline, name: str) -> None:
+        self.blocks, self.timeline, self.visible, self.told, self.name = blocks, timeline, visible, told, name
+        first = [i for i, head in enumerate(told.head) if head == 0]
+        by_block = torch.tensor([[told.n[i], told.start[i], told.end[i]] for i in first])
+        by_block = by_block[by_block[:, 0].argsort()]
+        self.start, self.end = by_block[:, 1], by_block[:, 2]  # (blocks_k,), of the first head
+
+    def prepare(self, latest: float) -> None:
+        """Draws all that does not move; time goes up to ``latest``."""
+        told, self.latest = self.told, latest
+        # (CTAs, time): 0 nothing, 1 waiting, and beyond that heads in turn.
+        self.doing = torch.zeros(max(told.cta, default=0) + 1, _STEPS, dtype=torch.int64)
+        for head, cta, *times, waited in zip(told.head, told.cta, told.start, told.end, told.waited, strict=True):
+            start, end, waits = (round(at / latest * _STEPS) for at in (*times, times[1] - waited))
+            self.doing[cta, start:waits] = 2 + head % 8
+            self.doing[cta, waits:end] = 1
+        colours = ["white", _WAITING, *(f"C{i}" for i in range(8))]
+        extent = (0, latest, len(self.doing), 0)
+        self.bars = self.timeline.imshow(
+            self.doing.tolist(), ListedColormap(colours), vmin=0, vmax=9, aspect="auto", extent=extent
+        )
+        self.bars.set_interpolation("nearest")
+        self.columns = self.blocks.imshow(
+            self.visible.long().tolist(), ListedColormap([_EMPTY, _PARTIAL, _RUNNING, _FULL]), vmin=0, vmax=3
+        )
+        self.blocks.set_ylabel(self.name)
+        self.blocks.set_xticks([])
+        self.blocks.set_yticks([])
+        self.timeline.set_yticks([])
+        self.timeline.set_ylabel("CTAs")
+        self.timeline.set_xlabel("us of the model; a colour a head, grey: waiting for turns", fontsize=8)
+        self.timeline.set_title(f"{self.name}: {told.makespan:.0f} us", fontsize=9)
+        self.blocks.set_title("a head's blocks: at work, done", fontsize=9)
+
+    def show(self, now: float) -> None:
+        """Draws what there is at a time."""
+        doing = self.doing.clone()
+        doing[:, round(now / self.latest * _STEPS) :] = 0
+        self.bars.set_data(doing.tolist())
+        state = 1 + (self.start < now).long() + (self.end <= now).long()
+        self.columns.set_data(torch.where(self.visible, state, 0).tolist())
+
+
+def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
+    """The backward pass of a mask, and its launch order."""
+    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), mask.heads // tables.order.shape[1])
+    return work, tables.order.cpu().expand(work.order_shape)
 
 
 def _draw_blocks(axes: Any, mask: BlockMask, tables: BlockTables, batch: int, head: int) -> None:
