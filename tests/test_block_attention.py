@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.overrides import TorchFunctionMode
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import blockwise
@@ -341,6 +342,24 @@ def test_indices_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
                 mask.with_order(order).tables(torch.device("cpu"), backward=True)
     with pytest.raises(AssertionError), NoSync():
         BlockMask.causal(300, 300).build("cpu")
+
+
+def test_indices_bring_no_constants_of_the_host() -> None:
+    """Which would be copied to the device, and waited for."""
+    indices = torch.rand(2, 3, 4, 4).argsort(-1)
+
+    class NoCopy(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray), func
+            return func(*args, **(kwargs or {}))
+
+    for block in ((64, 64), (128, 128), (64, 256), (256, 64)):
+        for order in ("default", "spt"):
+            with NoCopy():
+                mask = BlockMask.from_indices(indices, block=block, seqlen_k=4 * block[1] - 5)
+                mask.with_order(order).tables(torch.device("cpu"), backward=True)
+    with pytest.raises(AssertionError), NoCopy():
+        torch.tensor([1, 2])
 
 
 def test_indices_are_checked_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,12 +190,13 @@ def test_documents_as_a_mask_and_packed() -> None:
 @pytest.mark.parametrize("from_indices", [False, True], ids=["built", "from indices"])
 def test_the_host_never_waits(from_indices: bool) -> None:
     """In a call with a mask that has been used, or in one whose blocks are chosen anew. Graphs capture both."""
-    q, k, v = (torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    dout, chosen = torch.randn_like(q), torch.rand(1, 2, 4, 4, device="cuda").argsort(-1)[..., :2].contiguous()
+    tensors = [torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    dout, chosen = torch.randn_like(tensors[0]), torch.rand(1, 2, 4, 4, device="cuda").argsort(-1)[..., :2].contiguous()
     kept = BlockMask.window(512, 512, left=100, right=0)
 
     def both() -> tuple[Tensor, ...]:
         mask = BlockMask.from_indices(chosen, seqlen_k=512) if from_indices else kept
+        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
         out = flash_attn_func(q, k, v, block_mask=mask, backend="sm90")
         return (out, *torch.autograd.grad(out, (q, k, v), dout))
 
