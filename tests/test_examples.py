@@ -33,3 +33,9 @@ def test_pretrain(tmp_path: Path) -> None:
     assert losses[-1][0] < losses[0][0]
     assert "resumed: bitwise equal" in printed
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_context() -> None:
+    printed = run("long_context.py", "--tokens", "1500", "--documents", "3", "--heads", "2")
+    assert "1500 tokens in 3 documents" in printed
+    assert printed.endswith("PASSED\n")
