@@ -275,7 +275,7 @@ def test_last_queries_have_lists_of_their_own(
 
 
 MASK = torch.ones(2, 1, 70, 92, dtype=torch.bool)
-EXPLAINED = CALLS | {
+EXPLAINED = {name: inputs for name, inputs in CALLS.items() if inputs.block_mask is None} | {
     "mask": inputs_of(*DENSE, mask=MASK[..., :90]),
     "mask from an odd element on": inputs_of(*DENSE, mask=MASK[..., 1:91]),
     "transposed mask": inputs_of(*DENSE, mask=torch.ones(90, 70, dtype=torch.bool).t()),
@@ -320,6 +320,19 @@ def test_what_is_explained_is_what_is_launched(
         assert planned.persistent == hasattr(launched.arguments.mNextTile, "shape")
     if told.backward is not None:
         assert told.backward.workspace_bytes == launches[1].arguments.mWorkspace.numel()
+
+
+@pytest.mark.parametrize("shown", [0, 1], ids=["nothing", "all"])
+def test_block_masks_are_launched_as_explained(shown: int, launches: list[Launched]) -> None:
+    q, k, v = inputs_of(*DENSE)[:3]
+    mask = BlockMask.from_blocks(torch.full((1, 1), shown > 0), seqlen_q=70, seqlen_k=90)
+    both_passes(inputs_of(*DENSE, block_mask=mask.tables(q.device, backward=True)))
+    told = explain(q, k, v, block_mask=mask, gpu="sm90")
+    assert told.forward is not None
+    assert told.backward is not None
+    for planned, launched in zip((told.forward, told.backward), launches, strict=True):
+        assert planned.config == launched.config
+        assert planned.numbers == launched.arguments.numbers
 
 
 def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:
