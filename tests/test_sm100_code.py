@@ -66,8 +66,8 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     c = compiled
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("UTCHMMA", "HGMMA", "LDTM", "STTM", "USETMAXREG")}
-    # Loops of four steps: of each part's scores and output, and once more of the outputs behind a CTA's last block.
-    assert count["UTCHMMA"] == 4 * (2 * c.q_parts + 2)
+    # Loops of four steps, for each part: of scores and output, and of outputs where no tile is known to follow.
+    assert count["UTCHMMA"] == 4 * 3 * c.q_parts
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
     # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be

@@ -28,6 +28,7 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored, O rescaled
     outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
     stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
+    added     1       a unit         1, commit of O; only of one part  nobody: the next unit's weights come behind it
 
 Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
 multiplied, and the epilogue writes zeros by itself.
@@ -39,11 +40,12 @@ The mma warp issues O(u) = P(u) V and then S(u + 2) = Q K^T, for one unit after 
     softmax 1                 P1 from S1     | P3 from S3 ...
 
 so that one part's softmax runs beside the products of the other. With one part the same order has two blocks in flight.
+Where the next tile is not known yet, what is left of O(u) is issued first: the producer tells of a tile only when the
+one two before it is stored.
 Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(u + 2) may take the place of P(u), which O(u) reads ahead of it.
   - With two parts full scores of unit u tell softmax that O of unit u - 2, the part's last, is complete, and O may be
-    rescaled. With one part O(u - 1) is behind S(u): who rescales waits for S(u + 1), which is behind O(u - 1). (Behind
-    a CTA's last block a commit stands in for it.)
+    rescaled. With one part O(u - 1) is behind S(u), and who rescales waits for it to be added.
   - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
     rescales O before a block that it has seen a key in, which is a later one.
 
@@ -206,13 +208,16 @@ class ForwardSm100:
             for i in cutlass.range(num_blocks, unroll=1):
                 self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
             step += 1
+            # Nobody is to wait for an output while this warp waits for a tile: the producer may tell of none before
+            # that output is read.
+            is_followed = cute.arch.vote_all_sync(tiles.is_full(step))
+            if is_followed:
+                is_followed = shared.tiles[0, tiles.stage(step)] >= 0
+            if not is_followed:
+                for _ in cutlass.range(c.blocks_ahead, unroll=1):
+                    self._advance(products, shared, progress, Int32(-1), Boolean(False), has_scores=False)
             tiles.wait_full(step)
-        for _ in cutlass.range_constexpr(c.blocks_ahead):
-            self._advance(products, shared, progress, Int32(0), Boolean(False), has_scores=False)
-        # Shared memory lives until the last commits have arrived there.
-        shared.rings.v.wait_empty(progress.v[0] - 1 + c.v_stages)
-        if const_expr(c.q_parts == 1):
-            shared.rings.scores.wait_full(progress.k[0] - 1)
+        shared.rings.v.wait_empty(progress.v[0] - 1 + c.v_stages)  # the last commit: shared memory lives until then
 
     @cute.jit
     def _advance(
@@ -224,11 +229,14 @@ class ForwardSm100:
         is_last: Boolean,
         has_scores: cutlass.Constexpr,
     ) -> None:
-        """Begins the output of the block that is ``blocks_ahead`` back, and the scores of the next: a tile's i-th."""
+        """Begins the output of the block that is ``blocks_ahead`` back, and the scores of the next: a tile's i-th.
+
+        Without scores i is -1.
+        """
         c, rings = self.config, shared.rings
         positions = [progress.positions[j] for j in range(c.blocks_ahead)]
         position = positions[-1]
-        ends_tile = ([i, *positions][-2]) == 0  # the block behind it is a tile's first
+        ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
         k, v, q, o = progress.k[0], progress.v[0], progress.q[0], progress.o[0]
         for part in cutlass.range_constexpr(c.q_parts):
             if position >= 0:
@@ -240,6 +248,8 @@ class ForwardSm100:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
                 products.start_O(unit, v, part, position > 0)
+                if const_expr(c.q_parts == 1):
+                    commit(rings.added.full(v))  # to softmax warps
                 if ends_tile:
                     commit(rings.outputs.full(o + part))  # to the epilogue
                 if const_expr(part == c.q_parts - 1):
@@ -260,9 +270,7 @@ class ForwardSm100:
         progress.o[0] = o + c.q_parts * Int32(position >= 0 and ends_tile)
         if const_expr(has_scores):
             progress.q[0] = q + c.q_parts * Int32(is_last)
-        elif const_expr(c.q_parts == 1):
-            commit(rings.scores.full(k))  # there are none, but a softmax warp may wait for the output before them
-        progress.k[0] = k + 1
+            progress.k[0] = k + 1
         for j in cutlass.range_constexpr(c.blocks_ahead):
             progress.positions[j] = [i, *positions][j]
 
@@ -421,8 +429,7 @@ class _Rows:
     def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
         """Multiplies the row's O, to which all blocks before this one have been added."""
         if config.q_parts == 1:
-            # The scores of this block were begun before the output of the last one; those of the next are behind it.
-            self.shared.rings.scores.wait_full(unit + 1)
+            self.shared.rings.added.wait_full(unit - 1)  # from the tensor cores
             tensor_memory.after_sync()
         for first in range(0, config.tile_dv, _COLUMNS):
             address = self.address + (config.first_O(self.part) + first)

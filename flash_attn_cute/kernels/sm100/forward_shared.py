@@ -52,6 +52,7 @@ class Rings:
     scores: Ring
     outputs: Ring
     stats: Ring
+    added: Ring | None = None  # with one part
 
     @staticmethod
     def stages(config: ForwardConfig) -> dict[str, int]:
@@ -65,7 +66,7 @@ class Rings:
             "scores": 2,
             "outputs": c.q_parts,
             "stats": c.q_parts,
-        }
+        } | ({"added": 1} if c.q_parts == 1 else {})
 
     @staticmethod
     def at(config: ForwardConfig, barriers: cute.Pointer) -> "Rings":
@@ -86,6 +87,8 @@ class Rings:
         self.scores.init(full=1, empty=4)  # a commit; the warps of a part
         self.outputs.init(full=1, empty=epilogue)  # a commit
         self.stats.init(full=4, empty=epilogue)
+        if self.added is not None:
+            self.added.init(full=1, empty=1)  # a commit
 
 
 def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
