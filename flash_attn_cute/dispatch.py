@@ -12,7 +12,13 @@ from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
-_IN_ORDER_OF_PREFERENCE: list[Backend] = [*map(CuteBackend, ARCHITECTURES.values()), PortableBackend()]
+_KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
+# Behind the portable one, which serves all calls, are those that have to be asked for.
+_IN_ORDER_OF_PREFERENCE: list[Backend] = [
+    *(backend for backend in _KERNELS if backend.architecture.is_complete),
+    PortableBackend(),
+    *(backend for backend in _KERNELS if not backend.architecture.is_complete),
+]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
 
 _has_warned = False
@@ -42,8 +48,9 @@ def supposing(gpu: str) -> dict[str, Backend]:
     """
     if gpu not in ARCHITECTURES:
         raise ValueError(f"gpu: expected None or one of {list(ARCHITECTURES)}, got {gpu!r}")
-    others = {name: backend for name, backend in BACKENDS.items() if name not in ARCHITECTURES}
-    return {gpu: CuteBackend(ARCHITECTURES[gpu], is_supposed=True), **others}
+    supposed = CuteBackend(ARCHITECTURES[gpu], is_supposed=True)
+    names = [name for name in BACKENDS if name == gpu or name not in ARCHITECTURES]
+    return {name: supposed if name == gpu else BACKENDS[name] for name in names}
 
 
 def warn_of_fallback(selection: Selection, device: torch.device) -> None:

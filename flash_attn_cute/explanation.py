@@ -114,7 +114,7 @@ def explain(
         backend: likewise.
         dropout_p: likewise.
         gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` tells what an H100 SXM or
-            H200 (132 SMs) would do. None: the device of the tensors.
+            H200 (132 SMs) would do, ``"sm100"`` a B200 (148 SMs). None: the device of the tensors.
 
     Returns:
         An ``Explanation``; print it.

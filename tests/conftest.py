@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
+    parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
 

@@ -57,7 +57,7 @@ BOTH: Cases = [
     ({"zero_padding": 0}, TypeError, "zero_padding: expected a bool, got 0"),
     ({"dropout_p": 0.1}, ValueError, "dropout_p: expected 0.0, dropout is not supported, got 0.1"),
     ({"backend": 3}, TypeError, "backend: expected None or a str, got 3"),
-    ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable'], got 'sm75'"),
+    ({"backend": "sm75"}, ValueError, "backend: expected None or one of ['sm90', 'portable', 'sm100'], got 'sm75'"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: expected None or a finite number, got '1'"),
     ({"softmax_scale": True}, TypeError, "softmax_scale: expected None or a finite number, got True"),
     ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: expected None or a finite number, got inf"),

@@ -23,7 +23,7 @@ def compile_kernel(config: Any, *options: Any) -> Any:
     """
     kernels = registry.pass_of(config)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    chosen = (cute.EnableTVMFFI, cute.GPUArch(registry.architecture_of(config).target), *options)
+    chosen = (cute.EnableTVMFFI, cute.GPUArch(config.target), *options)
     with warnings.catch_warnings():  # of loops over registers, which have to be unrolled
         warnings.simplefilter("ignore", DSLOptimizationWarning)
         # The result is exported. An engine would generate the host's code twice more, only for a call from here.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_cute import settings
-from flash_attn_cute.kernels import registry
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = (
@@ -35,7 +34,7 @@ def identity(config: Any) -> dict[str, Any]:
     return {
         "kind": f"{type(config).__module__}.{type(config).__qualname__}",
         "config": dataclasses.asdict(config),
-        "target": registry.architecture_of(config).target,
+        "target": config.target,
         "sources": _SOURCES,
         "compiler": _compiler(),
         "compiler settings": settings.compiler_environment(),

@@ -6,19 +6,22 @@ Needs no cutlass: kernels are imported when they are to be compiled.
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
+from flash_attn_cute.kernels.sm100 import config as sm100
 
 
 class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
-    # From dtype's name, d, d_v and ``Features`` (forward also group=, of a bias's gradient split=) to a configuration:
-    # a frozen dataclass with the attributes dtype, tile_d and features, whose class tells its ``architecture`` and
-    # ``pass_name``. Backends read more: tile_m and tile_n; persistent, group and parts() (forward); ctas_a_tile,
+    # From dtype's name, d, d_v and ``Features`` (forward also group=, of a bias's gradient split=, and target= where
+    # an architecture has several) to a configuration: a frozen dataclass with the attributes dtype, tile_d, features
+    # and target (what it is compiled for), whose class tells its ``architecture`` and ``pass_name``. Backends read
+    # more: tile_m and tile_n; persistent, group and parts() (forward; the latter under a mask); ctas_a_tile,
     # reverses_last and workspace_size() (backward), whose features say whether its kernel writes a bias's gradient;
     # mask_tile (of that gradient).
     configure: Callable[..., Any]
@@ -35,12 +38,23 @@ class Architecture(NamedTuple):
     """GPUs that share their kernels."""
 
     name: str  # what users write as ``backend=``
-    capabilities: tuple[tuple[int, int], ...]  # of the GPUs that run them
-    target: str  # what they are compiled for
+    targets: dict[tuple[int, int], str]  # what they are compiled for, by the compute capability of a GPU
     dtypes: tuple[str, ...]
     max_head_dim: int
     passes: dict[PassName, Pass]
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
+    lacking: tuple[str, ...] = ()  # names of features of calls that it does not serve
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a backward pass, too: else it serves only those who ask for it."""
+        return "backward" in self.passes
+
+    def on(self, capability: tuple[int, int]) -> "Architecture":
+        """The same with kernels for GPUs of one compute capability, where it has several."""
+        target = self.targets[capability]
+        passes = {n: p._replace(configure=partial(p.configure, target=target)) for n, p in self.passes.items()}
+        return self._replace(passes=passes)
 
 
 ARCHITECTURES = {
@@ -48,8 +62,7 @@ ARCHITECTURES = {
     for architecture in (
         Architecture(
             name="sm90",
-            capabilities=((9, 0),),
-            target="sm_90a",
+            targets={(9, 0): sm90.Sm90Config.target},
             dtypes=sm90.DTYPES,
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
@@ -59,6 +72,15 @@ ARCHITECTURES = {
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
                 ),
             },
+        ),
+        Architecture(
+            name="sm100",
+            targets=sm100.TARGETS,
+            dtypes=sm100.DTYPES,
+            max_head_dim=max(sm100.HEAD_DIMS),
+            passes={"forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments)},
+            num_sms=148,  # a B200
+            lacking=sm100.LACKING,
         ),
     )
 }

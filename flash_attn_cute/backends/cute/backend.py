@@ -43,11 +43,10 @@ _NO_BLOCKS = BlockArguments(None, None, None, None)
 class CuteBackend:
     """The kernels of one architecture."""
 
-    features = frozenset(Feature)
-
     def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture
         self.name = architecture.name
+        self.features = frozenset(Feature) - {Feature[name] for name in architecture.lacking}
         # Explains calls as on a machine with the architecture's usual GPU, and runs none.
         self._is_supposed = is_supposed
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
@@ -89,7 +88,7 @@ class CuteBackend:
         if self._is_supposed or device.type != "cuda":
             return self._is_supposed
         gpu = torch.cuda.get_device_properties(device)
-        return (gpu.major, gpu.minor) in self.architecture.capabilities
+        return (gpu.major, gpu.minor) in self.architecture.targets
 
     def num_sms(self, device: torch.device) -> int:
         """SMs of a GPU that it is made for."""
@@ -116,7 +115,7 @@ class CuteBackend:
             shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, _layout(given))
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
-        if has_queries and has_keys and not no_sequences:
+        if has_queries and has_keys and not no_sequences and self.architecture.is_complete:
             repacked = _runs_packed(spec, inputs) and not spec.packed
             layout = _layout(inputs, bias, is_repacked=repacked)
             given = as_packed(inputs) if repacked else inputs
@@ -146,7 +145,16 @@ class CuteBackend:
         need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
-        """See ``Backend.backward``."""
+        """See ``Backend.backward``.
+
+        Raises:
+            ValueError: the architecture has no backward pass.
+        """
+        if not self.architecture.is_complete:
+            raise ValueError(
+                f"backend: expected one that has a backward pass, as gradients are asked for, got {self.name!r}, which "
+                "has the forward pass alone"
+            )
         if torch.cuda.current_device() != inputs.q.device.index:
             with torch.cuda.device(inputs.q.device):
                 return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
@@ -363,7 +371,11 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = _forward_shapes(q_shape, k_shape, num_sequences, few_queries, scores)
-        return _Launch.of(plan.plan_forward(self.architecture, spec, shapes, _num_sms(device)))
+        architecture = self.architecture
+        if len(architecture.targets) > 1:
+            gpu = torch.cuda.get_device_properties(device)
+            architecture = architecture.on((gpu.major, gpu.minor))
+        return _Launch.of(plan.plan_forward(architecture, spec, shapes, _num_sms(device)))
 
     def _plan_backward(
         self,

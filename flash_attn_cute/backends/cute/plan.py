@@ -134,7 +134,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     config = architecture.passes["forward"].configure(
         DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), group=group
     )
-    heads = spec.nheads // group
+    heads = spec.nheads // config.group
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
     heads_in_cache = _in_equal_sections(heads * math.prod(shapes.q[:-3]), at_once)

@@ -61,6 +61,13 @@ def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-
 
 
 @dsl_user_op
+def bit_mask(start: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """Bits start .. start + count of a word, those of them that it has; neither is negative."""
+    operands = [Int32(start), Int32(count)]
+    return Int32(_assembly(T.i32(), operands, "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def sleep(nanoseconds: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Lets other warps go on, for about so long."""
     _assembly(None, [], f"nanosleep.u32 {nanoseconds};", "~{memory}", True, {"loc": loc, "ip": ip})

@@ -40,7 +40,8 @@ class Ring:
         """The barrier at which a step's data arrive."""
         return self.barriers + self.stage(step)
 
-    def _empty(self, step: Int32) -> cute.Pointer:
+    def empty(self, step: Int32) -> cute.Pointer:
+        """The barrier at which a step is over."""
         return self.barriers + (self.stages + self.stage(step))
 
     def phase(self, step: Int32) -> Int32:
@@ -57,7 +58,7 @@ class Ring:
 
     def wait_empty(self, step: Int32) -> None:
         """Until the step before that had this stage is over."""
-        cute.arch.mbarrier_wait(self._empty(step), self.phase(step) ^ 1)
+        cute.arch.mbarrier_wait(self.empty(step), self.phase(step) ^ 1)
 
     @cute.jit
     def arrive(self, step: Int32) -> None:
@@ -67,7 +68,7 @@ class Ring:
     @cute.jit
     def release(self, step: Int32) -> None:
         """By a warp: it has read what it had to."""
-        arrive_as_warp(self._empty(step))
+        arrive_as_warp(self.empty(step))
 
     @cute.jit
     def release_in_both(self, step: Int32) -> None:
@@ -75,4 +76,4 @@ class Ring:
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         if lane < 2:
-            cute.arch.mbarrier_arrive(self._empty(step), lane)
+            cute.arch.mbarrier_arrive(self.empty(step), lane)

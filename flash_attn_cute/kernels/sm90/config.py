@@ -21,6 +21,7 @@ class Sm90Config:
     """What every kernel is made for. Lengths, strides, scale and window sizes are arguments (``kernels.arguments``)."""
 
     architecture: ClassVar[str] = "sm90"
+    target: ClassVar[str] = "sm_90a"
     pass_name: ClassVar[PassName]
 
     dtype: str  # one of ``DTYPES``

@@ -44,6 +44,7 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
@@ -53,11 +54,9 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_shared import (
-    TILE_FIELDS,
     Entry,
     Shared,
     Tables,
-    Tile,
     entry_stages,
     layouts_of,
     storage_of,
@@ -136,7 +135,7 @@ class ForwardSm90:
         elif const_expr(c.features.block_mask):
             mBits = self.block_tiles(a.blocks, stream)
             tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
-        ctas = self.transfers.num_tiles(a)
+        ctas = self.transfers.tiles.num(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
         self.kernel(mmas, tma, mO, mLSE, a, tables, scales).launch(
@@ -264,7 +263,7 @@ class ForwardSm90:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         cute.arch.mbarrier_wait(shared.tile_full, 0)  # from warp 0: the first tile
         working = shared.tiles[0, 0] >= 0
-        num_blocks = Tile.read(c, shared.tiles[None, 0]).blocks.num
+        num_blocks = QueryTile.read(c, shared.tiles[None, 0]).blocks.num
         if working and num_blocks > 0:
             self._receive_Q(work, tile_state.index)
             shared.pipe_K.consumer_wait(k_state)
@@ -284,7 +283,7 @@ class ForwardSm90:
             if const_expr(c.persistent):
                 cute.arch.mbarrier_wait(shared.tile_full + tile_state.index, tile_state.phase)  # the next tile
                 working = shared.tiles[0, tile_state.index] >= 0
-                following = Tile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
+                following = QueryTile.read(c, shared.tiles[None, tile_state.index]).blocks.num if working else Int32(0)
                 if following > 0:
                     self._receive_Q(work, tile_state.index)
                     shared.pipe_K.consumer_wait(k_state)
@@ -333,7 +332,7 @@ class ForwardSm90:
         Each part of the walk with the masks it needs.
         """
         f = self.config.features
-        blocks = Tile.read(self.config, work.shared.tiles[None, stage]).blocks
+        blocks = QueryTile.read(self.config, work.shared.tiles[None, stage]).blocks
         if const_expr(f.listed):
             entry = self._told_of_entry(work, v_state.count)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count)
@@ -434,7 +433,7 @@ class ForwardSm90:
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)
         if const_expr(edges.left or edges.right or c.features.bias):
-            tile = Tile.read(c, shared.tiles[None, stage])
+            tile = QueryTile.read(c, shared.tiles[None, stage])
             place = Place(
                 rows=tile.q,
                 columns=tile.k,
@@ -459,7 +458,7 @@ class ForwardSm90:
     def epilogue(self, work: "_Work", stage: Int32) -> None:
         """Out through shared memory and TMA, lse from registers, zeros and -inf into the padding."""
         c, mO, mLSE, thread = self.config, work.mO, work.mLSE, work.thread
-        tile = Tile.read(c, work.shared.tiles[None, stage])
+        tile = QueryTile.read(c, work.shared.tiles[None, stage])
         first_query = tile.first_query + self.queries * work.warpgroup
         stop = cutlass.min(first_query + self.queries, tile.q.length)
         coordinates = rows_and_columns(work.cS)
@@ -492,7 +491,7 @@ class ForwardSm90:
                     mLSE[tile.q.start + first + i, head, tile.batch] = -Float32.inf
 
     @cute.jit
-    def _store_tile(self, work: "_Work", tile: Tile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
+    def _store_tile(self, work: "_Work", tile: QueryTile, rO: cute.Tensor, start: Int32, stop: Int32) -> None:
         """Rows start .. stop of out through shared memory and TMA."""
         sO = work.shared.sO[None, None, work.warpgroup]
         stores = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0

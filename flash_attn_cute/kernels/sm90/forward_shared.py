@@ -3,18 +3,13 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr, pipeline
 
-from flash_attn_cute.kernels.common.block_lists import BlockList
-from flash_attn_cute.kernels.common.blocks import Blocks
-from flash_attn_cute.kernels.common.lengths import SeqRows
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
+from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
-
-TILE_FIELDS = 12  # Int32 that describe a tile: see ``Tile``
 
 
 class Layouts(NamedTuple):
@@ -83,37 +78,6 @@ class Tables(NamedTuple):
     mEntries: cute.Tensor  # (entry, block of keys and its code), of ``ForwardConfig.blocks_an_entry``
     mCodes: cute.Tensor | None  # (list, block of keys); a block mask has none
     mBits: cute.Tensor  # (tile, warpgroup, thread, word)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What the producer tells the others about a tile. The keys' rows matter to itself alone."""
-
-    first_query: Int32
-    head: Int32  # of q, or of k where rows are the queries of a group of heads
-    batch: Int32  # index into tensors: 0 if packed
-    q: SeqRows
-    k: SeqRows
-    blocks: Blocks | BlockList  # of keys, from the last to the first
-
-    def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory."""
-        values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
-        for i, value in enumerate((*values, *self.blocks.fields)):
-            fields[i] = value
-
-    @staticmethod
-    def read(config: ForwardConfig, fields: cute.Tensor) -> "Tile":
-        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
-        first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
-        q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
-        walk = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
-        return Tile(first_query, head, batch, q, k, walk)
-
-    def rows_of_bias(self, config: ForwardConfig) -> RowsOfScores:
-        """The tile's rows of a bias."""
-        num_rows = cutlass.min(self.q.length - self.first_query, config.tile_m // config.group)
-        return RowsOfScores(self.q, self.batch, self.head, self.first_query, num_rows, config.group)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, pipeline
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing
-from flash_attn_cute.kernels.common.blocks import Blocks, Window
-from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
-from flash_attn_cute.kernels.common.score_tensors import keys_of
+from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward_shared import Shared, Tables, Tile, entry_stages
+from flash_attn_cute.kernels.sm90.forward_shared import Shared, Tables, entry_stages
 
 
 class Tma(NamedTuple):
@@ -32,12 +28,7 @@ class Transfers:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.warpgroups = config.num_mma_warpgroups
-        self.queries = config.tile_m // config.group  # of a tile
-
-    def num_tiles(self, a: ForwardArguments) -> Int32:
-        """Tiles of all heads and sequences."""
-        heads = a.mQ.shape[-2] // self.config.group
-        return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
+        self.tiles = QueryTiles(config)
 
     @cute.jit
     def producer(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: Shared) -> None:
@@ -46,16 +37,13 @@ class Transfers:
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.tile_stages)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
         heads_a_key_head = a.mQ.shape[-2] // c.group // a.mK.shape[-2]
-        num_tiles = self.num_tiles(a)
+        num_tiles = self.tiles.num(a)
         index, _, _ = cute.arch.block_idx()
         listed_block, listed_code = Int32(0), Int32(0)  # of 32 entries of a list, a lane's
         while index < num_tiles:
-            tile, asked_before = self._tile(a, tables, index), Int32(0)
-            if const_expr(c.persistent):
-                asked_before = tiles.ask_for_tile(a.mNextTile)
-            # Rows that only pad are somebody's work if they are to be zeroed.
-            stop = tile.q.slot if const_expr(c.features.zero_padding) else tile.q.length
-            if tile.first_query < stop:
+            mLists = tables.mLists if const_expr(c.features.listed) else None
+            tile, asked_before = self.tiles.at(a, mLists, index), self.tiles.ask(a)
+            if self.tiles.is_work(tile):
                 self._announce(tile, tma.Q, shared, tile_state)
                 tile_state.advance()
                 head_k = tile.head // heads_a_key_head
@@ -77,9 +65,7 @@ class Transfers:
                     gV = tma.V.at(start, stop, head_k, tile.batch)
                     tma.V.load(gV, shared.sV[None, None, state.index], shared.pipe_V.producer_get_barrier(state))
                     state.advance()
-            index = num_tiles
-            if const_expr(c.persistent):
-                index = tiles.tile_taken(a.mNextTile, asked_before, num_tiles, cute.arch.grid_dim()[0])
+            index = self.tiles.following(a, asked_before, num_tiles)
         cute.arch.mbarrier_wait(shared.tile_empty + tile_state.index, tile_state.phase)  # all are done with the stage
         with cute.arch.elect_one():
             shared.tiles[0, tile_state.index] = Int32(-1)
@@ -113,7 +99,7 @@ class Transfers:
             cute.arch.mbarrier_wait(shared.tile_full + state.index, state.phase)  # from warp 0
             working = shared.tiles[0, state.index] >= 0
             if working:
-                tile = Tile.read(c, shared.tiles[None, state.index])
+                tile = QueryTile.read(c, shared.tiles[None, state.index])
                 rows = tile.rows_of_bias(c)
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block = tile.blocks.nth(i)
@@ -133,7 +119,7 @@ class Transfers:
                     working = Boolean(False)
 
     @cute.jit
-    def _announce(self, tile: Tile, tQ: RowTiles, shared: Shared, state: pipeline.PipelineState) -> None:
+    def _announce(self, tile: QueryTile, tQ: RowTiles, shared: Shared, state: pipeline.PipelineState) -> None:
         """Tells the mma warpgroups of a tile, and loads its queries."""
         c, queries = self.config, 64 // self.config.group  # of a warpgroup
         full = shared.tile_full + state.index
@@ -150,31 +136,3 @@ class Transfers:
                 stop = cutlass.max(cutlass.min(start + queries, tile.q.length), start)
                 gQ = tQ.at((tile.q.start + start) * c.group, tile.q.start + stop, tile.head, tile.batch)
                 tQ.load(gQ, shared.sQ[None, None, w, state.index], full)
-
-    @cute.jit
-    def _tile(self, a: ForwardArguments, tables: Tables | None, index: Int32) -> Tile:
-        """What tile ``index`` is."""
-        c, queries = self.config, self.queries
-        packed = c.features.packed
-        # Packed, all heads of a tile come together.
-        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.numbers.heads_in_cache)
-        heads = a.mQ.shape[-2] // c.group
-        work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
-        batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))
-        if const_expr(packed):
-            batch = Int32(0)
-            if work.batch >= 0:
-                k = keys_of(a, work.batch)
-        else:
-            k = rows_of(a.mK, None, None, batch)
-        num_queries = cutlass.min(q.length - work.first_row, queries)
-        if const_expr(c.features.listed):
-            first, num = Int32(0), Int32(0)
-            if num_queries > 0:
-                number = Sharing.of(a.numbers).number(batch, work.head, work.listed(packed, queries))
-                first, num = tables.mLists[number, 0], tables.mLists[number, 1]
-            blocks = BlockList(first * c.blocks_an_entry, num * c.blocks_an_entry)
-        else:
-            window = Window.of(c.features, a, q.length, k.length)
-            blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
-        return Tile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)

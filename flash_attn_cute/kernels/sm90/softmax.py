@@ -19,12 +19,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
-from flash_attn_cute.kernels.common.score import LN2, LOG2_E
+from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.common.weights import MAX_SUM, finished, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
-# A block is weighed again when the weights of a thread's part of a row sum to more. Equal scores must stay below (a
-# thread holds at most 64 a row), and weights of this size must be no trouble in float16.
-_MAX_SUM = 1024.0
 _LARGE = 2.0**16  # of a maximum: up to it the rounding of its product with log2(e) is below 1 %, and cancels
 
 
@@ -57,9 +55,9 @@ class OnlineSoftmax:
         else:
             # A row that has seen nothing, its maximum being -inf, has no finite weights here.
             self._weigh(acc_S, rP, sums, self.row_max, in_advance=True)
-            fits = sums[0] <= _MAX_SUM
+            fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
-                fits = fits and sums[r] <= _MAX_SUM
+                fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
                 corrections = self._raise_and_weigh(acc_S, rP, sums, [sums[r] for r in range(self.num_rows)])
                 out = rows_and_columns(acc_O)
@@ -84,7 +82,7 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(self.num_rows):
             fits = False
             if const_expr(earlier_sums is not None):
-                fits = self._of_row(earlier_sums[r] <= _MAX_SUM)
+                fits = self._of_row(earlier_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
             peak = scores[r, 0] * factor
             for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
@@ -95,15 +93,11 @@ class OnlineSoftmax:
             row_max = self.row_max[r] if fits else row_max
             # A row that has still seen nothing gets weights of exp2(-inf - 0).
             shifts[r] = row_max if row_max != -Float32.inf else Float32(0.0)
-            corrections[r] = cute.math.exp2(self._base_2(self.row_max[r] - shifts[r]), fastmath=True)
+            corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
         self._weigh(acc_S, rP, sums, shifts, in_advance=False)
         return corrections
-
-    def _base_2(self, x: Float32) -> Float32:
-        """A difference from a maximum in base 2."""
-        return x * LOG2_E if self.is_natural else x
 
     def _of_row(self, fits: Boolean) -> Boolean:
         """Whether something holds for all four lanes of a row."""
@@ -163,19 +157,7 @@ class OnlineSoftmax:
             total = self.row_sum[r]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
-            peak = self.row_max[r]
-            numerator = Float32(1.0)
-            if const_expr(sinks is not None):
-                sink = sinks[r] if const_expr(self.is_natural) else sinks[r] * LOG2_E
-                merged = cute.arch.fmax(peak, sink)
-                merged = merged if merged != -Float32.inf else Float32(0.0)
-                numerator = cute.math.exp2(self._base_2(peak - merged), fastmath=True)
-                total = total * numerator + cute.math.exp2(self._base_2(sink - merged), fastmath=True)
-                peak = merged
-            unseen = total == 0.0  # NaN is not: it stays visible
-            log2_total = cute.math.log2(total, fastmath=True)
-            total_lse = peak + log2_total * LN2 if const_expr(self.is_natural) else (peak + log2_total) * LN2
-            lse[r] = -Float32.inf if unseen else total_lse
-            factor = Float32(0.0) if unseen else numerator * cute.arch.rcp_approx(total)
+            sink = sinks[r] if const_expr(sinks is not None) else None
+            factor, lse[r] = finished(total, self.row_max[r], sink, self.is_natural)
             for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * factor

@@ -1,0 +1,113 @@
+"""Tiles of queries of a forward pass: what each is, and what the warp that chooses them tells the other roles."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing
+from flash_attn_cute.kernels.common.blocks import Blocks, Window
+from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.score_rows import RowsOfScores
+from flash_attn_cute.kernels.common.score_tensors import keys_of
+
+TILE_FIELDS = 12  # Int32 that describe a tile: see ``QueryTile``
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """What the producer tells the others about a tile. The keys' first row matters to itself alone."""
+
+    first_query: Int32
+    head: Int32  # of q, or of k where rows are the queries of a group of heads
+    batch: Int32  # index into tensors: 0 if packed
+    q: SeqRows
+    k: SeqRows
+    blocks: Blocks | BlockList  # of keys, from the last to the first
+
+    def write(self, fields: cute.Tensor) -> None:
+        """Into shared memory."""
+        values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
+        for i, value in enumerate((*values, *self.blocks.fields)):
+            fields[i] = value
+
+    @staticmethod
+    def read(config: Any, fields: cute.Tensor) -> "QueryTile":
+        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
+        q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
+        walk = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
+        return QueryTile(first_query, head, batch, q, k, walk)
+
+    def rows_of_bias(self, config: Any) -> RowsOfScores:
+        """The tile's rows of a bias."""
+        num_rows = cutlass.min(self.q.length - self.first_query, config.tile_m // config.group)
+        return RowsOfScores(self.q, self.batch, self.head, self.first_query, num_rows, config.group)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """All tiles of a pass. ``config`` has tile_m, tile_n, group, features, persistent; under lists blocks_an_entry."""
+
+    config: Any
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return self.config.tile_m // self.config.group
+
+    def num(self, a: ForwardArguments) -> Int32:
+        """Tiles of all heads and sequences."""
+        heads = a.mQ.shape[-2] // self.config.group
+        return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
+
+    @cute.jit
+    def at(self, a: ForwardArguments, mLists: cute.Tensor | None, index: Int32) -> QueryTile:
+        """What tile ``index`` is. ``mLists``: under a mask, (list, first entry and how many)."""
+        c, queries = self.config, self.queries
+        packed = c.features.packed
+        # Packed, all heads of a tile come together.
+        order = tiles.Order(heads_in_cache=None if const_expr(packed) else a.numbers.heads_in_cache)
+        heads = a.mQ.shape[-2] // c.group
+        work, q = tiles.row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, queries, order)
+        batch, k = work.batch, SeqRows(Int32(0), Int32(0), Int32(0))
+        if const_expr(packed):
+            batch = Int32(0)
+            if work.batch >= 0:
+                k = keys_of(a, work.batch)
+        else:
+            k = rows_of(a.mK, None, None, batch)
+        num_queries = cutlass.min(q.length - work.first_row, queries)
+        if const_expr(c.features.listed):
+            first, num = Int32(0), Int32(0)
+            if num_queries > 0:
+                number = Sharing.of(a.numbers).number(batch, work.head, work.listed(packed, queries))
+                first, num = mLists[number, 0], mLists[number, 1]
+            blocks = BlockList(first * c.blocks_an_entry, num * c.blocks_an_entry)
+        else:
+            window = Window.of(c.features, a, q.length, k.length)
+            blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
+        return QueryTile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
+
+    def is_work(self, tile: QueryTile) -> Boolean:
+        """Whether somebody has to take a tile: rows that only pad are work if they are to be zeroed."""
+        stop = tile.q.slot if const_expr(self.config.features.zero_padding) else tile.q.length
+        return tile.first_query < stop
+
+    @cute.jit
+    def ask(self, a: ForwardArguments) -> Int32:
+        """Asks which tile is next, if there can be one, of which the answer takes long to come."""
+        if const_expr(self.config.persistent):
+            return tiles.ask_for_tile(a.mNextTile)
+        return Int32(0)
+
+    @cute.jit
+    def following(self, a: ForwardArguments, asked_before: Int32, num_tiles: Int32) -> Int32:
+        """The next tile, from that answer: the first that no CTA has taken. None is left from num_tiles on."""
+        if const_expr(self.config.persistent):
+            return tiles.tile_taken(a.mNextTile, asked_before, num_tiles, cute.arch.grid_dim()[0])
+        return num_tiles

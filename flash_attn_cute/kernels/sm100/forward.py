@@ -1,0 +1,436 @@
+"""Attention forward on Blackwell.
+
+Roles (a CTA of 512 threads works on tiles of queries of one head, one after the other; a tile has one or two parts of
+128 queries, which is what a product has lanes for):
+    warps 0 .. 3, 4 .. 7   softmax, a warpgroup a part (the second one idles where there is one part). A thread has a
+                           row: scores from tensor memory to registers, weights back, O rescaled when that is due.
+    warps 8 .. 11          epilogue: O divided by the sums, from tensor memory through shared memory to out; lse; zeros
+                           into the padding. A thread has a row of each part.
+    warp 12                mma: issues all products, and owns tensor memory.
+    warp 13                producer: chooses the tiles, loads Q once a tile, K and V block by block.
+    warps 14, 15           nothing.
+Registers a thread: ``ForwardConfig.registers``.
+
+Tensor memory (512 columns): two blocks of scores S of 128 columns, weights P (16 bits, so 64 columns) in the place of
+the second half of the scores that they are of, and O of each part behind. A *unit* is a block of keys for one part, and
+units are counted over all tiles of the CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of
+u % 2.
+
+Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
+fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
+
+    ring      stages  a step is      full by                          empty by
+    tiles     2       a tile         1, producer                      4 a part, softmax; 4, epilogue; 1, mma
+    q         parts   a part of Q    1 + bytes, producer's TMA        1, commit of the tile's last scores;
+                                                                      with ``o_in_q`` also 1, epilogue: O has left
+    k         table   a block        1 + bytes, producer's TMA        1, commit of its scores (last part)
+    v         table   a block        1 + bytes, producer's TMA        1, commit of its output (last part)
+    scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored, O rescaled
+    outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
+    stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
+    added     1       a unit         1, commit of O; only of one part  nobody: the next unit's weights come behind it
+
+Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
+multiplied, and the epilogue writes zeros by itself.
+
+The mma warp issues O(u) = P(u) V and then S(u + 2) = Q K^T, for one unit after the other and on into the next tile:
+
+    tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (unit numbers)
+    softmax 0            P0 from S0     | P2 from S2 ...
+    softmax 1                 P1 from S1     | P3 from S3 ...
+
+so that one part's softmax runs beside the products of the other. With one part the same order has two blocks in flight.
+Where the next tile is not known yet, what is left of O(u) is issued first: the producer tells of a tile only when the
+one two before it is stored.
+Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
+  - S(u + 2) may take the place of P(u), which O(u) reads ahead of it.
+  - With two parts full scores of unit u tell softmax that O of unit u - 2, the part's last, is complete, and O may be
+    rescaled. With one part O(u - 1) is behind S(u), and who rescales waits for it to be added.
+  - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
+    rescales O before a block that it has seen a key in, which is a later one.
+
+What is read or overwritten by another proxy or thread, and what orders it:
+    S, O, tensor cores -> threads     commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
+    P, rescaled O -> tensor cores     tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after
+    S read, O read -> overwritten     tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
+    Q, K, V, TMA -> tensor cores      mbarrier; read -> overwritten: commit -> wait, TMA
+    O in shared memory -> TMA         st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait
+Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
+
+Weights and references are in ``softmax``. Windows and sequence ends are looked at only in blocks that an edge crosses
+for the part (``Blocks``); blocks that a part does not see at all get weights of zero without being read. Tiles of
+packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as zeros, so
+NaN behind it cannot reach P V, and are not written.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile, QueryTiles
+from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales, capped
+from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.config import (
+    O_COLUMNS,
+    PART_ROWS,
+    TENSOR_COLUMNS,
+    TILE_STAGES,
+    ForwardConfig,
+)
+from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.scores import hide
+from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
+
+_THREADS = 512
+_EPILOGUE_WARPS, _MMA_WARP, _PRODUCER_WARP = 8, 12, 13  # the first, and single ones; softmax warps are before
+_COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
+
+
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma
+    O: cute.TiledMma  # noqa: E741 (the output's name)
+
+
+class ForwardSm100:
+    """The forward kernel of one configuration."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.tiles = QueryTiles(config)
+        self.producer = Producer(config)
+        self.epilogue = Epilogue(config, self.dtype)
+
+    @cute.jit
+    def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, a, dtype = self.config, arguments, self.dtype
+        packed = c.features.packed
+        mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
+        layouts = layouts_of(c, dtype)
+        self.Storage = storage_of(c, dtype, layouts)
+        mmas = _Mmas(
+            S=tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM),
+            O=tiled_mma(dtype, OperandMajorMode.MN, c.tile_dv, tcgen05.OperandSource.TMEM),
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one part and stage
+        tma = Tma(
+            Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
+            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
+            O=make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
+        )
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        ctas = cutlass.min(self.tiles.num(a), a.numbers.num_sms)
+        self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, scales).launch(
+            grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mmas: _Mmas, tma: Tma, mO: cute.Tensor, mLSE: cute.Tensor, a: ForwardArguments, scales: ScoreScales
+    ) -> None:
+        """Sets up shared and tensor memory, then splits into roles."""
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread = cute.arch.thread_idx()[0] % 128
+        layouts = layouts_of(c, self.dtype)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        rings = Rings.at(c, storage.barriers.data_ptr())
+        if warp_idx == _PRODUCER_WARP:
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
+            with cute.arch.elect_one():
+                rings.init(c)
+            cute.arch.mbarrier_init_fence()
+        if warp_idx == _MMA_WARP:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, storage.holder.data_ptr())
+            cute.arch.relinquish_tmem_alloc_permit()
+        tensor_memory.before_sync()
+        cute.arch.sync_threads()
+        tensor_memory.after_sync()
+        shared = Shared(
+            sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
+            sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
+            sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
+            sO=None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
+            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
+            stats=storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),
+            rings=rings,
+            holder=storage.holder.data_ptr(),
+        )
+        if warp_idx < 4 * c.q_parts:
+            cute.arch.setmaxregister_increase(c.registers.softmax)
+            self.softmax(a, shared, scales, warp_idx // 4, thread)
+        elif warp_idx < _EPILOGUE_WARPS:
+            cute.arch.setmaxregister_decrease(c.registers.none)
+        elif warp_idx < _MMA_WARP:
+            cute.arch.setmaxregister_decrease(c.registers.epilogue)
+            self.epilogue(a, tma.O, shared, mO, mLSE, thread)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers.others)
+            if warp_idx == _MMA_WARP:
+                self.mma(mmas, shared)
+            elif warp_idx == _PRODUCER_WARP:
+                self.producer(a, tma, shared)
+        tensor_memory.before_sync()
+        cute.arch.sync_threads()  # nobody reads tensor memory any more
+        if warp_idx == _MMA_WARP:
+            tensor_memory.after_sync()
+            cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
+
+    @cute.jit
+    def mma(self, mmas: _Mmas, shared: Shared) -> None:
+        """One warp: issues all products, those of a block's scores ahead of those with the weights before it."""
+        c, tiles = self.config, shared.rings.tiles
+        products = _Products.of(c, mmas, shared)
+        progress = _Progress(c.blocks_ahead)
+        step = Int32(0)
+        tiles.wait_full(step)  # from the producer
+        while shared.tiles[0, tiles.stage(step)] >= 0:
+            num_blocks = QueryTile.read(c, shared.tiles[None, tiles.stage(step)]).blocks.num
+            tiles.release(step)  # to the producer
+            for i in cutlass.range(num_blocks, unroll=1):
+                self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
+            step += 1
+            # Nobody is to wait for an output while this warp waits for a tile: the producer may tell of none before
+            # that output is read.
+            is_followed = cute.arch.vote_all_sync(tiles.is_full(step))
+            if is_followed:
+                is_followed = shared.tiles[0, tiles.stage(step)] >= 0
+            if not is_followed:
+                for _ in cutlass.range(c.blocks_ahead, unroll=1):
+                    self._advance(products, shared, progress, Int32(-1), Boolean(False), has_scores=False)
+            tiles.wait_full(step)
+        shared.rings.v.wait_empty(progress.v[0] - 1 + c.v_stages)  # the last commit: shared memory lives until then
+
+    @cute.jit
+    def _advance(
+        self,
+        products: "_Products",
+        shared: Shared,
+        progress: "_Progress",
+        i: Int32,
+        is_last: Boolean,
+        has_scores: cutlass.Constexpr,
+    ) -> None:
+        """Begins the output of the block that is ``blocks_ahead`` back, and the scores of the next: a tile's i-th.
+
+        Without scores i is -1.
+        """
+        c, rings = self.config, shared.rings
+        positions = [progress.positions[j] for j in range(c.blocks_ahead)]
+        position = positions[-1]
+        ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
+        k, v, q, o = progress.k[0], progress.v[0], progress.q[0], progress.o[0]
+        for part in cutlass.range_constexpr(c.q_parts):
+            if position >= 0:
+                if const_expr(part == 0):
+                    rings.v.wait_full(v)  # from the producer
+                unit = c.q_parts * v + part
+                rings.scores.wait_empty(unit + 2)  # from softmax warps: weights are in the place of scores
+                if position == 0:
+                    rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
+                tensor_memory.after_sync()
+                products.start_O(unit, v, part, position > 0)
+                if const_expr(c.q_parts == 1):
+                    commit(rings.added.full(v))  # to softmax warps
+                if ends_tile:
+                    commit(rings.outputs.full(o + part))  # to the epilogue
+                if const_expr(part == c.q_parts - 1):
+                    commit(rings.v.empty(v))  # to the producer
+            if const_expr(has_scores):
+                unit = c.q_parts * k + part
+                if const_expr(part == 0):
+                    rings.k.wait_full(k)  # from the producer
+                if i == 0:
+                    rings.q.wait_full(q + part)  # from the producer
+                products.start_S(unit, k, part)
+                commit(rings.scores.full(unit))  # to the part's softmax warps
+                if is_last:
+                    commit(rings.q.empty(q + part))  # to the producer
+                if const_expr(part == c.q_parts - 1):
+                    commit(rings.k.empty(k))  # to the producer
+        progress.v[0] = v + Int32(position >= 0)
+        progress.o[0] = o + c.q_parts * Int32(position >= 0 and ends_tile)
+        if const_expr(has_scores):
+            progress.q[0] = q + c.q_parts * Int32(is_last)
+            progress.k[0] = k + 1
+        for j in cutlass.range_constexpr(c.blocks_ahead):
+            progress.positions[j] = [i, *positions][j]
+
+    @cute.jit
+    def softmax(self, a: ForwardArguments, shared: Shared, scales: ScoreScales, part: Int32, thread: Int32) -> None:
+        """A warpgroup: a part of every tile's queries, one a thread, from scores to weights."""
+        c, rings = self.config, shared.rings
+        address = tensor_memory.row_address(shared.tensor_memory, thread)
+        rows = _Rows(a, shared, scales, RowSoftmax(scales.log2), part, thread, address)
+        block_step, step, stats_step = Int32(0), Int32(0), part
+        rings.tiles.wait_full(step)  # from the producer
+        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
+            num_blocks = rows.tile(c, step).blocks.num
+            if num_blocks > 0:
+                rows.softmax.reset()
+                for i in cutlass.range(num_blocks, unroll=1):
+                    self._softmax_step(rows, step, i, block_step)
+                    block_step += 1
+                rings.stats.wait_empty(stats_step)  # from the epilogue
+                shared.stats[thread, 0, part] = rows.softmax.total[0]
+                shared.stats[thread, 1, part] = rows.softmax.reference[0]
+                rings.stats.arrive(stats_step)  # to it
+                stats_step += c.q_parts
+            rings.tiles.release(step)  # to the producer
+            step += 1
+            rings.tiles.wait_full(step)
+
+    @cute.jit
+    def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:
+        """Scores of a tile's i-th block to weights, in their place. Tiles and blocks are counted for the whole CTA."""
+        c, ring = self.config, rows.shared.rings.scores
+        block = rows.tile(c, step).blocks.nth(i)
+        visible = rows.visible_blocks(c, step)
+        is_seen = block >= visible.start and block < visible.stop
+        is_cut = visible.crosses_left(block) or visible.crosses_right(block)
+        unit = c.q_parts * block_step + rows.part
+        place = rows.address + c.first_S(ring.stage(unit))
+        store = partial(tensor_memory.store, place + c.columns_before_P)
+        ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
+        tensor_memory.after_sync()
+        if is_seen:
+            if const_expr(c.features.softcap):
+                rows.cap(c, place)
+            if is_cut:
+                rows.hide(c, step, block, place)
+            scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
+            rows.softmax.step(scores, store, partial(rows.rescale, c, unit), self.dtype)
+        else:
+            store([Int32(0)] * (c.tile_n // 2))
+        tensor_memory.before_sync()
+        ring.release(unit)  # to the mma warp
+
+
+class _Progress:
+    """Of the mma warp: counts over all tiles of the CTA, in registers."""
+
+    def __init__(self, blocks_ahead: int) -> None:
+        # Blocks whose scores, and whose output, have been begun; parts of Q that scores and outputs are done with.
+        self.k, self.v, self.q, self.o = (cute.make_rmem_tensor(1, Int32) for _ in range(4))
+        for counter in (self.k, self.v, self.q, self.o):
+            counter[0] = 0
+        # Of blocks whose output is yet to be begun, from the last one: which of their tile's blocks; -1: there is none.
+        self.positions = cute.make_rmem_tensor(blocks_ahead, Int32)
+        self.positions.fill(-1)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """All products, called by their results; in flight on return."""
+
+    config: ForwardConfig
+    mmas: _Mmas
+    shared: Shared
+    memory: cute.Pointer  # tensor memory
+    tSrQ: cute.Tensor  # (MMA, 1, MMA_K, part)
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+    tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
+
+    @staticmethod
+    def of(config: ForwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
+        """Those of all operands in shared memory."""
+        slice_S, slice_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
+        tSrQ = mmas.S.make_fragment_A(slice_S.partition_A(shared.sQ))
+        tSrK = mmas.S.make_fragment_B(slice_S.partition_B(shared.sK))
+        tOrV = mmas.O.make_fragment_B(slice_O.partition_B(transposed(shared.sV)))
+        return _Products(config, mmas, shared, shared.tensor_memory, tSrQ, tSrK, tOrV)
+
+    def start_S(self, unit: Int32, k: Int32, part: int) -> None:
+        """S = Q K^T."""
+        mma, rings = self.mmas.S, self.shared.rings
+        layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, self.config.tile_n))).layout
+        acc_S = cute.make_tensor(self._columns(self.config.first_S(rings.scores.stage(unit))), layout)
+        tSrQ = self.tSrQ[None, None, None, part]
+        gemm(mma, acc_S, tSrQ, self.tSrK[None, None, None, rings.k.stage(k)], Boolean(False))
+
+    def start_O(self, unit: Int32, v: Int32, part: int, accumulates: Boolean) -> None:
+        """O = P V, or O += P V."""
+        c, mma, rings = self.config, self.mmas.O, self.shared.rings
+        first_P = c.first_S(rings.scores.stage(unit)) + c.columns_before_P
+        layout_P = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, c.tile_n))).layout
+        tOrP = cute.make_tensor(cute.recast_ptr(self._columns(first_P), dtype=DTYPES[c.dtype]), layout_P)
+        layout_O = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, c.tile_dv))).layout
+        acc_O = cute.make_tensor(self._columns(c.first_O(part)), layout_O)
+        gemm(mma, acc_O, tOrP, self.tOrV[None, None, None, rings.v.stage(v)], accumulates)
+
+    def _columns(self, first: Int32 | int) -> cute.Pointer:
+        return self.memory + first
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A softmax warpgroup's rows of a tile, one a thread, and what weighs them."""
+
+    arguments: ForwardArguments
+    shared: Shared
+    scales: ScoreScales
+    softmax: RowSoftmax
+    part: Int32
+    thread: Int32  # of the warpgroup
+    address: Int32  # of this thread's row in tensor memory
+
+    # Fields of a tile are read again and again, and what follows from them is computed for every block: while a thread
+    # waits for scores it has the time, but when it has them it lacks registers.
+
+    def tile(self, config: ForwardConfig, step: Int32) -> QueryTile:
+        """What the producer has told."""
+        return QueryTile.read(config, self.shared.tiles[None, self.shared.rings.tiles.stage(step)])
+
+    def visible_blocks(self, config: ForwardConfig, step: Int32) -> Blocks:
+        """Those of the tile's blocks that this part of its queries sees."""
+        tile = self.tile(config, step)
+        first_row = tile.first_query + PART_ROWS * self.part
+        num_rows = cutlass.min(tile.q.length - first_row, PART_ROWS)
+        window = Window.of(config.features, self.arguments, tile.q.length, tile.k.length)
+        return Blocks.of(first_row, num_rows, tile.k.length, window, config.tile_n)
+
+    def cap(self, config: ForwardConfig, place: Int32) -> None:
+        """Puts a block's scores behind tanh, where they are in tensor memory."""
+        for first in range(0, config.tile_n, _COLUMNS):
+            scores = tensor_memory.load(place + first, _COLUMNS)
+            tensor_memory.store(place + first, [capped(x, self.scales.tanh) for x in scores])
+
+    def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
+        """Hides a block's scores from a row that does not see them, where they are in tensor memory."""
+        f = config.features
+        tile = self.tile(config, step)
+        row = tile.first_query + PART_ROWS * self.part + self.thread
+        window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
+        for first in range(0, config.tile_n, _COLUMNS):
+            scores = tensor_memory.load(place + first, _COLUMNS)
+            first_column = block * config.tile_n + first
+            edges = Edges(left=f.left, right=True)
+            scores = hide(scores, self.scales.log2, row, first_column, tile.k.length, window, edges)
+            tensor_memory.store(place + first, scores)
+
+    def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
+        """Multiplies the row's O, to which all blocks before this one have been added."""
+        if config.q_parts == 1:
+            self.shared.rings.added.wait_full(unit - 1)  # from the tensor cores
+            tensor_memory.after_sync()
+        for first in range(0, config.tile_dv, _COLUMNS):
+            address = self.address + (config.first_O(self.part) + first)
+            tensor_memory.store(address, [x * factor for x in tensor_memory.load(address, _COLUMNS)])

@@ -1,0 +1,149 @@
+"""Shared memory of the forward kernel (``forward``): what lies where, and what guards it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.sm100.config import (
+    O_COLUMNS,
+    O_STAGES,
+    PART_ROWS,
+    SHARED_MEMORY,
+    TILE_STAGES,
+    ForwardConfig,
+)
+from flash_attn_cute.kernels.sm100.mma import swizzled
+
+
+class Layouts(NamedTuple):
+    """Of operands, and of pieces of O on their way out."""
+
+    sQ: cute.ComposedLayout  # (128, d, part)
+    sK: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
+    sO: cute.ComposedLayout  # (128, 64, stage)
+
+
+def layouts_of(config: ForwardConfig, dtype: type) -> Layouts:
+    """How operands lie in shared memory; made anew on the host's and on the kernel's side."""
+    c = config
+    return Layouts(
+        sQ=swizzled(dtype, (PART_ROWS, c.tile_d, c.q_parts)),
+        sK=swizzled(dtype, (c.tile_n, c.tile_d, c.k_stages)),
+        sV=swizzled(dtype, (c.tile_n, c.tile_dv, c.v_stages)),
+        sO=swizzled(dtype, (PART_ROWS, O_COLUMNS, O_STAGES)),
+    )
+
+
+@dataclass(frozen=True)
+class Rings:
+    """All barriers of the kernel; see ``forward`` for who fills and empties what."""
+
+    tiles: Ring
+    q: Ring
+    k: Ring
+    v: Ring
+    scores: Ring
+    outputs: Ring
+    stats: Ring
+    added: Ring | None = None  # with one part
+
+    @staticmethod
+    def stages(config: ForwardConfig) -> dict[str, int]:
+        """Of each, by its name."""
+        c = config
+        return {
+            "tiles": TILE_STAGES,
+            "q": c.q_parts,
+            "k": c.k_stages,
+            "v": c.v_stages,
+            "scores": 2,
+            "outputs": c.q_parts,
+            "stats": c.q_parts,
+        } | ({"added": 1} if c.q_parts == 1 else {})
+
+    @staticmethod
+    def at(config: ForwardConfig, barriers: cute.Pointer) -> "Rings":
+        """One after the other."""
+        rings, first = {}, 0
+        for name, stages in Rings.stages(config).items():
+            rings[name] = Ring(barriers + first, stages)
+            first += 2 * stages
+        return Rings(**rings)
+
+    def init(self, config: ForwardConfig) -> None:
+        """Before all else, by one thread."""
+        softmax, epilogue, mma = 4 * config.q_parts, 4, 1  # warps
+        self.tiles.init(full=1, empty=softmax + epilogue + mma)
+        for ring in (self.k, self.v):
+            ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
+        self.q.init(full=1, empty=2 if config.o_in_q else 1)  # likewise; and O has left
+        self.scores.init(full=1, empty=4)  # a commit; the warps of a part
+        self.outputs.init(full=1, empty=epilogue)  # a commit
+        self.stats.init(full=4, empty=epilogue)
+        if self.added is not None:
+            self.added.init(full=1, empty=1)  # a commit
+
+
+def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
+    """All shared memory of a CTA."""
+    num_barriers = 2 * sum(Rings.stages(config).values())
+
+    @cute.struct
+    class Storage:
+        barriers: cute.struct.MemRange[Int64, num_barriers]
+        holder: cute.struct.MemRange[Int32, 1]
+        tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
+        stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
+        sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+        sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+        sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+        sO: cute.struct.Align[cute.struct.MemRange[dtype, 0 if config.o_in_q else cute.cosize(layouts.sO)], 1024]
+
+    assert Storage.size_in_bytes() <= SHARED_MEMORY
+    return Storage
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory and what guards it."""
+
+    sQ: cute.Tensor  # (128, d, part)
+    sK: cute.Tensor  # (tile_n, d, stage)
+    sV: cute.Tensor  # (tile_n, d_v, stage)
+    sO: cute.Tensor | None  # (128, 64, stage); None, if O leaves through the place of Q
+    tiles: cute.Tensor  # (field, tile stage)
+    stats: cute.Tensor  # (row, sum and reference, part)
+    rings: Rings
+    holder: cute.Pointer  # of where tensor memory begins
+
+    @property
+    def tensor_memory(self) -> cute.Pointer:
+        """Where it begins, read every time: one register for all roles would live too long."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+
+    def piece_of_O(self, part: Int32, piece: int, pieces: int) -> cute.Tensor:
+        """Where 64 columns of a part's O are put, (128, 64)."""
+        if self.sO is not None:
+            return self.sO[None, None, (part * pieces + piece) % O_STAGES]
+        return cute.local_tile(self.sQ[None, None, part], (PART_ROWS, O_COLUMNS), (0, piece))
+
+
+@cute.jit
+def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: cutlass.Constexpr) -> None:
+    """Numbers of 16 bits into a row of a swizzled tile of 64 columns, which begins at a multiple of 1024 bytes.
+
+    Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits. The
+    compiler, which does not know that, would keep eight addresses, and does so if it can compute them ahead of time.
+    """
+    first = opaque(row * 128 + row % 8 * 16)
+    for i in cutlass.range_constexpr(cute.size(numbers) // 8):
+        address = sX.iterator.toint() + (first ^ (16 * (column // 8 + i)))
+        place = cute.make_ptr(numbers.element_type, address, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(cute.local_tile(numbers, (8,), (i,)), cute.make_tensor(place, cute.make_layout(8)))

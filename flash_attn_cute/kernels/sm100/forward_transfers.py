@@ -1,0 +1,210 @@
+"""What brings tiles to the forward kernel and takes O away (see ``forward``): the producer warp and the epilogue."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
+from flash_attn_cute.kernels.common.rows import zero_rows
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.weights import finished
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
+from flash_attn_cute.kernels.sm100.forward_shared import Shared, write_row
+
+_BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
+_COLUMNS = 16  # of O that a thread of the epilogue has in registers
+
+
+class Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    K: RowTiles
+    V: RowTiles
+    O: RowTiles  # noqa: E741
+
+
+class Producer:
+    """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.tiles = QueryTiles(config)
+
+    @cute.jit
+    def __call__(self, a: ForwardArguments, tma: Tma, shared: Shared) -> None:
+        """All tiles of the CTA; one of no sequence ends the work of the others."""
+        c, rings = self.config, shared.rings
+        heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
+        num_tiles = self.tiles.num(a)
+        step, q_step, block_step = Int32(0), Int32(0), Int32(0)
+        index, _, _ = cute.arch.block_idx()
+        while index < num_tiles:
+            tile = self.tiles.at(a, None, index)
+            index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
+            if self.tiles.is_work(tile):
+                rings.tiles.wait_empty(step)  # from all other roles: they are done with the stage's last tile
+                with cute.arch.elect_one():
+                    tile.write(shared.tiles[None, rings.tiles.stage(step)])
+                    cute.arch.mbarrier_arrive(rings.tiles.full(step))
+                step += 1
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    start = tile.blocks.nth(i) * c.tile_n
+                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
+                    start += tile.k.start
+                    head_k = tile.head // heads_a_key_head
+                    gK = tma.K.at(start, stop, head_k, tile.batch)
+                    self._load(tma.K, gK, shared.sK, rings.k, block_step)
+                    if i == 0:
+                        self._load_Q(tile, tma.Q, shared, q_step)
+                        q_step += c.q_parts
+                    gV = tma.V.at(start, stop, head_k, tile.batch)
+                    self._load(tma.V, gV, shared.sV, rings.v, block_step)
+                    block_step += 1
+        rings.tiles.wait_empty(step)
+        with cute.arch.elect_one():
+            shared.tiles[0, rings.tiles.stage(step)] = Int32(-1)
+            cute.arch.mbarrier_arrive(rings.tiles.full(step))
+
+    @cute.jit
+    def _load_Q(self, tile: QueryTile, tQ: RowTiles, shared: Shared, step: Int32) -> None:
+        for part in cutlass.range_constexpr(self.config.q_parts):
+            # A part behind the sequence's end is an empty box: it arrives as zeros.
+            start = tile.first_query + PART_ROWS * part
+            stop = cutlass.max(cutlass.min(start + PART_ROWS, tile.q.length), start)
+            gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
+            self._load(tQ, gQ, shared.sQ, shared.rings.q, step + part)
+
+    @cute.jit
+    def _load(self, tiles: RowTiles, gX: cute.Tensor, sX: cute.Tensor, ring: cutlass.Constexpr, step: Int32) -> None:
+        ring.wait_empty(step)  # from the tensor cores: products with what was there are done
+        with cute.arch.elect_one():
+            num_bytes = 2 * tiles.tile_rows * tiles.tile_columns
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+        tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
+
+
+class Epilogue:
+    """A warpgroup: brings O from tensor memory to global memory, with lse, and zeros into the padding."""
+
+    def __init__(self, config: ForwardConfig, dtype: type):
+        self.config = config
+        self.dtype = dtype
+
+    @cute.jit
+    def __call__(
+        self, a: ForwardArguments, tO: RowTiles, shared: Shared, mO: cute.Tensor, mLSE: cute.Tensor, thread: Int32
+    ) -> None:
+        """All tiles of the CTA. A thread has a row of each part."""
+        c, rings = self.config, shared.rings
+        step, o_step = Int32(0), Int32(0)
+        rings.tiles.wait_full(step)  # from the producer
+        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
+            has_keys = self._tile(shared, step).blocks.num > 0
+            for part in cutlass.range(c.q_parts, unroll=1):
+                self._part(a, step, part, has_keys, o_step + part, tO, shared, mO, mLSE, thread)
+            if has_keys:
+                o_step += c.q_parts
+            rings.tiles.release(step)  # to the producer
+            step += 1
+            rings.tiles.wait_full(step)
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
+
+    def _tile(self, shared: Shared, step: Int32) -> QueryTile:
+        """What the producer has told; read again and again, as registers are short."""
+        return QueryTile.read(self.config, shared.tiles[None, shared.rings.tiles.stage(step)])
+
+    @cute.jit
+    def _part(
+        self,
+        a: ForwardArguments,
+        step: Int32,
+        part: Int32,
+        has_keys: cutlass.Boolean,
+        o_step: Int32,
+        tO: RowTiles,
+        shared: Shared,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        thread: Int32,
+    ) -> None:
+        c, rings, tile = self.config, shared.rings, self._tile(shared, step)
+        first_row = tile.first_query + PART_ROWS * part
+        stop = cutlass.min(first_row + PART_ROWS, tile.q.length)
+        total, reference = Float32(0.0), -Float32.inf
+        if has_keys:
+            rings.stats.wait_full(o_step)  # from the part's softmax warps
+            total, reference = shared.stats[thread, 0, part], shared.stats[thread, 1, part]
+            rings.stats.release(o_step)  # to them
+        sink = None
+        if const_expr(a.mSink is not None):
+            sink = a.mSink[tile.head].to(Float32)
+        factor, lse = finished(total, reference, sink, is_natural=False)
+        if first_row + thread < stop:
+            mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
+        if has_keys:
+            self._store(step, part, o_step, factor, tO, shared, thread)
+        else:
+            gO = mO[None, None, tile.head, tile.batch]
+            zero_rows(gO, tile.q.start + first_row, stop - first_row, thread, PART_ROWS)
+        if const_expr(c.features.packed and c.features.zero_padding):
+            first = cutlass.max(first_row, tile.q.length)
+            padding = cutlass.min(first_row + PART_ROWS, tile.q.slot) - first
+            zero_rows(mO[None, None, tile.head, tile.batch], tile.q.start + first, padding, thread, PART_ROWS)
+            for i in cutlass.range(thread, padding, PART_ROWS, unroll=1):
+                mLSE[tile.q.start + first + i, tile.head, tile.batch] = -Float32.inf
+
+    @cute.jit
+    def _store(
+        self,
+        step: Int32,
+        part: Int32,
+        o_step: Int32,
+        factor: Float32,
+        tO: RowTiles,
+        shared: Shared,
+        thread: Int32,
+    ) -> None:
+        """A part of O, each row times a factor, through shared memory and TMA."""
+        c, rings = self.config, shared.rings
+        address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
+        together = {"barrier_id": _BARRIER_EPILOGUE, "number_of_threads": PART_ROWS}
+        pieces = c.tile_dv // O_COLUMNS
+        rings.outputs.wait_full(o_step)  # from the tensor cores: O is complete, and Q not needed any more
+        tensor_memory.after_sync()
+        for piece in cutlass.range_constexpr(pieces):
+            sO = shared.piece_of_O(part, piece, pieces)
+            if const_expr(not c.o_in_q):
+                if thread < 32:
+                    cute.arch.cp_async_bulk_wait_group(O_STAGES - 1, read=True)
+                cute.arch.barrier(**together)  # what was there has left shared memory
+            for first in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
+                some = tensor_memory.load(address + (piece * O_COLUMNS + first), _COLUMNS)
+                rO = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+                packed = cute.recast_tensor(rO, Int32)
+                for i in cutlass.range_constexpr(_COLUMNS // 2):
+                    packed[i] = pack(some[2 * i] * factor, some[2 * i + 1] * factor, self.dtype)
+                write_row(rO, sO, thread, first)
+            if const_expr(piece == pieces - 1):
+                tensor_memory.before_sync()
+                rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(**together)
+            if thread < 32:
+                tile = self._tile(shared, step)
+                start = tile.first_query + PART_ROWS * part
+                stop = cutlass.min(start + PART_ROWS, tile.q.length)
+                if start < stop:
+                    gO = tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch, piece)
+                    tO.store(sO, gO)
+                cute.arch.cp_async_bulk_commit_group()
+        if const_expr(c.o_in_q):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                rings.q.release(o_step)  # to the producer: the place of Q is free

@@ -1,0 +1,49 @@
+"""Products of Blackwell's tensor cores (UMMA), which one thread issues for the CTA, and how their operands lie."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Boolean, Float32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
+
+_STEPS = 4  # of 16 of the columns that are summed over, whose products are issued one after the other
+
+
+def tiled_mma(dtype: type, major_b: OperandMajorMode, columns: int, source_a: tcgen05.OperandSource) -> cute.TiledMma:
+    """Products of 128 rows, summed in float32 in tensor memory; A has its sum's dimension contiguous."""
+    k_major, alone = OperandMajorMode.K, tcgen05.CtaGroup.ONE
+    return sm100.make_trivial_tiled_mma(dtype, dtype, k_major, major_b, Float32, alone, (PART_ROWS, columns), source_a)
+
+
+def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
+    """(rows, columns, ...) in shared memory, 64 columns of a row contiguous: for TMA, and as A or as B of products."""
+    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
+
+
+def transposed(x: cute.Tensor) -> cute.Tensor:
+    """The same tile with its first two modes exchanged."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+@cute.jit
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulates: Boolean) -> None:
+    """Begins a product, or adds it to acc, by one converged warp; in flight on return.
+
+    Products of a CTA are done one after the other, in the order in which its warp issues them.
+    """
+    steps = cute.size(a, mode=[2])
+    for first in cutlass.range(0, steps, _STEPS, unroll=1):  # else the compiler keeps what tells of all steps' operands
+        for i in cutlass.range_constexpr(_STEPS):
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(tcgen05.Field.ACCUMULATE, True if const_expr(i > 0) else accumulates or first > 0)
+            cute.gemm(atom, acc, a[None, None, first + i], b[None, None, first + i], acc)
+
+
+@cute.jit
+def commit(barrier: cute.Pointer) -> None:
+    """Arrives once all products that this warp has issued are done, by one converged warp."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)

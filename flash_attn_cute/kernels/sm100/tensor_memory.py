@@ -1,0 +1,83 @@
+"""Tensor memory: 128 lanes of 512 columns of 32 bits, where the tensor cores keep what they sum.
+
+A warp reaches the 32 lanes that its place in its warpgroup says, so that a thread of a warpgroup has one row of a
+product. An address is a lane in the upper half of a word and a column in the lower one.
+
+What other threads, or the tensor cores, are to see or to overwrite needs ``before_sync`` ahead of the arrival, and on
+their side ``after_sync`` behind the wait.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+_AT_ONCE = 32  # columns of an instruction, at most
+
+
+def row_address(memory: cute.Pointer, thread: Int32) -> Int32:
+    """The address of column 0 in the row of a thread of a warpgroup."""
+    return memory.toint() + (thread // 32 * 32 << 16)
+
+
+@dsl_user_op
+def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:  # type: ignore[no-untyped-def]
+    """This thread's numbers in some columns, 16 or a multiple of 32, by all of a warp; they are there on return.
+
+    The wait is part of the same assembly: as a statement of its own the compiler would use registers ahead of it.
+    """
+    step = min(columns, _AT_ONCE)
+    text = "".join(
+        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {_registers(i, step)}, [${columns} + {i}];\n"
+        for i in range(0, columns, step)
+    )
+    numbers = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * columns)})>")
+    constraints = "=f," * columns + "r,~{memory}"
+    operands = [Int32(address).ir_value(loc=loc, ip=ip)]
+    loaded = _assembly(numbers, operands, text + "tcgen05.wait::ld.sync.aligned;", constraints, loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), loaded, [i], loc=loc, ip=ip)) for i in range(columns)]
+
+
+@dsl_user_op
+def store(address: Int32, numbers: list[Int32 | Float32], *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Numbers into this thread's row of as many columns, 16 or a multiple of 32, by all of a warp; there on return."""
+    step = min(len(numbers), _AT_ONCE)
+    text = "".join(
+        f"tcgen05.st.sync.aligned.32x32b.x{step}.b32 [$0 + {i}], {_registers(i + 1, step)};\n"
+        for i in range(0, len(numbers), step)
+    )
+    kind = "f" if isinstance(numbers[0], Float32) else "r"
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *numbers)]
+    constraints = "r," + f"{kind}," * len(numbers) + "~{memory}"
+    _assembly(None, operands, text + "tcgen05.wait::st.sync.aligned;", constraints, loc, ip)
+
+
+@dsl_user_op
+def before_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """What this thread has had done in tensor memory comes before its next arrival."""
+    _assembly(None, [], "tcgen05.fence::before_thread_sync;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def after_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """What it has done there from now on comes after what it has waited for."""
+    _assembly(None, [], "tcgen05.fence::after_thread_sync;", "~{memory}", loc, ip)
+
+
+def _registers(first: int, num: int) -> str:
+    return "{" + ", ".join(f"${i}" for i in range(first, first + num)) + "}"
+
+
+def _assembly(result: object, operands: list[ir.Value], text: str, constraints: str, loc: object, ip: object) -> object:
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
