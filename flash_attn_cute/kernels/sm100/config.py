@@ -10,7 +10,7 @@ from flash_attn_cute.kernels.features import Features, PassName
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING = ("MASK", "BIAS")  # features of calls that no kernel serves yet
+LACKING = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that no kernel serves yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
