@@ -362,7 +362,7 @@ def _attend(
     if watched and not bounds and nested.is_among(tensors[:3]):
         return _attend_nested(tensors, block_mask, options, backend, return_lse)
     tensors = ops.autocast(tensors)
-    block_mask, options = plan.beside_block_mask(tensors, bounds, block_mask, options)
+    options = plan.with_turns(block_mask, options)
     chosen = (plan.make if watched else plan.recall)(tensors, bounds, block_mask, options, backend)
     tables = None
     if block_mask is not None:

@@ -144,7 +144,7 @@ def explain(
         )
     elif nested.is_among(tensors[:3]):
         tensors, bounds, _ = nested.as_packed(tensors)
-    block_mask, options = plan.beside_block_mask(tensors, bounds, block_mask, options)
+    options = plan.with_turns(block_mask, options)
     device = tensors[0].device if isinstance(tensors[0], Tensor) else None
     if gpu is None and device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"q: expected gpu= to say which GPU is meant, as PyTorch finds none, got a tensor on {device}")
@@ -159,7 +159,8 @@ def explain(
         if isinstance(chosen, CuteBackend):
             num_sms = chosen.num_sms(inputs.q.device if device is None else device)
             need_dbias = bias is not None and bias.requires_grad
-            passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias)
+            blocks = None if block_mask is None else (block_mask.sizes[:2], block_mask.order_sets)
+            passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     return Explanation(selection.name, MappingProxyType(selection.passed_over), spec, where, num_sms, *passes)
 

@@ -65,21 +65,16 @@ def recall(
     return plan
 
 
-def beside_block_mask(
-    tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options
-) -> tuple[BlockMask | None, Options]:
-    """The block mask of a dense batch with the call's window in it, and options without one.
+def with_turns(block_mask: BlockMask | None, options: Options) -> Options:
+    """The options of a call, and whether its block mask's tiles may as well add in turn.
 
-    Not if lengths differ within the batch, or are those of packed sequences: there it is another window for each.
+    Raises:
+        TypeError: another kind of mask.
     """
     if block_mask is None:
-        return None, options
+        return options
     validate.check_type_of_block_mask(block_mask)
-    has_window = options.window_left is not None or options.window_right is not None
-    if has_window and not bounds and all(x is None for x in tensors[5:7]):
-        block_mask = block_mask.within(options.window_left, options.window_right)
-        options = options._replace(window_left=None, window_right=None)
-    return block_mask, options._replace(in_turn=block_mask.is_regular)
+    return options._replace(in_turn=block_mask.waits_little)
 
 
 def check(

@@ -140,8 +140,8 @@ class AttentionInputs(NamedTuple):
 class Options(NamedTuple):
     """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
 
-    ``in_turn`` says of a block mask that additions to dQ may well have an order, whether or not anybody asks for one:
-    its tiles wait little for each other.
+    ``in_turn``: tiles of the block mask wait so little for each other that additions to dQ have an order even if nobody
+    asks for one.
     """
 
     softmax_scale: float | None

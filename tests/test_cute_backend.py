@@ -322,17 +322,30 @@ def test_what_is_explained_is_what_is_launched(
         assert told.backward.workspace_bytes == launches[1].arguments.mWorkspace.numel()
 
 
-@pytest.mark.parametrize("shown", [0, 1], ids=["nothing", "all"])
-def test_block_masks_are_launched_as_explained(shown: int, launches: list[Launched]) -> None:
-    q, k, v = inputs_of(*DENSE)[:3]
-    mask = BlockMask.from_blocks(torch.full((1, 1), shown > 0), seqlen_q=70, seqlen_k=90)
-    both_passes(inputs_of(*DENSE, block_mask=mask.tables(q.device, backward=True)))
+@pytest.mark.parametrize("sets", [(1, 1), (2, 1), (1, 2), (2, 8)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_block_masks_are_launched_as_explained(sets: tuple[int, int], head_dim: int, launches: list[Launched]) -> None:
+    """With room for their bits, whatever the kernel's tiles are."""
+    q, k, v = inputs_of((2, 70, 8, head_dim), *[(2, 290, 2, head_dim)] * 2)[:3]
+    blocks = torch.rand(*sets, 1, 3) < 0.7
+    mask = BlockMask.from_blocks(blocks, seqlen_q=70, seqlen_k=290).with_order("spt", group=4 if sets[1] == 8 else 1)
+    tables = mask.tables(q.device, backward=True)
+    both_passes(inputs_of(q.shape, k.shape, v.shape, block_mask=tables))
     told = explain(q, k, v, block_mask=mask, gpu="sm90")
     assert told.forward is not None
     assert told.backward is not None
     for planned, launched in zip((told.forward, told.backward), launches, strict=True):
         assert planned.config == launched.config
         assert planned.numbers == launched.arguments.numbers
+        assert launched.arguments.blocks.mBits.numel() == max(1, len(tables.rows.tiles)) * 512
+    assert launches[1].arguments.numbers.lists_group == 8 // sets[1]
+
+
+def test_tables_too_large_are_refused(monkeypatch: pytest.MonkeyPatch, launches: list[Launched]) -> None:
+    monkeypatch.setattr("flash_attn_cute.backends.cute.backend._MAX_TABLE", 512)
+    tables = BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)
+    with pytest.raises(ValueError, match="block_mask: expected fewer than"):
+        both_passes(inputs_of(*DENSE, block_mask=tables))
 
 
 def test_what_is_strided_is_copied_as_it_is(launches: list[Launched]) -> None:

@@ -39,8 +39,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "two head dims": {"head_dim": 192, "head_dim_v": 128, "nheads": 4, "nheads_k": 2},
     "d256 deterministic": {"head_dim": 256, "deterministic": True, "nheads": 4, "nheads_k": 2},
     "d256 softcap bias": {"head_dim": 256, "softcap": 2.0, "bias": (0, 1, 1, 1)},
-    "causal": {"head_dim": 128, "causal": True, "nheads": 4, "nheads_k": 2},
-    "window": {"head_dim": 64, "window_size": (70, 30)},
 }
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
 
@@ -219,7 +217,7 @@ def test_what_it_does_not_serve_is_told() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"seqused_k": used}, "block_mask beside seqused"),
         ({"mask": hidden}, "block_mask beside mask"),
-        ({"seqused_q": used, "causal": True}, "block_mask beside a window"),
+        ({"causal": True}, "block_mask beside a window (block_mask & BlockMask.window(...) is one mask)"),
     ]
     for options, told in cases:
         explained = explain(q, q, q, block_mask=mask, gpu="sm90", **options)
@@ -236,19 +234,6 @@ def test_what_it_does_not_serve_is_told() -> None:
     assert "block_mask beside cu_seqlens" in explained.passed_over["sm90"]
 
 
-def test_windows_go_into_the_mask() -> None:
-    """Of a dense batch, so that kernels know of none; it is combined once."""
-    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
-    mask = BlockMask.documents(torch.arange(300) // 100)
-    explained = explain(q, q, q, block_mask=mask, causal=True, gpu="sm90")
-    assert explained.backend == "sm90"
-    assert explained.spec.window_right is None
-    assert explained.spec.in_turn
-    assert mask.within(None, 0) is mask.within(None, 0)
-    ordered = mask.with_order("spt")
-    assert ordered.within(None, 0)._order == "spt"
-
-
 def test_order_only_where_tiles_wait_little() -> None:
     """Nobody asks for determinism: additions are in turn under regular masks, where that is faster."""
     q = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -257,6 +242,7 @@ def test_order_only_where_tiles_wait_little() -> None:
         (BlockMask.window(512, 512, left=100), True),
         (BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100), True),
         (BlockMask.prefix_lm(512, 512, 100), True),
+        (BlockMask.prefix_lm(512, 512, 100).with_order("spt"), False),
         (BlockMask.from_blocks(blocks), False),
         (BlockMask.causal(512, 512) & BlockMask.from_blocks(blocks), False),
     ):

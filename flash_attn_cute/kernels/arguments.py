@@ -171,7 +171,7 @@ class BackwardArguments(NamedTuple):
     blocks: BlockArguments
     # Of a block mask, flattened: blocks of keys as they are launched, of batch entries and key heads that differ, and
     # how many tiles add to each block of queries, of lists that differ.
-    mOrder: Annotated[Any, _TABLE]
+    mLaunchOrder: Annotated[Any, _TABLE]
     mContributors: Annotated[Any, replace(_TABLE, kind=replace(INTS, strided=True))]
     numbers: BackwardNumbers
 

@@ -74,8 +74,6 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
-    # And the same mask within windows.
-    _within: dict[tuple[int | None, int | None], BlockMask] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -105,13 +103,12 @@ class BlockMask:
         return (1, 1) if self._order == "default" else (self.batch, self.heads // self._group)
 
     @property
-    def is_regular(self) -> bool:
-        """Whether each query sees a few runs of keys, that move on with it, as far as the constructors tell.
+    def waits_little(self) -> bool:
+        """Whether tiles of keys come to each block of queries one after the other, as far as the constructors tell.
 
-        Where additions to dQ have an order, tiles of such masks come to blocks of queries one after the other, and
-        wait little.
+        So it is where queries see a few runs of keys that move on with them, in the default order of launches.
         """
-        return self._node.is_regular
+        return self._node.is_regular and self._order == "default"
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -462,7 +459,8 @@ class BlockMask:
                 processing time); ``"permutation"``, found for this mask by list scheduling on a model of the device;
                 ``"auto"``, of all these the one that takes that model the least time. Or a tensor of key blocks as they
                 are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
-                0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1.
+                0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1. Passes that add
+                in no order launch them the other way round, so that long tiles come first.
             group: query heads of a key head, if the mask is one of query heads: those share an order.
 
         Raises:
@@ -480,14 +478,7 @@ class BlockMask:
             raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order not in launch.NAMES:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
-        return replace(self, _order=order, _group=group, _tables={}, _within={})
-
-    def within(self, left: int | None, right: int | None) -> BlockMask:
-        """The same mask beside ``window_size=(left, right)`` of a call: ``&`` a window, with its order, and kept."""
-        if (left, right) not in self._within:
-            window = BlockMask.window(self.seqlen_q, self.seqlen_k, left=left, right=right)
-            self._within[left, right] = replace(self & window, _order=self._order, _group=self._group)
-        return self._within[left, right]
+        return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None) -> BlockMask:
         """Makes all tables now, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -526,8 +517,7 @@ class BlockMask:
             if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
                 raise RuntimeError(
                     "block_mask: expected one that has been built, as its tables wait for the device, which "
-                    "torch.compile and CUDA graphs cannot: call its build() before, and beside causal or window_size "
-                    "give one that has these in it (mask & BlockMask.window(...))"
+                    "torch.compile and CUDA graphs cannot: call its build() before"
                 )
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):

@@ -109,7 +109,7 @@ class Node:
     """One part of an expression.
 
     Attributes:
-        is_regular: see ``BlockMask``.
+        is_regular: whether each query sees a few runs of keys, which move on with it.
     """
 
     is_regular: bool = False

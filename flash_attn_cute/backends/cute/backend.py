@@ -35,6 +35,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
+_MAX_TABLE = 2**31  # numbers of a block mask's table
 _LOG2_E = math.log2(math.e)
 _NO_SCORES = plan.ScoreLayout()
 _NO_BLOCKS = BlockArguments(None, None, None, None)
@@ -77,8 +78,9 @@ class CuteBackend:
                 reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
         if spec.has_block_mask:
             beside = {"cu_seqlens": spec.packed, "seqused": spec.has_seqused, "mask": spec.has_mask}
-            beside["a window"] = spec.window_left is not None or spec.window_right is not None
             reasons += [f"block_mask beside {what}" for what, given in beside.items() if given]
+            if spec.window_left is not None or spec.window_right is not None:
+                reasons.append("block_mask beside a window (block_mask & BlockMask.window(...) is one mask)")
         if not _HAS_COMPILER and not self._is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
@@ -95,7 +97,7 @@ class CuteBackend:
         return self.architecture.num_sms if self._is_supposed else _num_sms(device)
 
     def planned(
-        self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, *, need_dbias: bool
+        self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, *, need_dbias: bool, blocks: Any = None
     ) -> tuple[PassPlan | None, PassPlan | None]:
         """What both passes of a call launch on a GPU of so many SMs; None where they launch nothing.
 
@@ -104,6 +106,8 @@ class CuteBackend:
             inputs: on the meta device, where nothing is computed; offsets that are the same memory are the same tensor.
             num_sms: SMs of the GPU.
             need_dbias: whether the bias has a gradient.
+            blocks: of a block mask, which is not among the inputs: batch entries and heads that differ, and those
+                whose launch orders do.
         """
         bias, inputs = inputs.bias if need_dbias else None, over_scores(inputs)
         has_queries, has_keys = inputs.q.numel() > 0, inputs.k.numel() > 0
@@ -112,12 +116,13 @@ class CuteBackend:
             given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
             few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
-            shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, _layout(given))
+            layout = _layout(given, blocks=blocks)
+            shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, layout)
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences and self.architecture.is_complete:
             repacked = _runs_packed(spec, inputs) and not spec.packed
-            layout = _layout(inputs, bias, is_repacked=repacked)
+            layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)
             given = as_packed(inputs) if repacked else inputs
             num_sequences = _num_sequences(given)
             if may_have_blind(given, spec.window_right):
@@ -256,7 +261,7 @@ class CuteBackend:
                 mBias=inputs.bias,
                 mWorkspace=workspace,
                 mNextTile=next_tile() if launch.takes_tiles else None,
-                blocks=_rows_of(inputs),
+                blocks=_rows_of(inputs, launch.plan.config),
                 numbers=launch.plan.numbers,
             )
         )
@@ -310,7 +315,7 @@ class CuteBackend:
             mMask=None if inputs.mask is None else inputs.mask.view(torch.uint8),
             mBias=inputs.bias,
             mNextTile=next_tile(),
-            **_columns_of(inputs, launch.plan.config.tile_m),
+            **_columns_of(inputs, launch.plan.config),
             numbers=launch.plan.numbers,
         )
         launch.kernel(arguments)
@@ -354,7 +359,7 @@ class CuteBackend:
                 mBias=given.mBias,
                 mTables=tables,
                 mSums=sums,
-                blocks=_rows_of(inputs),
+                blocks=_rows_of(inputs, launch.plan.config),
                 numbers=launch.plan.numbers,
             )
         )
@@ -482,10 +487,17 @@ def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
 
 
-def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False) -> plan.ScoreLayout:
-    """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient."""
+def _layout(
+    inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False, blocks: Any = None
+) -> plan.ScoreLayout:
+    """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient.
+
+    ``blocks`` are the sizes of a block mask's lists and orders, if that is not among the inputs.
+    """
     mask, bias, tables = inputs.mask, inputs.bias, inputs.block_mask
-    if mask is None and bias is None and tables is None:
+    if tables is not None:
+        blocks = tables.rows.spans.shape[:2], tables.order.shape[:2]
+    if mask is None and bias is None and blocks is None:
         return _NO_SCORES
     some = bias if mask is None else mask
     rows_a_slot = 1 if some is None else some.shape[2]
@@ -504,8 +516,8 @@ def _layout(inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacke
             size > 1 and step != 0 for size, step in zip(mask.shape[:3], mask.stride(), strict=False)
         )
         varies = batch, heads, queries
-    blocks = () if tables is None else (tables.rows.spans.shape[:2], tables.order.shape[:2])
-    return plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *blocks)
+    sets = () if blocks is None else tuple(map(tuple, blocks))
+    return plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *sets)
 
 
 def _is_paired(x: Tensor) -> bool:
@@ -513,36 +525,41 @@ def _is_paired(x: Tensor) -> bool:
     return x.data_ptr() % (2 * x.element_size()) == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
-def _rows_of(inputs: AttentionInputs) -> BlockArguments:
+def _rows_of(inputs: AttentionInputs, config: Any) -> BlockArguments:
     """A block mask's tables, from the side of queries."""
     if inputs.block_mask is None:
         return _NO_BLOCKS
     rows = inputs.block_mask.rows
-    return _blocks(rows.spans, rows.entries, rows.tiles)
+    return _blocks(rows.spans, rows.entries, rows.tiles, config)
 
 
-def _columns_of(inputs: AttentionInputs, tile_m: int) -> dict[str, Any]:
-    """From the side of keys, with blocks of so many queries; and what else a backward pass needs of it."""
+def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
+    """From the side of keys, with the configuration's blocks of queries; and what else a backward pass needs of it."""
     tables = inputs.block_mask
     if tables is None:
-        return {"blocks": _NO_BLOCKS, "mOrder": None, "mContributors": None}
+        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None}
     columns = tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
-    is_half = tile_m == HALF
+    is_half = config.tile_m == HALF
     return {
-        "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles),
-        "mOrder": tables.order.flatten(),
+        "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles, config),
+        "mLaunchOrder": tables.order.flatten(),
         "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
     }
 
 
-def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor) -> BlockArguments:
+def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor, config: Any) -> BlockArguments:
+    if max(entries.numel(), tiles.numel()) >= _MAX_TABLE:
+        raise ValueError(
+            f"block_mask: expected fewer than 2^31 numbers in a table, got {entries.numel()} of blocks and "
+            f"{tiles.numel()} of elements"
+        )
     if not len(entries):  # kernels take no tensors without memory
         entries = entries.new_zeros(1, entries.shape[1])
     if not len(tiles):
         tiles = tiles.new_zeros(1, *tiles.shape[1:])
-    # Blocks of 32 keys leave half of a word unused.
-    return BlockArguments(spans.flatten(), entries.flatten(), tiles.flatten(), tiles.new_empty(2 * tiles.numel()))
+    bits = tiles.new_empty(len(tiles) * config.mask_tile.words_a_block)
+    return BlockArguments(spans.flatten(), entries.flatten(), tiles.flatten(), bits)
 
 
 def _room_for_gradient(spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:

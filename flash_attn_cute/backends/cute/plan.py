@@ -102,9 +102,9 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
     scores = shapes.scores
     return Features(
         packed=shapes.packed,
-        # What is made of a mask has the window in it, and so has a block mask.
-        left=spec.window_left is not None and not (spec.has_mask or spec.has_block_mask),
-        right=spec.window_right is not None and not (spec.has_mask or spec.has_block_mask),
+        # What is made of a mask has the window in it.
+        left=spec.window_left is not None and not spec.has_mask,
+        right=spec.window_right is not None and not spec.has_mask,
         softcap=spec.softcap > 0,
         dlse=shapes.has_dlse,
         dbias=_writes_dbias(spec, scores),

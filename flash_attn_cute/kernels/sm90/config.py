@@ -58,6 +58,11 @@ class MaskTile:
         """Of 32 bits, in which a thread's scores are told."""
         return -(-self.columns // 64)
 
+    @property
+    def words_a_block(self) -> int:
+        """Of 32 bits, of all tiles that a block mask's block is cut into."""
+        return BLOCK // self.queries * (BLOCK // self.keys) * self.warpgroups * 128 * self.words
+
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """Parts of a workspace, as in ``BackwardConfig.parts``, for so many rows of tiles of so many blocks of keys."""
         return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
@@ -121,7 +126,11 @@ class ForwardConfig(Sm90Config):
     @property
     def blocks_an_entry(self) -> int:
         """Of a list: where registers do not suffice for all keys of a block mask's, a step has a part of them."""
-        return BLOCK // self.tile_n if self.features.block_mask else 1
+        if not self.features.block_mask:
+            return 1
+        assert self.tile_m == BLOCK
+        assert BLOCK % self.tile_n == 0
+        return BLOCK // self.tile_n
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""

@@ -5,7 +5,8 @@ it, from the first to the last or, under a right bound, for some heads the other
     warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
                         block.
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
-                        the workspace, in turn, over which the first to come writes; dK and dV are stored.
+                        the workspace, in turn, over which the first to come writes (under masks in no order, unless
+                        that is asked for, to zeros); dK and dV are stored.
                         Warp 3 copies what a bias adds, then writes zeros into dK and dV where nothing else is to be.
     warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``cta_rounding``).
 Registers a thread: ``BackwardCtaConfig.registers``.

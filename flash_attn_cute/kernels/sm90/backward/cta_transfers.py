@@ -207,8 +207,8 @@ class Transfers:
         ``come`` is whether a look has found that the step's turn has come; returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
-        in_turn = self.config.features.deterministic
-        if const_expr(not in_turn):
+        in_order = self.config.features.deterministic
+        if const_expr(not in_order):
             shared.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
             self._await_turn(ws, shared, w, step)
@@ -216,7 +216,7 @@ class Transfers:
         block, turn = shared.told_of(step)
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
         counter = turns.counter(ws.mTurnsQ, w, 0, block)
-        if const_expr(in_turn):
+        if const_expr(in_order):
             cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         else:
             turn = Int32(1)  # to add to zeros
@@ -226,7 +226,7 @@ class Transfers:
             else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
         cute.arch.cp_async_bulk_commit_group()
-        if const_expr(in_turn):
+        if const_expr(in_order):
             come = self._turn_has_come(ws, shared, w, step + 1)  # while TMA reads
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w

@@ -73,11 +73,14 @@ def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32,
 
 
 def launched(config: BackwardConfig, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
-    """Under a block mask: the block of keys that is taken when another one would be, if it had no order of its own."""
+    """The block of keys that a block mask's order launches in the place of ``block``.
+
+    That is one of the usual order, from the last block to the first: the rank of the last is 0. Passes that add in no
+    order go from the first to the last, so they take a block mask's order from its end.
+    """
     n, blocks = a.numbers, _blocks_of_keys(config, a)
-    # That goes from the last to the first. If additions have no order it goes the other way, and so does this.
     rank = blocks - 1 - block
-    return a.mOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
+    return a.mLaunchOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
 
 
 def _blocks_of_keys(config: BackwardConfig, a: BackwardArguments) -> Int32:

@@ -24,7 +24,7 @@ class Preprocess:
 
     Under a mask it also finds out in which order tiles add to the block's dQ.
 
-    Zeroed are the counters of turns, and where there are none, as additions have no order, the sums of dQ.
+    Zeroed are the counters of additions, if there are any, and where these have no order the sums of dQ.
     """
 
     def __init__(self, config: BackwardConfig):

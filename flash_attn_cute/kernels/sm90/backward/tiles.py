@@ -6,14 +6,14 @@ added. If there are several tiles of the same keys, all but the last one leave d
 the last one is taken later than any of them, and takes what is there. (Above d = 128 it adds to it as well.)
 
 Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
-(``common.turns``), and they are taken from the last keys to the first. Under a causal mask a tile's walk begins where
-its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps ago. A tile only ever waits for tiles
-that were taken before it, by CTAs that are running, so the earliest unfinished one never waits: however few CTAs are
-resident, there is no deadlock (``sparsity.order`` has the argument for any mask and order). The order is that of
-FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it
-would leave the longest tiles to the end, so the heads of a dense batch's last section go the other way round: their
-tiles are taken from the first keys to the last, and walk from the last query to the first. (Packed sequences and
-grouped heads lose by it.)
+(``common.turns``), and they are taken from the last keys to the first (under a block mask in its own order). Under a
+causal mask a tile's walk begins where its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps
+ago. A tile only ever waits for tiles that were taken before it, by CTAs that are running, so the earliest unfinished
+one never waits: however few CTAs are resident, there is no deadlock (``sparsity.order`` has the argument for any mask
+and order). The order is that of FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such
+orders. Under a right bound it would leave the longest tiles to the end, so the heads of a dense batch's last section go
+the other way round: their tiles are taken from the first keys to the last, and walk from the last query to the first.
+(Packed sequences and grouped heads lose by it.)
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,8 @@ class Workspace(NamedTuple):
     mAdding: cute.Tensor | None  # (row,): how many tiles add
     mLists: cute.Tensor | None  # (list, first entry and how many)
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
-    mTurnsQ: cute.Tensor | None  # (parts, heads, blocks): 0 as yet; None, in no order: mdQaccum is 0 as yet
+    # (parts, heads, blocks): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
+    mTurnsQ: cute.Tensor | None
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 
 
