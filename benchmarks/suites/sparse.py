@@ -25,7 +25,7 @@ from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.model import Pass
+from flash_attn_cute.sparsity.model import Pass, machine_of
 from flash_attn_cute.spec import BlockTables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
@@ -250,7 +250,8 @@ def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
     times: dict[str, float] = {}
     for order in ("default", "spt", "permutation"):
         tables = mask.with_order(order).tables(device, backward=False)
-        work = Pass(plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1))
+        steps = plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1)
+        work = Pass(steps, machine=machine_of(mask.seqlen_q))
         launch = tables.order.cpu().expand(work.order_shape)
         if not times:
             times["no order"] = work.play(launch, ordered=False).makespan
