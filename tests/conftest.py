@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("default")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
     parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
+    parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
 
@@ -44,6 +45,13 @@ def fuzz_seconds(request: pytest.FixtureRequest) -> float:
 def repetitions(request: pytest.FixtureRequest) -> int:
     """How often a test is to repeat what must give the same bits."""
     count: int = request.config.getoption("--repetitions")
+    return count
+
+
+@pytest.fixture
+def simulations(request: pytest.FixtureRequest) -> int:
+    """How many passes to play in search of a deadlock."""
+    count: int = request.config.getoption("--simulations")
     return count
 
 

@@ -19,6 +19,7 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
+from flash_attn_cute.sparsity.model import machine_of
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 SM90 = ARCHITECTURES["sm90"]
@@ -164,6 +165,14 @@ def test_backward_sections(
     shapes = Shapes(q.shape, k.shape, num_sequences=3 if packed else 0, max_seqlen_q=3000)
     numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
     assert (numbers.heads_in_cache, numbers.sections, numbers.heads_a_tile) == expected
+
+
+@pytest.mark.parametrize("seqlen", [1, 64, 500, 2048, 4096, 8192, 16384, 32768, 131072])
+def test_the_model_of_launch_orders_has_as_many_heads_in_flight(seqlen: int) -> None:
+    spec = spec_of(nheads=16, nheads_k=16, deterministic=True)
+    shapes = Shapes((64, seqlen, 16, 128), (64, seqlen, 16, 128), num_sequences=0, max_seqlen_q=seqlen)
+    planned = plan_backward(SM90, spec, shapes, 132).numbers
+    assert machine_of(seqlen).section == min(planned.heads_in_cache, 132)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -71,7 +71,7 @@ def test_what_moves() -> None:
     work, order = plot._pass_of(mask, tables)
     told = work.play(order)
     blocks, timeline = plot.Figure().subplots(1, 2)  # type: ignore[attr-defined]
-    lane = plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), told, "default")
+    lane = plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), 0, told, "default")
     lane.prepare(told.makespan)
     assert (lane.doing > 0).sum().item() == pytest.approx(
         sum(b - a for a, b in zip(told.start, told.end, strict=True)) / told.makespan * plot._STEPS, rel=0.05

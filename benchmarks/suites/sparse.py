@@ -25,7 +25,7 @@ from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.model import Pass
+from flash_attn_cute.sparsity.model import Pass, machine_of
 from flash_attn_cute.spec import BlockTables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
@@ -94,12 +94,12 @@ SCHEDULED = {"random 12.5 % 16k": 1.05}
 class Shown(NamedTuple):
     """A mask for everyone: ours, its visible pairs over all batch entries and heads, and its elements' rule.
 
-    ``mod`` is None where blocks alone say it all, ``cute`` makes flash-attn-4's function and the tensors that it reads.
+    ``cute`` makes flash-attn-4's function, and the tensors that it reads; None where blocks alone say it all.
     """
 
     mask: BlockMask
     pairs: int
-    mod: Mod | None = None
+    mod: Mod
     cute: Callable[[], tuple[Any, list[Tensor]]] | None = None
 
 
@@ -250,7 +250,8 @@ def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
     times: dict[str, float] = {}
     for order in ("default", "spt", "permutation"):
         tables = mask.with_order(order).tables(device, backward=False)
-        work = Pass(plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1))
+        steps = plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1)
+        work = Pass(steps, machine=machine_of(mask.seqlen_q))
         launch = tables.order.cpu().expand(work.order_shape)
         if not times:
             times["no order"] = work.play(launch, ordered=False).makespan
@@ -297,13 +298,17 @@ def _shown(row: Row, batch: int, ids: Tensor | None, device: torch.device) -> Sh
             _cute_dilated,
         )
     if row.kind == "random":
-        mask = BlockMask.from_blocks(_random_blocks(row).to(device))
-        return Shown(mask, batch * _pairs_of_blocks(mask, device))
+        visible = _random_blocks(row).to(device)
+        mask = BlockMask.from_blocks(visible)
+        pairs = batch * _pairs_of_blocks(mask, device)
+        return Shown(mask, pairs, lambda b, h, i, j: visible[h, i // BLOCK, j // BLOCK])
     draw = torch.Generator().manual_seed(0)
     blocks = n // row.block
-    scores = torch.rand(batch, HEADS, blocks, blocks, generator=draw)
-    mask = BlockMask.from_indices(scores.topk(row.top, -1).indices.to(device), block=row.block, seqlen_k=n)
-    return Shown(mask, every * blocks * row.top * row.block**2)
+    indices = torch.rand(batch, HEADS, blocks, blocks, generator=draw).topk(row.top, -1).indices.to(device)
+    mask = BlockMask.from_indices(indices, block=row.block, seqlen_k=n)
+    chosen = torch.zeros(batch, HEADS, blocks, blocks, dtype=torch.bool, device=device).scatter_(-1, indices, True)
+    pairs = every * blocks * row.top * row.block**2
+    return Shown(mask, pairs, lambda b, h, i, j: chosen[b, h, i // row.block, j // row.block])
 
 
 def _random_blocks(row: Row) -> Tensor:
@@ -382,8 +387,7 @@ def _all_blocks(case: SparseCase) -> Callable[[], Tensor]:
 def _lists(case: SparseCase) -> FlexBlockMask:
     """The mask's lists of blocks of 128, in both directions and as wide as there are blocks, and its own function."""
     lists = case.shown.mask.to_flex()
-    if case.shown.mod is not None:
-        lists.mask_mod = case.shown.mod
+    lists.mask_mod = case.shown.mod
     return lists
 
 
@@ -481,7 +485,6 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
     indices = torch.rand(1, HEADS, blocks, blocks, generator=draw).topk(min(32, blocks), -1).indices.to(device)
     documents = _shown(Row("documents", "documents", n), 1, ids, device)
     flex = documents.mask.to_flex()
-    assert documents.mod is not None
     flex.mask_mod = documents.mod
     scattered = BlockMask.from_blocks(_random_blocks(Row("random", "random", n, share=0.125)).to(device)).build()
 
@@ -492,7 +495,6 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
         return lambda: create_block_mask(mod, None, None, n, n, device=device, _compile=True)
 
     window = _shown(Row("window", "window", n), 1, None, device)
-    assert window.mod is not None
     making: dict[str, tuple[Callable[[], BlockTables], Callable[[], object] | None]] = {
         "window": (built(lambda: BlockMask.window(n, n, left=WINDOW - 1, right=0)), peers(window.mod)),
         "causal": (built(lambda: BlockMask.causal(n, n)), peers(lambda b, h, i, j: i >= j)),

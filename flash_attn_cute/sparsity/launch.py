@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,20 @@ from flash_attn_cute.spec import BlockRows
 _ENOUGH_TILES = 4096  # some thirty for each CTA: of fewer the last ones say too much
 _WORTH = 0.98  # of the time of a plain order
 _GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
+
+
+class _Search(NamedTuple):
+    """How orders are looked for: with how many heads at once, and judged with how many in flight at the least.
+
+    Fewer take longer to play, and like the same orders up to a point.
+    """
+
+    heads_at_once: tuple[int, ...]
+    least_section: int
+
+
+_FEW_TILES = 2048
+_THOROUGH, _QUICK = _Search((16, 8), 4), _Search((8,), 8)  # of few tiles, and of many
 NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
 
@@ -31,7 +47,7 @@ def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> 
     if order == "spt":
         return _shortest_first(plan.lengths_of_columns(rows, sizes), group)
     steps = plan.steps(rows, sizes).cpu()
-    found = _fastest(order, last_first.cpu(), steps, group)
+    found = _fastest(order, last_first.cpu(), steps, group, sizes.seqlen_q)
     return found.to(device).contiguous()
 
 
@@ -40,21 +56,27 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
-def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int) -> Tensor:
+def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q: int) -> Tensor:
     """The order that takes the model the least time; a plain one unless another is worth it, the first one on ties."""
-    from flash_attn_cute.sparsity.model import Pass  # few masks need it
+    from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
     spt = _shortest_first(steps.sum(2), group)
     last_first = last_first.expand_as(spt)
     if not steps.numel():
         return last_first
-    work = Pass(steps, group, least_tiles=_ENOUGH_TILES)
-    times = work.makespans([last_first, spt])
-    if order == "auto" and times[0] <= _GOOD_ENOUGH * work.play(last_first, ordered=False).makespan:
-        return last_first
-    plain = last_first if times[0] <= times[1] else spt
-    found, timeline = work.schedule(plain)
-    return found if timeline.makespan <= _WORTH * min(times) else plain
+    search = _THOROUGH if spt.numel() <= _FEW_TILES else _QUICK
+    machine = machine_of(seqlen_q)
+    machine = machine._replace(section=max(machine.section, search.least_section))
+    work = Pass(steps, group, machine, least_tiles=_ENOUGH_TILES)
+    if order == "auto":
+        unordered = work.play(last_first, ordered=False).makespan
+        if work.play(last_first).makespan <= _GOOD_ENOUGH * unordered:
+            return last_first
+    orders = [last_first, spt, *(work.schedule(spt, heads) for heads in search.heads_at_once)]
+    times = work.makespans(orders)
+    plain = min((0, 1), key=times.__getitem__)
+    best = min(range(len(orders)), key=times.__getitem__)
+    return orders[best if times[best] <= _WORTH * times[plain] else plain]
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

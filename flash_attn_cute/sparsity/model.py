@@ -12,7 +12,8 @@ one of them and draw another is left out.
 
 List scheduling (Graham, 1969) finds orders: whoever draws gets, of the next tiles of a given order, the one that will
 wait the least. How long a tile would wait in all takes no more than the maximum over its blocks, as what it takes up to
-each of them is known beforehand.
+each of them is known beforehand. Where few heads draw in turn most tiles of a head are under way at once, and whoever
+draws can only wait: orders found for more heads are better there, too.
 
 It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch.
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 
 Numbers: TypeAlias = NDArray[Any]
 
-_CANDIDATES = 24  # tiles that list scheduling chooses among
+_CANDIDATES = 16  # tiles that list scheduling chooses among
 _LATER = 1e-4  # us that a tile may wait more for each place that it comes earlier: of those that do not wait the first
 _LEAST_HEADS = 16
 
@@ -46,6 +47,18 @@ class Machine(NamedTuple):
 
 
 H200 = Machine()
+
+
+def machine_of(seqlen_q: int) -> Machine:
+    """An H200, with as many heads in flight as deterministic backward passes at d = 128 have on it.
+
+    As ``backends.cute.plan`` has it: so many as the cache has room for, or more where few would wait too long for each
+    other's first turns.
+    """
+    halves = max(1, -(-seqlen_q // 64))
+    in_cache = 16_000_000 // (1024 * max(seqlen_q, 1))
+    for_turns = -(-5 * H200.ctas // (2 * halves))
+    return H200._replace(section=min(max(1, in_cache, for_turns), H200.ctas))
 
 
 class Timeline(NamedTuple):
@@ -89,8 +102,7 @@ class Pass:
         least_heads = max(_LEAST_HEADS, -(-least_tiles // max(self.blocks_k, 1)))
         self.sets = np.tile(sets, max(1, -(-least_heads // max(len(sets), 1))))  # of each head
         self.orders = self.sets // group
-        self._columns = steps.flatten(0, 1).mT.to(torch.uint8).contiguous().numpy()
-        self._tiles: dict[bytes, _Tiles] = {}
+        self.tiles = _Tiles(steps.flatten(0, 1).mT.to(torch.uint8).contiguous().numpy(), machine)
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
         """With a launch order (batch, key heads, blocks_k); unordered if additions do not wait for their turns."""
@@ -100,51 +112,44 @@ class Pass:
         """What several launch orders take, in microseconds."""
         return [timeline.makespan for timeline in self._play(orders)]
 
-    def schedule(self, order: Tensor) -> tuple[Tensor, Timeline]:
-        """A launch order found by list scheduling among the next tiles of a given one, and how it went."""
+    def schedule(self, order: Tensor, heads_at_once: int) -> Tensor:
+        """A launch order found by list scheduling in a given one, so many heads drawing in turn."""
         given = order.flatten(0, 1).numpy()
         found = np.full(given.shape, -1)
-        device, told = _Device(self.machine, lanes=1), []
-        for heads in self._sections():
+        device = _Device(self.machine, lanes=1)
+        for heads in self._sections(heads_at_once):
             section = _Section(self, heads, device)
             choice = _Choice(section, given, found, self.orders[heads])
             for rank in range(self.blocks_k):
                 ctas, start = device.draw(len(heads))
                 section.play(choice.next(rank, start), ctas, start)
             choice.keep(found)
-            told.append(section.told())
-        return torch.from_numpy(found).int().view(self.order_shape), _timelines(told)[0]
+            if (found[:, 0] >= 0).all():  # other heads have the same masks
+                break
+        return torch.from_numpy(found).int().view(self.order_shape)
 
     def _play(self, orders: Sequence[Tensor], ordered: bool = True) -> list[Timeline]:
         """Lanes that differ by their orders, and know nothing of each other."""
         every = np.stack([order.flatten(0, 1).numpy() for order in orders])
         device, told = _Device(self.machine, lanes=len(orders)), []
-        for heads in self._sections():
+        for heads in self._sections(self.machine.section):
             section = _Section(self, heads, device, ordered)
             for n in every[:, self.orders[heads]].transpose(2, 0, 1).reshape(self.blocks_k, -1):
                 section.play(n, *device.draw(len(heads)))
             told.append(section.told())
         return _timelines(told)
 
-    def _sections(self) -> list[Numbers]:
+    def _sections(self, size: int) -> list[Numbers]:
         """The heads of each."""
-        return np.split(np.arange(len(self.sets)), range(self.machine.section, len(self.sets), self.machine.section))
-
-    def tiles(self, heads: Numbers) -> _Tiles:
-        """Those of some heads; heads of the same masks share them."""
-        sets = self.sets[heads]
-        tiles = self._tiles.get(sets.tobytes())
-        if tiles is None:
-            tiles = self._tiles[sets.tobytes()] = _Tiles(self._columns[sets], self.machine)
-        return tiles
+        return np.split(np.arange(len(self.sets)), range(size, len(self.sets), size))
 
 
 class _Tiles:
-    """What the tiles of some heads meet: (heads * blocks_k, most blocks met + 1) each.
+    """What the tiles of all masks meet: (sets * blocks_k, most blocks met + 1) each.
 
     ``met`` has blocks of queries, ascending, and ``taken`` the time that steps up to each of them take. Before the
     first one and behind the last one stands a block that nobody hands over, with nothing taken, and all. ``draws``
-    (heads * blocks_k,) is the place of the block after which the CTA draws.
+    (sets * blocks_k,) is the place of the block after which the CTA draws.
     """
 
     def __init__(self, steps: Numbers, machine: Machine) -> None:
@@ -162,10 +167,10 @@ class _Tiles:
         self.taken = (machine.step * steps_at).astype(np.float32)
         self.draws = np.maximum((steps_at <= steps_at[:, -1:] - machine.steps_ahead).sum(1) - 1, 0)
 
-    def costs(self) -> Numbers:
-        """(heads * blocks_k, blocks_q + 1): the time taken up to each block, infinite where a tile does not meet it."""
-        costs = np.full((len(self.met), self.blocks_q + 1), np.inf, dtype=np.float32)
-        np.put_along_axis(costs, self.met, self.taken, 1)
+    def costs(self, tiles: Numbers) -> Numbers:
+        """(tiles, blocks_q + 1): the time that some take up to each block, infinite where they do not meet it."""
+        costs = np.full((len(tiles), self.blocks_q + 1), np.inf, dtype=np.float32)
+        np.put_along_axis(costs, self.met[tiles], self.taken[tiles], 1)
         costs[:, -1] = np.inf
         return costs
 
@@ -194,9 +199,9 @@ class _Section:
 
     def __init__(self, work: Pass, heads: Numbers, device: _Device, ordered: bool = True) -> None:
         self.heads, self.device, self.ordered = heads, device, ordered
-        self.tiles, self.after = work.tiles(heads), np.float32(work.machine.hand_over)
+        self.tiles, self.after = work.tiles, np.float32(work.machine.hand_over)
         self.lanes_heads = np.arange(device.lanes * len(heads))
-        self.first_tile = self.lanes_heads % len(heads) * work.blocks_k
+        self.first_tile = np.tile(work.sets[heads] * work.blocks_k, device.lanes)
         self.handed_over = np.full((len(self.lanes_heads), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
         self.first_block = self.lanes_heads[:, None] * (self.tiles.blocks_q + 1)
         self.played: list[tuple[Numbers, ...]] = []
@@ -248,8 +253,10 @@ class _Choice:
         self.judges = np.float32((self.of == self.each[:, None]) & ~known[:, None])
         self.at_hand = self.queue[:, :_CANDIDATES].copy()
         self.later = np.tile(_LATER * np.arange(self.at_hand.shape[1]), (len(self.orders), 1))
-        self.costs = section.tiles.costs()
-        self.costs_at_hand = self.costs[section.first_tile[:, None] + self.at_hand[self.of]]
+        blocks_k = self.queue.shape[1]
+        self.costs = section.tiles.costs((section.first_tile[:, None] + np.arange(blocks_k)).ravel())
+        self.first_cost = self.heads * blocks_k
+        self.costs_at_hand = self.costs[self.first_cost[:, None] + self.at_hand[self.of]]
         self.waits = np.empty_like(self.costs_at_hand)
         self.chosen: list[Numbers] = []
 
@@ -267,7 +274,7 @@ class _Choice:
             tiles = self.queue[:, upcoming]
             self.at_hand[self.each, best] = tiles
             self.later[self.each, best] = _LATER * upcoming
-            costs = self.costs.take(self.section.first_tile + tiles[self.of], 0)
+            costs = self.costs.take(self.first_cost + tiles[self.of], 0)
             self.costs_at_hand[self.heads, best[self.of]] = costs
         else:
             self.later[self.each, best] = np.inf

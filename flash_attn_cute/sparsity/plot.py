@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.sparsity.model import Pass, Timeline
+from flash_attn_cute.sparsity.model import Pass, Timeline, machine_of
 from flash_attn_cute.spec import BlockTables
 
 _TURNS_UP_TO = 32  # blocks a side: with more there is no room for numbers
@@ -46,7 +46,7 @@ def figure(mask: BlockMask, batch: int, head: int) -> Figure:
 
 
 def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> None:
-    """A moving picture of one mask under several orders: what is done of the first head, and what all CTAs do.
+    """A moving picture of one mask under several orders: what is done of a head in the middle, and what all CTAs do.
 
     Args:
         masks: the same mask, with some orders.
@@ -59,7 +59,9 @@ def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> N
     for (left, right), mask, name in zip(axes, masks, names, strict=True):
         tables = mask.tables(mask.device or torch.device("cpu"), backward=True)
         work, order = _pass_of(mask, tables)
-        lanes.append(_Lane(left, right, _blocks_of(mask, tables, 0, 0)[0] > 0, work.play(order), name))
+        head = len(work.sets) // 2
+        visible = _blocks_of(mask, tables, *divmod(int(work.sets[head]), mask.heads))[0] > 0
+        lanes.append(_Lane(left, right, visible, head, work.play(order), name))
     latest = max(lane.told.makespan for lane in lanes)
     for lane in lanes:
         lane.prepare(latest)
@@ -86,12 +88,11 @@ def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> N
 class _Lane:
     """One order in a moving picture."""
 
-    def __init__(self, blocks: Any, timeline: Any, visible: Tensor, told: Timeline, name: str) -> None:
+    def __init__(self, blocks: Any, timeline: Any, visible: Tensor, head: int, told: Timeline, name: str) -> None:
         self.blocks, self.timeline, self.visible, self.told, self.name = blocks, timeline, visible, told, name
-        first = [i for i, head in enumerate(told.head) if head == 0]
-        by_block = torch.tensor([[told.n[i], told.start[i], told.end[i]] for i in first])
+        by_block = torch.tensor([[told.n[i], told.start[i], told.end[i]] for i, h in enumerate(told.head) if h == head])
         by_block = by_block[by_block[:, 0].argsort()]
-        self.start, self.end = by_block[:, 1], by_block[:, 2]  # (blocks_k,), of the first head
+        self.start, self.end = by_block[:, 1], by_block[:, 2]  # (blocks_k,), of the head whose blocks are shown
 
     def prepare(self, latest: float) -> None:
         """Draws all that does not move; time goes up to ``latest``."""
@@ -131,7 +132,8 @@ class _Lane:
 
 def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """The backward pass of a mask, and its launch order."""
-    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), mask.heads // tables.order.shape[1])
+    group, machine = mask.heads // tables.order.shape[1], machine_of(mask.seqlen_q)
+    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine)
     return work, tables.order.cpu().expand(work.order_shape)
 
 
