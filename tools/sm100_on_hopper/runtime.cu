@@ -1,0 +1,522 @@
+// Tensor memory and the tcgen05 unit of an SM100 GPU, for translated kernels on a Hopper GPU.
+//
+// Tensor memory is a piece of global memory a multiprocessor. tcgen05.mma and tcgen05.commit only put an entry into a
+// queue of their CTA, in the order of issue; entries are executed later, one after the other, by the warps that wait for
+// an mbarrier. So products are as asynchronous as on the hardware, and many warps share one product. An entry may be held
+// back for a random time, as may accesses to tensor memory and the end of a wait (jitter).
+//
+// Faults and settings are in a page of the host's memory at a fixed address (mailbox.py).
+#include "product.h"
+
+namespace {
+
+constexpr uint32_t kMultiprocessors = 144, kColumns = 512, kLanes = 128, kQueues = 2, kEntries = 512, kKeys = 1 << 16;
+constexpr uint32_t kUnitColumns = 32;  // of a product, that a warp computes at a time, of 32 rows
+constexpr uint64_t kMailbox = 0x6a0000000000;
+constexpr uint32_t kRecords = 128, kFirstRecord = 16, kRecordWords = 16;
+constexpr uint32_t kQuietNaN = 0x7fc0dead;
+
+// The same numbers are in mailbox.py, with what they mean.
+enum Fault : uint32_t {
+  kBadAllocation = 1, kNoColumns, kBadFree, kNotAllocated, kWrongLanes, kDifferentAddresses, kBadProduct, kMaskedLanes, kNoQueue,
+  kUncommitted, kOtherThread, kHang, kBadPair, kTransfer,
+};
+
+struct Entry {
+  uint32_t sequence;  // its number + 1, once all else is written
+  uint32_t units;
+  uint32_t is_commit, site;
+  uint64_t not_before;  // ns
+  uint32_t barrier, ctas;  // of a commit; no ctas: the barrier at that address alone
+  uint32_t d, instruction, flags, peer;
+  uint64_t a, b;
+};
+
+struct Queue {
+  uint32_t owner;     // the CTA's key + 1; 0: free
+  uint32_t columns;   // allocated
+  uint32_t base;      // of the last allocation
+  uint32_t reserved;  // entries
+  uint32_t done;      // units of the entry at hand
+  uint32_t pad;
+  uint64_t claim;     // the entry at hand << 32 | its first unit that nobody has taken
+  uint64_t started;   // ns
+  uint32_t uncommitted[32];  // by warp: the thread whose product has no commit behind it, + 1
+  Entry entries[kEntries];
+};
+
+}  // namespace
+
+extern "C" {
+__device__ __align__(128) uint32_t sm100_tensor_memory[kMultiprocessors * kColumns * kLanes];
+__device__ uint32_t sm100_allocated[kMultiprocessors];  // a bit for every 32 columns
+__device__ uint32_t sm100_queue_of[kKeys];              // by the CTA's key: the queue's number + 1
+__device__ uint32_t sm100_num_faults, sm100_jitter, sm100_limit_ms, sm100_num_ctas, sm100_num_entries;
+}
+__device__ Queue queues[kMultiprocessors * kQueues];
+
+namespace {
+
+// Words that other warps, or warps of other multiprocessors, write meanwhile.
+__device__ uint32_t load(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ uint64_t load(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ void store(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ uint32_t load_acquired(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ uint32_t multiprocessor() { uint32_t v; asm volatile("mov.u32 %0, %%smid;" : "=r"(v)); return v; }
+__device__ uint64_t nanoseconds() { uint64_t v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v)); return v; }
+__device__ uint32_t rank_in_cluster() { uint32_t v; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v)); return v; }
+__device__ uint32_t thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+__device__ uint32_t key_of(uint32_t x) { return x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+__device__ uint32_t cta_key() { return key_of(blockIdx.x); }
+__device__ uint32_t first_lane(uint32_t lanes) { return __ffs(lanes) - 1; }
+__device__ bool is_first_lane(uint32_t lanes) { return thread_number() % 32 == first_lane(lanes); }
+__device__ uint32_t blocks_of(uint32_t columns) { return columns == 512 ? 0xffffu : (1u << columns / 32) - 1; }
+__device__ uint32_t* tensor_memory(uint32_t sm) { return sm100_tensor_memory + (size_t)sm * kColumns * kLanes; }
+
+__device__ __noinline__ void fault(uint32_t code, uint32_t site, uint32_t a, uint32_t b, uint32_t c) {
+  volatile uint32_t* record = (volatile uint32_t*)kMailbox + kFirstRecord + atomicAdd(&sm100_num_faults, 1) % kRecords * kRecordWords;
+  record[1] = blockIdx.x;
+  record[2] = blockIdx.y;
+  record[3] = blockIdx.z;
+  record[4] = thread_number();
+  record[5] = site;
+  record[6] = a;
+  record[7] = b;
+  record[8] = c;
+  __threadfence_system();
+  record[0] = code;
+  __threadfence_system();
+}
+
+__device__ __noinline__ void give_up() {
+  uint64_t start = nanoseconds();
+  while (nanoseconds() - start < 100000000) __nanosleep(1000000);  // others have something to tell, too
+  __trap();
+}
+
+__device__ Queue* queue_of(uint32_t key) {
+  uint32_t number = load(&sm100_queue_of[key % kKeys]);
+  if (!number) return nullptr;
+  Queue* queue = &queues[number - 1];
+  return load(&queue->owner) == key + 1 ? queue : nullptr;
+}
+
+// Holds the active threads for a random time, the same for all: mostly none, sometimes the full one.
+__device__ uint32_t random_time(uint32_t salt) {
+  uint32_t longest = load(&sm100_jitter);
+  if (!longest) return 0;
+  uint32_t x = (uint32_t)nanoseconds() ^ salt * 0x9e3779b1u ^ multiprocessor() << 20 ^ thread_number() / 32 << 10;
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  x ^= x >> 16;
+  uint32_t kind = x & 15, scale = x >> 4 & 255;
+  return kind < 10 ? 0 : (uint32_t)((uint64_t)longest * scale / 255 >> (kind < 15 ? 5 : 0));
+}
+__device__ void delay(uint32_t salt) {
+  uint32_t lanes = __activemask(), time = 0;
+  if (is_first_lane(lanes)) time = random_time(salt);
+  time = __shfl_sync(lanes, time, first_lane(lanes));
+  uint64_t start = nanoseconds();
+  while (time && nanoseconds() - start < time) __nanosleep(500);
+  __syncwarp(lanes);
+}
+
+// The memory of a CTA, or of a pair of them, for product.h.
+struct Memory {
+  uint32_t* tensor_memories[2];
+  uint32_t windows[2];  // where the shared memory of each begins
+  bool pair;
+
+  __device__ void shared16(uint32_t cta, uint32_t address, uint32_t* w) {
+    if (pair) {
+      asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(windows[cta] + address) : "memory");
+    } else {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address) : "memory");
+    }
+  }
+  __device__ uint32_t shared2(uint32_t cta, uint32_t address) {
+    uint16_t v;
+    if (pair) asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(v) : "r"(windows[cta] + address) : "memory");
+    else asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+  }
+  __device__ uint32_t tensor(uint32_t cta, uint32_t column, uint32_t lane) {
+    return load(tensor_memories[cta] + column * kLanes + lane);
+  }
+  __device__ void store_tensor(uint32_t cta, uint32_t column, uint32_t lane, uint32_t value) {
+    store(tensor_memories[cta] + column * kLanes + lane, value);
+  }
+};
+
+// The shared::cluster address of another CTA's shared memory, of offset 0.
+__device__ uint32_t window_of(uint32_t rank) {
+  uint32_t v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(0), "r"(rank));
+  return v;
+}
+
+__device__ Product decoded(const Entry& e) {
+  return product_of(e.d, e.a, e.b, e.instruction, e.flags & 1, e.flags & 2, e.flags & 4);
+}
+__device__ uint32_t row_units(const Product& p) { return (rows_of(p) + 31) / 32; }
+__device__ uint32_t units_of(const Product& p) {
+  return row_units(p) * ((p.n + kUnitColumns - 1) / kUnitColumns) * (p.pair ? 2 : 1);
+}
+
+__device__ void execute_product(const Entry& e, uint32_t unit, uint32_t lanes) {
+  Product p = decoded(e);
+  Memory memory;
+  memory.pair = p.pair;
+  memory.tensor_memories[0] = tensor_memory(multiprocessor());
+  if (p.pair) {
+    uint32_t rank = rank_in_cluster();  // even: that of the leader
+    memory.tensor_memories[1] = tensor_memory(e.peer);
+    memory.windows[0] = window_of(rank);
+    memory.windows[1] = window_of(rank + 1);
+  }
+  uint32_t of_rows = row_units(p), cta = p.pair ? unit & 1 : 0, rest = p.pair ? unit >> 1 : unit;
+  uint32_t first = rest % of_rows * 32, begin = rest / of_rows * kUnitColumns;
+  uint32_t end = begin + kUnitColumns < p.n ? begin + kUnitColumns : p.n;
+  uint32_t position = __popc(lanes & ((1u << thread_number() % 32) - 1)), step = __popc(lanes);
+  for (uint32_t row = first + position; row < first + 32 && row < rows_of(p); row += step) {
+    row_product(memory, p, cta, row, begin, end);
+  }
+}
+
+__device__ void execute_commit(const Entry& e) {
+  if (!e.ctas) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(e.barrier) : "memory");
+    return;
+  }
+  for (uint32_t rank = 0; rank < 16; rank++) {
+    if (e.ctas >> rank & 1) {
+      asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+                   "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(e.barrier), "r"(rank) : "memory");
+    }
+  }
+}
+
+// Takes a unit of the entry at hand; false if there is none.
+__device__ bool take_unit(Queue* queue, uint32_t& number, uint32_t& unit) {
+  for (;;) {
+    uint64_t claim = load(&queue->claim);
+    number = (uint32_t)(claim >> 32);
+    unit = (uint32_t)claim;
+    Entry* e = &queue->entries[number % kEntries];
+    if (load_acquired(&e->sequence) != number + 1 || unit >= load(&e->units)) return false;
+    if (unit == 0 && nanoseconds() < load(&e->not_before)) return false;
+    if (atomicCAS((unsigned long long*)&queue->claim, claim, claim + 1) == claim) return true;
+  }
+}
+
+// The active threads of a warp execute a part of the entry at hand; false if there is nothing to do.
+__device__ __noinline__ bool help(Queue* queue) {
+  uint32_t lanes = __activemask(), number = 0, unit = 0, taken = 0;
+  if (is_first_lane(lanes)) taken = take_unit(queue, number, unit);
+  taken = __shfl_sync(lanes, taken, first_lane(lanes));
+  if (!taken) return false;
+  number = __shfl_sync(lanes, number, first_lane(lanes));
+  unit = __shfl_sync(lanes, unit, first_lane(lanes));
+  __threadfence();
+  Entry* there = &queue->entries[number % kEntries];
+  Entry e;
+  const uint32_t* from = (const uint32_t*)there;
+  for (uint32_t i = 0; i < sizeof(Entry) / 4; i++) ((uint32_t*)&e)[i] = load(from + i);
+  if (e.is_commit) {
+    if (is_first_lane(lanes)) execute_commit(e);
+  } else {
+    execute_product(e, unit, lanes);
+  }
+  __threadfence();
+  __syncwarp(lanes);
+  if (is_first_lane(lanes) && atomicAdd(&queue->done, 1) + 1 == e.units) {
+    atomicAdd(&sm100_num_entries, 1);
+    atomicExch(&queue->done, 0);
+    __threadfence();
+    atomicExch((unsigned long long*)&queue->claim, (unsigned long long)(number + 1) << 32);
+  }
+  __syncwarp(lanes);
+  return true;
+}
+
+// Whether a CTA has been running for too long; then the kernel ends with a fault.
+__device__ void watch(Queue* queue, uint32_t site, uint32_t a, uint32_t b) {
+  if (nanoseconds() - load(&queue->started) < (uint64_t)load(&sm100_limit_ms) * 1000000) return;
+  if (is_first_lane(__activemask())) fault(kHang, site, a, b, 0);
+  give_up();
+}
+
+// By one thread: a place in the queue, with nothing in it yet.
+__device__ Entry* reserve(Queue* queue, uint32_t site, uint32_t& number) {
+  number = atomicAdd(&queue->reserved, 1);
+  while (number - (uint32_t)(load(&queue->claim) >> 32) >= kEntries) {
+    if (!help(queue)) __nanosleep(200);
+    watch(queue, site, 0, 0);
+  }
+  return &queue->entries[number % kEntries];
+}
+__device__ void publish(Entry* there, const Entry& e, uint32_t number) {
+  uint32_t* to = (uint32_t*)there;
+  for (uint32_t i = 1; i < sizeof(Entry) / 4; i++) store(to + i, ((const uint32_t*)&e)[i]);
+  __threadfence();
+  atomicExch(&there->sequence, number + 1);
+}
+__device__ Queue* queue_or_fault(uint32_t site) {
+  Queue* queue = queue_of(cta_key());
+  if (!queue) {
+    fault(kNoQueue, site, 0, 0, 0);
+    give_up();
+  }
+  return queue;
+}
+
+__device__ void take_queue(uint32_t site) {
+  uint32_t key = cta_key(), number = multiprocessor() * kQueues, last = number + kQueues;
+  while (number < last && atomicCAS(&queues[number].owner, 0, 0xffffffff) != 0) number++;
+  if (number == last) {
+    fault(kNoQueue, site, key, 0, 0);
+    give_up();
+  }
+  Queue* queue = &queues[number];
+  queue->columns = queue->reserved = queue->done = 0;
+  queue->claim = 0;
+  queue->started = nanoseconds();
+  for (int i = 0; i < 32; i++) queue->uncommitted[i] = 0;
+  for (uint32_t i = 0; i < kEntries; i++) store(&queue->entries[i].sequence, 0);
+  __threadfence();
+  atomicExch(&queue->owner, key + 1);
+  atomicExch(&sm100_queue_of[key % kKeys], number + 1);
+}
+
+__device__ bool test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+               "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+
+}  // namespace
+
+extern "C" {
+
+// tcgen05.alloc, by a warp: the first column's address goes to shared memory.
+__device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns, uint32_t pair, uint32_t site) {
+  __syncwarp();
+  if (columns < 32 || columns > 512 || columns & (columns - 1)) {
+    fault(kBadAllocation, site, columns, 0, 0);
+    give_up();
+  }
+  uint32_t lane = thread_number() % 32, sm = multiprocessor(), base = 0;
+  if (lane == 0) {
+    volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
+    store(&sm100_jitter, mailbox[1]);
+    store(&sm100_limit_ms, mailbox[2]);
+    if (!queue_of(cta_key())) take_queue(site);
+    Queue* queue = queue_of(cta_key());
+    for (bool found = false; !found;) {
+      uint32_t taken = load(&sm100_allocated[sm]);
+      for (base = 0; base + columns <= kColumns; base += columns) {
+        uint32_t blocks = blocks_of(columns) << base / 32;
+        if (!(taken & blocks)) {
+          found = atomicCAS(&sm100_allocated[sm], taken, taken | blocks) == taken;
+          break;
+        }
+      }
+      if (!found) __nanosleep(1000);
+      if (!found && nanoseconds() - load(&queue->started) > (uint64_t)load(&sm100_limit_ms) * 1000000) {
+        fault(kNoColumns, site, columns, taken, 0);
+        give_up();
+      }
+    }
+    queue->columns += columns;
+    store(&queue->base, base);
+    if (pair && gridDim.x % 2) fault(kBadPair, site, gridDim.x, 0, 0);
+  }
+  base = __shfl_sync(0xffffffffu, base, 0);
+  uint4* from = (uint4*)(tensor_memory(sm) + base * kLanes);
+  for (uint32_t i = lane; i < columns * kLanes / 4; i += 32) from[i] = make_uint4(kQuietNaN, kQuietNaN, kQuietNaN, kQuietNaN);
+  __threadfence();
+  __syncwarp();
+  if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(destination), "r"(base) : "memory");
+  __syncwarp();
+}
+
+// tcgen05.dealloc, by a warp: all that was issued has been executed behind it.
+__device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, uint32_t pair, uint32_t site) {
+  __syncwarp();
+  Queue* queue = queue_or_fault(site);
+  while (load(&queue->reserved) != (uint32_t)(load(&queue->claim) >> 32)) {
+    if (!help(queue)) __nanosleep(200);
+    watch(queue, site, 0, 0);
+  }
+  __syncwarp();
+  if (thread_number() % 32 == 0) {
+    for (int i = 0; i < 32; i++) {
+      uint32_t thread = load(&queue->uncommitted[i]);
+      if (thread) fault(kUncommitted, site, thread - 1, 0, 0);
+    }
+    uint32_t sm = multiprocessor(), blocks = blocks_of(columns) << (address & 0xffff) / 32;
+    __threadfence();
+    uint32_t before = atomicAnd(&sm100_allocated[sm], ~blocks);
+    if ((before & blocks) != blocks) fault(kBadFree, site, address, columns, before);
+    queue->columns -= columns;
+    if (queue->columns == 0) {
+      atomicExch(&sm100_queue_of[cta_key() % kKeys], 0);
+      __threadfence();
+      atomicExch(&queue->owner, 0);
+      volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
+      mailbox[4] = atomicAdd(&sm100_num_ctas, 1) + 1;
+      mailbox[5] = load(&sm100_num_entries);
+    }
+  }
+  __syncwarp();
+}
+
+// The place of this thread's lane in the first column of tcgen05.ld or st of shape 32x32b, by a warp.
+__device__ __noinline__ uint64_t sm100_lane(uint32_t address, uint32_t columns, uint32_t site) {
+  uint32_t lanes = 0xffffffffu, column = address & 0xffff, sm = multiprocessor();
+  __syncwarp();
+  if (!__all_sync(lanes, address == __shfl_sync(lanes, address, 0)) && is_first_lane(lanes)) {
+    fault(kDifferentAddresses, site, address, 0, 0);
+  }
+  delay(site);
+  uint32_t own = thread_number() / 32 % 4 * 32;
+  if (address >> 16 != own && is_first_lane(lanes)) fault(kWrongLanes, site, address, own, 0);
+  uint32_t blocks = 0;
+  for (uint32_t i = column / 32; i <= (column + columns - 1) / 32; i++) blocks |= i < 16 ? 1u << i : 0;
+  if (column + columns > kColumns || (load(&sm100_allocated[sm]) & blocks) != blocks) {
+    if (is_first_lane(lanes)) fault(kNotAllocated, site, address, columns, load(&sm100_allocated[sm]));
+    column = 0;
+  }
+  return (uint64_t)(tensor_memory(sm) + column * kLanes + own + thread_number() % 32);
+}
+
+// tcgen05.mma.kind::f16, by the threads that issue it. flags: 1 A is in tensor memory, 2 a pair of CTAs, 4 accumulates.
+__device__ __noinline__ void sm100_mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t flags,
+                                       uint32_t disabled, uint32_t site) {
+  Queue* queue = queue_or_fault(site);
+  Entry e;
+  e.is_commit = 0;
+  e.site = site;
+  e.d = d;
+  e.a = a;
+  e.b = b;
+  e.instruction = instruction;
+  e.flags = flags;
+  Product p = decoded(e);
+  e.units = units_of(p);
+  e.peer = 0;
+  if (disabled) fault(kMaskedLanes, site, disabled, 0, 0);
+  if (!p.known) {
+    fault(kBadProduct, site, instruction, d, (uint32_t)(b >> 32));
+    return;
+  }
+  if (p.pair) {
+    uint32_t waited = 0;
+    Queue* peer = queue_of(key_of(blockIdx.x ^ 1));
+    while (!peer && waited++ < 1000000) {
+      __nanosleep(1000);
+      peer = queue_of(key_of(blockIdx.x ^ 1));
+    }
+    if (!peer || rank_in_cluster() % 2 || load(&peer->base) != load(&queue->base)) {
+      fault(kBadPair, site, rank_in_cluster(), peer != nullptr, 0);
+      give_up();
+    }
+    e.peer = (uint32_t)(peer - queues) / kQueues;
+  }
+  uint32_t columns = p.pair && p.m == 128 ? p.n / 2 : p.n, blocks = 0;
+  for (uint32_t i = p.d_column / 32; i <= (p.d_column + columns - 1) / 32; i++) blocks |= 1u << i;
+  if (flags & 1) blocks |= 1u << p.a_column / 32 | 1u << (p.a_column + 7) / 32;
+  uint32_t allocated = load(&sm100_allocated[multiprocessor()]);
+  if ((allocated & blocks) != blocks) fault(kNotAllocated, site, d, columns, allocated);
+  store(&queue->uncommitted[thread_number() / 32], thread_number() + 1);
+  e.not_before = nanoseconds() + random_time(site);
+  uint32_t number;
+  Entry* there = reserve(queue, site, number);
+  publish(there, e, number);
+}
+
+// tcgen05.commit, by the threads that issue it. No ctas: to the barrier at that address; else to that of each of them.
+__device__ __noinline__ void sm100_commit(uint32_t barrier, uint32_t ctas, uint32_t site) {
+  Queue* queue = queue_or_fault(site);
+  Entry e = {};
+  e.is_commit = 1;
+  e.units = 1;
+  e.site = site;
+  e.barrier = barrier;
+  e.ctas = ctas;
+  uint32_t thread = thread_number();
+  uint32_t issuer = load(&queue->uncommitted[thread / 32]);
+  if (issuer && issuer != thread + 1) fault(kOtherThread, site, issuer - 1, 0, 0);
+  store(&queue->uncommitted[thread / 32], 0);
+  e.not_before = nanoseconds() + random_time(site);
+  uint32_t number;
+  Entry* there = reserve(queue, site, number);
+  publish(there, e, number);
+}
+
+// mbarrier.try_wait.parity (patient) or test_wait.parity: whether the phase is over. Waiting warps execute products.
+__device__ __noinline__ uint32_t sm100_wait(uint32_t barrier, uint32_t parity, uint32_t patient, uint32_t site) {
+  for (uint32_t turn = 0; turn < (patient ? 300 : 1); turn++) {
+    if (test(barrier, parity)) {
+      delay(site);
+      return 1;
+    }
+    Queue* queue = queue_of(cta_key());
+    // A few threads alone would take long over what a warp that also waits does soon.
+    bool helped = queue && (__activemask() == 0xffffffffu || turn >= 200) && help(queue);
+    if (!helped && patient) __nanosleep(200);
+    if (queue) watch(queue, site, barrier, parity);
+  }
+  return 0;
+}
+
+// A cta_group::2 TMA load signals a barrier that may be the other CTA's, and Hopper's TMA that of the CTA it writes to.
+// So there it runs on the barrier of the same offset in its own CTA, of one arrival, and the other one is told after.
+__device__ uint32_t sm100_box_bytes(uint64_t map) {
+  const uint32_t* w = (const uint32_t*)map;  // 128 bytes; box lengths - 1 are in bytes 55 to 59, the type in word 2
+  uint32_t type = w[2] >> 7 & 15;
+  uint32_t bytes = type == 0 ? 1 : type == 1 || type == 6 || type == 10 ? 2 : type == 4 || type == 5 || type == 8 ? 8 : 4;
+  return bytes * ((w[13] >> 24) + 1) * ((w[14] & 255) + 1) * ((w[14] >> 8 & 255) + 1) * ((w[14] >> 16 & 255) + 1) * ((w[14] >> 24) + 1);
+}
+__device__ __noinline__ uint64_t sm100_before_load(uint32_t barrier, uint32_t own, uint64_t map) {
+  uint64_t state = 0;
+  if (barrier != own) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 %0, [%1], %2;"
+                 : "=l"(state) : "r"(own), "r"(sm100_box_bytes(map)) : "memory");
+  }
+  return state;
+}
+__device__ __noinline__ void sm100_after_load(uint32_t barrier, uint32_t own, uint64_t map, uint64_t state, uint32_t site) {
+  if (barrier == own) return;
+  uint32_t done = 0;
+  for (uint64_t start = nanoseconds(); !done;) {
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.acquire.cta.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(own), "l"(state) : "memory");
+    if (!done && nanoseconds() - start > 2000000000) {
+      fault(kTransfer, site, barrier, own, sm100_box_bytes(map));
+      give_up();
+    }
+  }
+  asm volatile("fence.acq_rel.cluster;\nmbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], %1;"
+               ::"r"(barrier), "r"(sm100_box_bytes(map)) : "memory");
+}
+
+}  // extern "C"
