@@ -197,7 +197,16 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("products")
     (folder / "wrapper.cpp").write_text(WRAPPER)
     library = folder / "products.so"
-    command: list[str | Path] = [compiler, "-O1", "-shared", "-fPIC", f"-I{ROOT}", "-o", library, folder / "wrapper.cpp"]
+    command: list[str | Path] = [
+        compiler,
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{ROOT}",
+        "-o",
+        library,
+        folder / "wrapper.cpp",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     run = ctypes.CDLL(str(library)).run
     pointer, word = ctypes.c_void_p, ctypes.c_uint32

@@ -65,14 +65,14 @@ class Operand:
     )
     parts: tuple["Operand", ...] = ()
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All names in it, from left to right."""
         if self.parts:
             return tuple(name for part in self.parts for name in part.names)
         return (self.text,) if re.match(r"[A-Za-z_$%]", self.text) else ()
 
-    @property
+    @cached_property
     def number(self) -> int | None:
         """Its value, of an integer; None of anything else."""
         text = self.text.removesuffix("U")
@@ -130,6 +130,8 @@ class Instruction:
 
     def is_a(self, *prefixes: str) -> bool:
         """Whether the opcode begins with the whole words of one of them."""
+        if not self.opcode.startswith(prefixes):
+            return False
         return any(f"{self.opcode}.".startswith(f"{prefix}.") for prefix in prefixes)
 
     def register(self, name: str) -> str:

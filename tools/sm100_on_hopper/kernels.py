@@ -117,7 +117,11 @@ class Product:
         if cutlass.const_expr(case.a_in_tensor_memory):
             self.store_a(mA, base, thread)
         self.meet()
-        if warp == 0 and rank == 0:
+        fence_after()
+        leads = warp == 0
+        if cutlass.const_expr(pair):
+            leads = leads and rank == 0
+        if leads:
             self.multiply(mma, tDtD, base, sA, sB)
             with cute.arch.elect_one():
                 if cutlass.const_expr(pair):
@@ -126,6 +130,7 @@ class Product:
                     tcgen05.commit(barrier)
         if cutlass.const_expr(case.waits):
             cute.arch.mbarrier_wait(barrier, 0)
+        fence_after()
 
         load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(16)), cutlass.Float32)
         copy = tcgen05.make_tmem_copy(load, tDtD[(None, None), 0, 0])
@@ -142,6 +147,7 @@ class Product:
         for i in cutlass.range_constexpr(cute.size(rD)):
             row, column = tDcD[i]
             mD[rank * 128 + row, column] = rD[i]
+        fence_before()
         self.meet()
         if warp == 0:
             cute.arch.dealloc_tmem(base, 512, is_two_cta=pair)
@@ -171,7 +177,7 @@ class Product:
             halves[k] = mA[thread, k]
         cute.copy(copy, rA, tAtA)
         cute.arch.fence_view_async_tmem_store()
-        cute.arch.sync_threads()
+        fence_before()
 
     @cute.jit
     def multiply(
@@ -187,6 +193,16 @@ class Product:
         for k in cutlass.range_constexpr(DEPTH // 16):
             mma.set(tcgen05.Field.ACCUMULATE, k > 0)
             cute.gemm(mma, tDtD, tDsA[None, None, k], tDsB[None, None, k, 0], tDtD)
+
+
+def fence_before() -> None:
+    """Accesses to tensor memory are not moved behind what tells other threads of them."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+
+
+def fence_after() -> None:
+    """Accesses to tensor memory are not moved before what waits for other threads."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
 
 
 def largest(*values: cutlass.Float32) -> cutlass.Float32:
