@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("SM100 kernels on a Hopper GPU")
     group.addoption("--sm100-jitter-us", type=float, default=0.0, help="longest random delay of what is asynchronous")
     group.addoption("--sm100-limit-s", type=float, default=20.0, help="how long a CTA may take")
+    group.addoption("--sm100-b300", action="store_true", help="kernels of a B300 instead of a B200")
     group.addoption("--sm100-instead-of", default=None, help="another backend whose calls go to sm100's kernels")
 
 
@@ -24,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def sm100_on_hopper(request: pytest.FixtureRequest) -> Mailbox:
     """The emulation: its settings, counts and faults."""
     option = request.config.getoption
-    mailbox = hook.install(instead_of=option("--sm100-instead-of"))
+    mailbox = hook.install(gpu=(10, 3 * option("--sm100-b300")), instead_of=option("--sm100-instead-of"))
     mailbox.configure(
         jitter_ns=round(1e3 * option("--sm100-jitter-us")), limit_ms=round(1e3 * option("--sm100-limit-s"))
     )

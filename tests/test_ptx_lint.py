@@ -169,6 +169,14 @@ def test_most_planted_bugs_break_one_rule() -> None:
     assert alone == {rule for rule, *_ in PLANTED.values()}
 
 
+def test_what_concerns_nobody_is_not_found() -> None:
+    """A barrier of a warp, or of threads that use no tensor memory, tells nobody of loads and stores."""
+    unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which nobody waits
+    text = changed(KERNEL, r"(tcgen05\.wait::ld)", rf"{unrelated} \1")
+    text = changed(text, r"(fence\.proxy)", rf"{unrelated} \1")
+    assert rules(text) == {"arrivals"}
+
+
 def test_findings_say_where() -> None:
     text = changed(KERNEL, r"fence\.proxy\.async[^;]*;", "")
     (finding,) = lint(text)

@@ -22,7 +22,7 @@ stages. Emulation (``tools.sm100_on_hopper``) sees those.
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +80,8 @@ class _Kernel:
                 self.counts[address.number] = count.number
                 self.initialised[address.number] = x.line
         self.region_starts, self.readers = self._regions()
+        # Of products, and of what frees columns: they reach all of tensor memory, others a quarter of the lanes.
+        self.issuers = {thread.number for thread, _, _ in self.where("tcgen05.mma", "tcgen05.cp", "tcgen05.dealloc")}
         self.ring_starts = {
             value.number for _, _, value in self._arrivals() if value is not None and not value.is_exact
         }
@@ -109,6 +111,10 @@ class _Kernel:
             address -= _STEP
         return address if address in self.ring_starts else value.number
 
+    def are_beside(self, a: int, b: int) -> bool:
+        """Whether all mbarriers from one to another have the same count, so that they may be of one ring."""
+        return len({self.counts.get(x) for x in range(min(a, b), max(a, b) + 1, _STEP)}) == 1
+
     def region(self, address: int) -> int | None:
         """Where the piece of shared memory begins that an address is in, if TMA or tensor cores read it."""
         start = max((x for x in self.region_starts if x <= address), default=None)
@@ -136,6 +142,14 @@ class _Kernel:
             return any(t // WARP == warp and not thread.executes(n) for t, n in readers)
         told = self.audiences[self.meeting(thread, number)]
         return any(t in told for t, _ in readers)
+
+    def tells_users(self, thread: Thread, number: int) -> bool:
+        """Whether those who go on behind an instruction reach what the thread reaches in tensor memory."""
+        if self.instructions[number].is_a("bar.warp"):
+            return False
+        told = self.audiences[self.meeting(thread, number)]
+        warp = thread.number // WARP
+        return any(t in self.issuers or (t // WARP != warp and t // WARP % 4 == warp % 4) for t in told)
 
     def meeting(self, thread: Thread, number: int) -> str:
         """What an arrival and those who wait for it share: an mbarrier, or the number of a barrier."""
@@ -272,7 +286,7 @@ class _Walk:
         for region in [int(fact.split()[1]) for fact in state if fact.startswith("proxy ")]:
             if self.kernel.hands_over(self.thread, number, region):
                 self.unfenced(number, state, region)
-        if x.is_a("bar.warp"):
+        if not (state.keys() & {"load", "store", "unfenced"} and self.kernel.tells_users(self.thread, number)):
             return
         if "load" in state:
             self.report("load-wait", number, state["load"], "without tcgen05.wait::ld behind the load of")
@@ -291,6 +305,8 @@ class _Walk:
                 state.update((f"register {register}", origin) for register in resolved.results)
                 return
             self.report("load-wait", number, origin, "uses a register without tcgen05.wait::ld behind the load of")
+            for fact in [fact for fact in state if fact.startswith("register ") and state[fact] == origin]:
+                del state[fact]  # once is enough
         for register in resolved.results:
             state.pop(f"register {register}", None)
         if x.is_a("tcgen05.ld", "tcgen05.st", "tcgen05.mma") and "waited" in state:
@@ -431,7 +447,7 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
 
 def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
     """Compares counts with arrivals where all of both are known and none comes from another CTA."""
-    # By ring and warp, of those at the ring's address, and of all: where a ring ends is not known for certain.
+    # By ring and warp, of those at the address of the ring, and of all: where a ring ends is not certain.
     at_start: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     in_ring: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     lines: dict[int, int] = {}
@@ -451,7 +467,8 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
             lines.setdefault(ring, x.line)
     for ring, warps_of_ring in in_ring.items():
         expected = kernel.counts.get(ring)
-        totals = {sum(map(max, arrivals[ring].values())) for arrivals in (at_start, in_ring)}
+        beside = _merged(in_ring[other] for other in in_ring if kernel.are_beside(ring, other))
+        totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[ring], warps_of_ring, beside)}
         if expected is None or expected in totals or any(len(each) > 1 for each in warps_of_ring.values()):
             continue
         told = ", ".join(f"{max(each)} of warp {warp}" for warp, each in sorted(warps_of_ring.items()))
@@ -461,6 +478,14 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
     for barrier, line in kernel.initialised.items():
         if barrier not in in_ring and kernel.ring(Value(barrier, is_shared=True)) == barrier:
             yield Finding("arrivals", line, f"nothing arrives at the mbarrier at {barrier}")
+
+
+def _merged(arrivals: Iterable[dict[int, set[int]]]) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    for by_warp in arrivals:
+        for warp, counts in by_warp.items():
+            found[warp] |= counts
+    return found
 
 
 def _is_remote(x: Instruction) -> bool:

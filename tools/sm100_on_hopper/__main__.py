@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--jitter-us", type=float, default=0.0, help="longest random delay (default: none)")
     top.add_argument("--limit-s", type=float, default=20.0, help="how long a CTA may take (default: %(default)s)")
+    top.add_argument("--b300", action="store_true", help="the kernels of a B300 (default: those of a B200)")
     top.add_argument("--instead-of", metavar="BACKEND", help="another backend whose calls go to sm100's kernels")
     top.add_argument("command", nargs="+", help="pytest, a file or -m and a module, and their arguments")
     return top
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, *rest = chosen.command
     if first == "pytest":  # its plugin does what is done here, in every worker
         options = [f"--sm100-jitter-us={chosen.jitter_us}", f"--sm100-limit-s={chosen.limit_s}"]
+        options += ["--sm100-b300"] if chosen.b300 else []
         if chosen.instead_of:
             options.append(f"--sm100-instead-of={chosen.instead_of}")
         sys.argv = ["pytest", "-p", "tests.sm100_on_hopper", *options, *rest]
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from tools.sm100_on_hopper import hook
 
-    mailbox = hook.install(instead_of=chosen.instead_of)
+    mailbox = hook.install(gpu=(10, 3 * chosen.b300), instead_of=chosen.instead_of)
     mailbox.configure(jitter_ns=round(1e3 * chosen.jitter_us), limit_ms=round(1e3 * chosen.limit_s))
     try:
         if first == "-m":

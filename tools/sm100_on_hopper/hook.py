@@ -61,22 +61,21 @@ def emulating(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_for_sm100(config: Any) -> bool:
-    from flash_attn_cute.kernels import registry
-
-    return registry.architecture_of(config).target.startswith("sm_10")
+    return str(config.architecture) == "sm100"
 
 
 @functools.cache
-def install(*, instead_of: str | None = None) -> Mailbox:
+def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) -> Mailbox:
     """From now on calls of ``backend="sm100"`` run on Hopper GPUs, in this process.
 
     Kernels that are kept on disk get names of their own.
 
     Args:
+        gpu: the compute capability whose kernels they are.
         instead_of: the name of another backend of kernels, whose calls go to sm100's, too.
 
     Raises:
-        ValueError: the package has no kernels for SM100.
+        ValueError: the package has no such kernels.
     """
     from flash_attn_cute import dispatch
     from flash_attn_cute.backends.cute import CuteBackend
@@ -93,9 +92,10 @@ def install(*, instead_of: str | None = None) -> Mailbox:
         return found | {"executor": build.identity()} if _is_for_sm100(config) else found
 
     key.identity = identity_of_emulated
-    if "sm100" not in registry.ARCHITECTURES:
-        raise ValueError("flash_attn_cute has no kernels for SM100")
-    backend = CuteBackend(registry.ARCHITECTURES["sm100"]._replace(capabilities=(HOPPER,)))
+    architecture: Any = registry.ARCHITECTURES.get("sm100")
+    if architecture is None or gpu not in architecture.targets:
+        raise ValueError(f"gpu: flash_attn_cute has no kernels of backend 'sm100' for compute capability {gpu}")
+    backend = CuteBackend(architecture.on(gpu)._replace(targets={HOPPER: architecture.targets[gpu]}))
     for name in ("sm100", instead_of or "sm100"):
         dispatch.BACKENDS[name] = backend
     mailbox.register()
