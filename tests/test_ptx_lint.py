@@ -150,7 +150,7 @@ PLANTED = {
         r"\1 256;setmaxnreg.inc.sync.aligned.u32 400",
     ),
     "a count too high": ("arrivals", r"(mbarrier\.init\.shared\.b64 \[%r1\+8\]), 4", r"\1, 5"),
-    "a count of a second stage": ("arrivals", r"(mbarrier\.init\.shared\.b64 \[%r1\+24\]), 1", r"\1, 2"),
+    "no arrival": ("arrivals", r"mbarrier\.arrive\.shared\.b64 _, \[%r1\+8\];", ""),
     "an arrival by a whole warp": ("arrivals", r"(elect\.sync _\|%p4, -1;)\s+@!%p4 bra END;(\s+mbarrier)", r"\2"),
     "an arrival too many": ("arrivals", r"(@%p11 bra LOADS;)", r"\1 mbarrier.arrive.shared.b64 _, [%r1+8];"),
     "bytes that nobody expects": ("expected-bytes", r"arrive\.expect_tx([^;]*), 16384", r"arrive\1"),

@@ -7,7 +7,6 @@ import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -148,7 +147,7 @@ def test_faults_have_the_numbers_of_the_runtime() -> None:
 
 
 def test_faults_are_told_once() -> None:
-    page = mailbox.Mailbox()
+    page = mailbox.mailbox()
     assert page.take_faults() == []
     record = struct.pack("<9I", 5, 1, 2, 3, 40, 77, 0x200010, 32, 0)
     ctypes.memmove(mailbox.ADDRESS + 4 * (16 + 16), record, len(record))
@@ -158,60 +157,23 @@ def test_faults_are_told_once() -> None:
     assert (page.num_ctas, page.num_entries) == (0, 0)
 
 
-WRAPPER = """
-#include <string.h>
-#include "product.h"
-struct Memory {
-  const uint8_t* shared;  // of two CTAs, 256 KB each
-  uint32_t* tensors;      // of two CTAs: columns of 128 lanes
-  uint32_t* place(uint32_t cta, uint32_t column, uint32_t lane) {
-    return tensors + (cta * 512 + column) * 128 + lane;
-  }
-  void shared16(uint32_t cta, uint32_t address, uint32_t* w) { memcpy(w, shared + cta * 262144 + address, 16); }
-  uint32_t shared2(uint32_t cta, uint32_t address) {
-    uint16_t v;
-    memcpy(&v, shared + cta * 262144 + address, 2);
-    return v;
-  }
-  uint32_t tensor(uint32_t cta, uint32_t column, uint32_t lane) { return *place(cta, column, lane); }
-  void store_tensor(uint32_t cta, uint32_t column, uint32_t lane, uint32_t v) { *place(cta, column, lane) = v; }
-};
-extern "C" int run(const uint8_t* shared, uint32_t* tensors, uint32_t d, uint64_t a, uint64_t b, uint32_t instruction,
-                   int flags) {
-  Memory memory{shared, tensors};
-  Product p = product_of(d, a, b, instruction, flags & 1, flags & 2, flags & 4);
-  if (!p.known) return 0;
-  for (uint32_t cta = 0; cta < (p.pair ? 2 : 1); cta++)
-    for (uint32_t row = 0; row < rows_of(p); row++) row_product(memory, p, cta, row, 0, p.n);
-  return 1;
-}
-"""
-
-
 @pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The arithmetic of products, compiled for this machine."""
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Products and the queue of an SM, compiled for this machine."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("products")
-    (folder / "wrapper.cpp").write_text(WRAPPER)
-    library = folder / "products.so"
-    command: list[str | Path] = [
-        compiler,
-        "-O1",
-        "-shared",
-        "-fPIC",
-        f"-I{ROOT}",
-        "-o",
-        library,
-        folder / "wrapper.cpp",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    run = ctypes.CDLL(str(library)).run
-    pointer, word = ctypes.c_void_p, ctypes.c_uint32
-    run.argtypes = [pointer, pointer, word, ctypes.c_uint64, ctypes.c_uint64, word, ctypes.c_int]
-    return run
+    library, sources = tmp_path_factory.mktemp("host") / "host.so", Path(__file__).parent / "sm100_on_host"
+    command: list[str | Path] = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-o", library]
+    command += [f"-I{ROOT}", "-include", sources / "machine.h", sources / "product.cpp", sources / "kernel.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    pointer, word, number = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
+    loaded.product.argtypes = [pointer, pointer, word, ctypes.c_uint64, ctypes.c_uint64, word, number]
+    loaded.kernel.argtypes = [number] * 5 + [word, pointer]
+    loaded.shared_memory.restype = pointer
+    return loaded
 
 
 SWIZZLES = {128: 2, 64: 4, 32: 6}  # bytes of a row of the atom: what the descriptor says
@@ -293,7 +255,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_products(products: Any, form: Form) -> None:
+def test_products(host: ctypes.CDLL, form: Form) -> None:
     a, b = torch.randn(form.m, 16, dtype=form.dtype), torch.randn(form.n, 16, dtype=form.dtype)
     c = torch.randn(form.ctas, form.rows, form.n)
     shared = torch.zeros(2, 262144, dtype=torch.uint8)
@@ -314,7 +276,7 @@ def test_products(products: Any, form: Form) -> None:
         tensors.copy_(before)
         flags = form.in_tensor + 2 * form.pair + 4 * accumulate
         words = D, a_word, b_word, form.instruction, flags
-        assert products(shared.data_ptr(), tensors.data_ptr(), *words) == 1
+        assert host.product(shared.data_ptr(), tensors.data_ptr(), *words) == 1
         expected = product + accumulate * c
         for cta in range(form.ctas):
             for view, columns in form.elements(tensors, cta):
@@ -342,17 +304,52 @@ def test_products(products: Any, form: Form) -> None:
         ({"instruction": 1 << 15}, 1),  # in tensor memory A is K-major
     ],
 )
-def test_forms_of_products_that_are_not_known(products: Any, changes: dict[str, int], flags: int) -> None:
+def test_forms_of_products_that_are_not_known(host: ctypes.CDLL, changes: dict[str, int], flags: int) -> None:
     memory = torch.zeros(2, 262144)
     word = descriptor(0, 0, 1024, 128)
     numbers = {"d": 0, "a": word, "b": word, "instruction": 1 << 4 | 1 << 7 | 1 << 10 | 16 << 17 | 8 << 24}
     pointer = memory.data_ptr()
     arguments = numbers if not flags & 1 else numbers | {"a": 256}
-    assert products(pointer, pointer, *arguments.values(), flags) == 1
+    assert host.product(pointer, pointer, *arguments.values(), flags) == 1
     arguments = {name: value ^ changes.get(name, 0) for name, value in arguments.items()}
     if flags == 2:
         arguments["instruction"] ^= (16 ^ 18) << 17
-    assert products(pointer, pointer, *arguments.values(), flags) == 0
+    assert host.product(pointer, pointer, *arguments.values(), flags) == 0
+
+
+@pytest.mark.parametrize("jitter_ns", [0, 200_000])
+@pytest.mark.parametrize("waiters", [1, 4])
+@pytest.mark.parametrize("form", [Form(n=64), Form(m=256, n=64, pair=True)], ids=["one", "two"])
+def test_products_are_executed_in_order_by_those_who_wait(
+    host: ctypes.CDLL, form: Form, waiters: int, jitter_ns: int
+) -> None:
+    """Kernels of 16 steps, each of which is seen as a whole by all who wait for its commit; all is freed at the end."""
+    page = mailbox.mailbox()
+    page.configure(jitter_ns=jitter_ns)
+    a, b = (torch.randint(-2, 3, (rows, 16)).to(torch.bfloat16) for rows in (form.m, form.n))  # whose sums are exact
+    expected = (a.float() @ b.float().T).contiguous()
+    memory = (ctypes.c_uint8 * (2 * 262144)).from_address(host.shared_memory())
+    shared = torch.frombuffer(memory, dtype=torch.uint8).view(2, 262144)
+    for cta in range(form.ctas):
+        for start, matrix in ((1024, a), (65536, b)):
+            place(shared[cta], start, matrix.view(form.ctas, -1, 16)[cta].contiguous(), False, 128)
+    for _ in range(3):
+        assert host.kernel(form.ctas, 16, 3, waiters, 1, form.instruction, expected.data_ptr()) == 0
+        assert host.in_use() == 0
+    # More products than the queue has places: who issues them has to help.
+    assert host.kernel(form.ctas, 1, 700, waiters, 1, form.instruction, expected.data_ptr()) == 0
+    assert page.take_faults() == []
+
+
+def test_a_product_without_a_commit_is_told(host: ctypes.CDLL) -> None:
+    page = mailbox.mailbox()
+    page.configure()
+    assert host.kernel(1, 1, 2, 0, 0, Form().instruction, None) == 0
+    (fault,) = page.take_faults()
+    assert str(fault) == (
+        "PTX line 5, CTA (0, 0, 0), thread 0: tcgen05.dealloc, and the last tcgen05.mma of thread 0 has no "
+        "tcgen05.commit behind it"
+    )
 
 
 def test_kernels_of_the_self_test(tmp_path: Path) -> None:

@@ -73,12 +73,10 @@ class _Kernel:
         self.instructions = program.instructions
         self.threads = [thread for warp in program.warps for thread in warp]
         self.counts: dict[int, int] = {}  # of mbarriers whose initialisation is known, by address
-        self.initialised: dict[int, int] = {}  # and its line
         for thread, number, x in self.where("mbarrier.init"):
             address, count = thread.address(number, 0), thread.value(x, x.operands[1])
             if address is not None and count is not None and address.is_exact:
                 self.counts[address.number] = count.number
-                self.initialised[address.number] = x.line
         self.region_starts, self.readers = self._regions()
         # Of products, and of what frees columns: they reach all of tensor memory, others a quarter of the lanes.
         self.issuers = {thread.number for thread, _, _ in self.where("tcgen05.mma", "tcgen05.cp", "tcgen05.dealloc")}
@@ -475,9 +473,11 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
         yield Finding(
             "arrivals", lines[ring], f"the mbarrier at {ring} has a count of {expected}, and arrivals: {told}"
         )
-    for barrier, line in kernel.initialised.items():
-        if barrier not in in_ring and kernel.ring(Value(barrier, is_shared=True)) == barrier:
-            yield Finding("arrivals", line, f"nothing arrives at the mbarrier at {barrier}")
+    for thread, number, x in kernel.where("mbarrier.try_wait", "mbarrier.test_wait"):
+        ring = kernel.ring(thread.address(number, 1))
+        first_phase_passes = "parity" in x.parts and thread.value(x, x.operands[2]) == Value(1)
+        if ring in kernel.counts and ring not in in_ring and not first_phase_passes:
+            yield Finding("arrivals", x.line, f"waits for the mbarrier at {ring}, at which nothing arrives")
 
 
 def _merged(arrivals: Iterable[dict[int, set[int]]]) -> dict[int, set[int]]:

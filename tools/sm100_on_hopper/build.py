@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.sm100_on_hopper.translate import Translation, translate
 
 _HERE = Path(__file__).parent
-SOURCES = [_HERE / name for name in ("product.h", "runtime.cu", "translate.py", "build.py", "../ptx.py")]
+SOURCES = [_HERE / name for name in ("machine.h", "product.h", "runtime.cu", "translate.py", "build.py", "../ptx.py")]
 
 
 class BuildError(RuntimeError):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.sm100_on_hopper import build
-from tools.sm100_on_hopper.mailbox import Mailbox
+from tools.sm100_on_hopper.mailbox import Mailbox, mailbox
 
 HOPPER = (9, 0)
 
@@ -83,7 +83,6 @@ def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) ->
     from flash_attn_cute.jit import key
     from flash_attn_cute.kernels import registry
 
-    mailbox = Mailbox()
     compiling.compile_kernel = emulating(compiling.compile_kernel)
     identity = key.identity
 
@@ -98,5 +97,5 @@ def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) ->
     backend = CuteBackend(architecture.on(gpu)._replace(targets={HOPPER: architecture.targets[gpu]}))
     for name in ("sm100", instead_of or "sm100"):
         dispatch.BACKENDS[name] = backend
-    mailbox.register()
-    return mailbox
+    mailbox().register()
+    return mailbox()

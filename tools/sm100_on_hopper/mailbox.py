@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import functools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Fault:
 
 
 class Mailbox:
-    """The page, made once a process."""
+    """The page; ``mailbox()`` is that of the process."""
 
     def __init__(self) -> None:
         """Makes the page at its address.
@@ -113,3 +114,13 @@ class Mailbox:
                 found.append(Fault(code, (x, y, z), thread, line, (a, b, c)))
                 struct.pack_into("<I", self._bytes, offset, 0)
         return found
+
+
+@functools.cache
+def mailbox() -> Mailbox:
+    """That of this process, without jitter until it is configured.
+
+    Raises:
+        OSError: something else is at its address.
+    """
+    return Mailbox()

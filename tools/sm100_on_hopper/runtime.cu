@@ -6,6 +6,7 @@
 // back for a random time, as may accesses to tensor memory and the end of a wait (jitter).
 //
 // Faults and settings are in a page of the host's memory at a fixed address (mailbox.py).
+#include "machine.h"
 #include "product.h"
 
 namespace {
@@ -57,29 +58,6 @@ __device__ Queue queues[kMultiprocessors * kQueues];
 
 namespace {
 
-// Words that other warps, or warps of other multiprocessors, write meanwhile.
-__device__ uint32_t load(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ uint64_t load(const uint64_t* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ void store(uint32_t* p, uint32_t v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ uint32_t load_acquired(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ uint32_t multiprocessor() { uint32_t v; asm volatile("mov.u32 %0, %%smid;" : "=r"(v)); return v; }
-__device__ uint64_t nanoseconds() { uint64_t v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v)); return v; }
-__device__ uint32_t rank_in_cluster() { uint32_t v; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v)); return v; }
 __device__ uint32_t thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 __device__ uint32_t key_of(uint32_t x) { return x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
 __device__ uint32_t cta_key() { return key_of(blockIdx.x); }
@@ -143,19 +121,11 @@ struct Memory {
   bool pair;
 
   __device__ void shared16(uint32_t cta, uint32_t address, uint32_t* w) {
-    if (pair) {
-      asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(windows[cta] + address) : "memory");
-    } else {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address) : "memory");
-    }
+    if (pair) load_shared16_of_cluster(windows[cta] + address, w);
+    else load_shared16(address, w);
   }
   __device__ uint32_t shared2(uint32_t cta, uint32_t address) {
-    uint16_t v;
-    if (pair) asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(v) : "r"(windows[cta] + address) : "memory");
-    else asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-    return v;
+    return pair ? load_shared2_of_cluster(windows[cta] + address) : load_shared2(address);
   }
   __device__ uint32_t tensor(uint32_t cta, uint32_t column, uint32_t lane) {
     return load(tensor_memories[cta] + column * kLanes + lane);
@@ -164,13 +134,6 @@ struct Memory {
     store(tensor_memories[cta] + column * kLanes + lane, value);
   }
 };
-
-// The shared::cluster address of another CTA's shared memory, of offset 0.
-__device__ uint32_t window_of(uint32_t rank) {
-  uint32_t v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(0), "r"(rank));
-  return v;
-}
 
 __device__ Product decoded(const Entry& e) {
   return product_of(e.d, e.a, e.b, e.instruction, e.flags & 1, e.flags & 2, e.flags & 4);
@@ -188,8 +151,8 @@ __device__ void execute_product(const Entry& e, uint32_t unit, uint32_t lanes) {
   if (p.pair) {
     uint32_t rank = rank_in_cluster();  // even: that of the leader
     memory.tensor_memories[1] = tensor_memory(e.peer);
-    memory.windows[0] = window_of(rank);
-    memory.windows[1] = window_of(rank + 1);
+    memory.windows[0] = in_cluster(0, rank);
+    memory.windows[1] = in_cluster(0, rank + 1);
   }
   uint32_t of_rows = row_units(p), cta = p.pair ? unit & 1 : 0, rest = p.pair ? unit >> 1 : unit;
   uint32_t first = rest % of_rows * 32, begin = rest / of_rows * kUnitColumns;
@@ -201,15 +164,9 @@ __device__ void execute_product(const Entry& e, uint32_t unit, uint32_t lanes) {
 }
 
 __device__ void execute_commit(const Entry& e) {
-  if (!e.ctas) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(e.barrier) : "memory");
-    return;
-  }
+  if (!e.ctas) arrive(e.barrier);
   for (uint32_t rank = 0; rank < 16; rank++) {
-    if (e.ctas >> rank & 1) {
-      asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-                   "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(e.barrier), "r"(rank) : "memory");
-    }
+    if (e.ctas >> rank & 1) arrive(in_cluster(e.barrier, rank));
   }
 }
 
@@ -305,13 +262,6 @@ __device__ void take_queue(uint32_t site) {
   atomicExch(&sm100_queue_of[key % kKeys], number + 1);
 }
 
-__device__ bool test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-               "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-
 }  // namespace
 
 extern "C" {
@@ -354,7 +304,7 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
   for (uint32_t i = lane; i < columns * kLanes / 4; i += 32) from[i] = make_uint4(kQuietNaN, kQuietNaN, kQuietNaN, kQuietNaN);
   __threadfence();
   __syncwarp();
-  if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(destination), "r"(base) : "memory");
+  if (lane == 0) store_shared(destination, base);
   __syncwarp();
 }
 
@@ -475,7 +425,7 @@ __device__ __noinline__ void sm100_commit(uint32_t barrier, uint32_t ctas, uint3
 // mbarrier.try_wait.parity (patient) or test_wait.parity: whether the phase is over. Waiting warps execute products.
 __device__ __noinline__ uint32_t sm100_wait(uint32_t barrier, uint32_t parity, uint32_t patient, uint32_t site) {
   for (uint32_t turn = 0; turn < (patient ? 300 : 1); turn++) {
-    if (test(barrier, parity)) {
+    if (phase_is_over(barrier, parity)) {
       delay(site);
       return 1;
     }
@@ -488,35 +438,20 @@ __device__ __noinline__ uint32_t sm100_wait(uint32_t barrier, uint32_t parity, u
   return 0;
 }
 
-// A cta_group::2 TMA load signals a barrier that may be the other CTA's, and Hopper's TMA that of the CTA it writes to.
-// So there it runs on the barrier of the same offset in its own CTA, of one arrival, and the other one is told after.
-__device__ uint32_t sm100_box_bytes(uint64_t map) {
-  const uint32_t* w = (const uint32_t*)map;  // 128 bytes; box lengths - 1 are in bytes 55 to 59, the type in word 2
-  uint32_t type = w[2] >> 7 & 15;
-  uint32_t bytes = type == 0 ? 1 : type == 1 || type == 6 || type == 10 ? 2 : type == 4 || type == 5 || type == 8 ? 8 : 4;
-  return bytes * ((w[13] >> 24) + 1) * ((w[14] & 255) + 1) * ((w[14] >> 8 & 255) + 1) * ((w[14] >> 16 & 255) + 1) * ((w[14] >> 24) + 1);
-}
+// A TMA load of a pair of CTAs, before and after it: machine.h says what they are for.
 __device__ __noinline__ uint64_t sm100_before_load(uint32_t barrier, uint32_t own, uint64_t map) {
-  uint64_t state = 0;
-  if (barrier != own) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 %0, [%1], %2;"
-                 : "=l"(state) : "r"(own), "r"(sm100_box_bytes(map)) : "memory");
-  }
-  return state;
+  return barrier == own ? 0 : expect_bytes(own, box_bytes(map));
 }
 __device__ __noinline__ void sm100_after_load(uint32_t barrier, uint32_t own, uint64_t map, uint64_t state, uint32_t site) {
   if (barrier == own) return;
-  uint32_t done = 0;
-  for (uint64_t start = nanoseconds(); !done;) {
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.acquire.cta.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(own), "l"(state) : "memory");
-    if (!done && nanoseconds() - start > 2000000000) {
-      fault(kTransfer, site, barrier, own, sm100_box_bytes(map));
+  uint64_t start = nanoseconds();
+  while (!phase_of_is_over(own, state)) {
+    if (nanoseconds() - start > 2000000000) {
+      fault(kTransfer, site, barrier, own, box_bytes(map));
       give_up();
     }
   }
-  asm volatile("fence.acq_rel.cluster;\nmbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], %1;"
-               ::"r"(barrier), "r"(sm100_box_bytes(map)) : "memory");
+  bring_bytes(barrier, box_bytes(map));
 }
 
 }  // extern "C"

@@ -24,7 +24,7 @@ def _prepare(name: str, *, change: Callable[[str], str] = str, **options: Any) -
 
     from flash_attn_cute.jit.code import export, load
     from tools.sm100_on_hopper import build, hook, kernels
-    from tools.sm100_on_hopper.mailbox import Mailbox
+    from tools.sm100_on_hopper.mailbox import mailbox
 
     case = kernels.Case(name, **options)
     start = time.perf_counter()
@@ -36,9 +36,8 @@ def _prepare(name: str, *, change: Callable[[str], str] = str, **options: Any) -
         loaded = load(export(kernel))
     print(f"  compiled in {compiled - start:.1f} s, built in {time.perf_counter() - compiled:.1f} s")
     print(f"  replaced: {translation.replaced}")
-    mailbox = Mailbox()
-    mailbox.register()
-    return loaded, mailbox, case
+    mailbox().register()
+    return loaded, mailbox(), case
 
 
 def _operands(case: Any) -> tuple[Any, Any, Any]:
