@@ -1,6 +1,7 @@
 // Tensor memory and the tcgen05 unit of an SM100 GPU, for translated kernels on a Hopper GPU.
 //
-// Tensor memory is a piece of global memory a multiprocessor. tcgen05.mma and tcgen05.commit only put an entry into a
+// Tensor memory is a piece of global memory a multiprocessor; a CTA keeps the one of the multiprocessor that it allocates
+// on, should it be moved to another. tcgen05.mma and tcgen05.commit only put an entry into a
 // queue of their CTA, in the order of issue; entries are executed later, one after the other, by the warps that wait for
 // an mbarrier. So products are as asynchronous as on the hardware, and many warps share one product. An entry may be held
 // back for a random time, as may accesses to tensor memory and the end of a wait (jitter).
@@ -29,7 +30,7 @@ struct Entry {
   uint32_t is_commit, site;
   uint64_t not_before;  // ns
   uint32_t barrier, ctas;  // of a commit; no ctas: the barrier at that address alone
-  uint32_t d, instruction, flags, peer;
+  uint32_t d, instruction, flags, peer;  // peer: its tensor memory's number
   uint64_t a, b;
 };
 
@@ -64,7 +65,7 @@ __device__ uint32_t cta_key() { return key_of(blockIdx.x); }
 __device__ uint32_t first_lane(uint32_t lanes) { return __ffs(lanes) - 1; }
 __device__ bool is_first_lane(uint32_t lanes) { return thread_number() % 32 == first_lane(lanes); }
 __device__ uint32_t blocks_of(uint32_t columns) { return columns == 512 ? 0xffffu : (1u << columns / 32) - 1; }
-__device__ uint32_t* tensor_memory(uint32_t sm) { return sm100_tensor_memory + (size_t)sm * kColumns * kLanes; }
+__device__ uint32_t* tensor_memory(uint32_t number) { return sm100_tensor_memory + (size_t)number * kColumns * kLanes; }
 
 __device__ __noinline__ void fault(uint32_t code, uint32_t site, uint32_t a, uint32_t b, uint32_t c) {
   volatile uint32_t* record = (volatile uint32_t*)kMailbox + kFirstRecord + atomicAdd(&sm100_num_faults, 1) % kRecords * kRecordWords;
@@ -86,6 +87,9 @@ __device__ __noinline__ void give_up() {
   while (nanoseconds() - start < 100000000) __nanosleep(1000000);  // others have something to tell, too
   __trap();
 }
+
+// The number of the tensor memory that a CTA allocates from.
+__device__ uint32_t memory_of(const Queue* queue) { return (uint32_t)(queue - queues) / kQueues; }
 
 __device__ Queue* queue_of(uint32_t key) {
   uint32_t number = load(&sm100_queue_of[key % kKeys]);
@@ -143,11 +147,11 @@ __device__ uint32_t units_of(const Product& p) {
   return row_units(p) * ((p.n + kUnitColumns - 1) / kUnitColumns) * (p.pair ? 2 : 1);
 }
 
-__device__ void execute_product(const Entry& e, uint32_t unit, uint32_t lanes) {
+__device__ void execute_product(const Queue* queue, const Entry& e, uint32_t unit, uint32_t lanes) {
   Product p = decoded(e);
   Memory memory;
   memory.pair = p.pair;
-  memory.tensor_memories[0] = tensor_memory(multiprocessor());
+  memory.tensor_memories[0] = tensor_memory(memory_of(queue));
   if (p.pair) {
     uint32_t rank = rank_in_cluster();  // even: that of the leader
     memory.tensor_memories[1] = tensor_memory(e.peer);
@@ -199,7 +203,7 @@ __device__ __noinline__ bool help(Queue* queue) {
   if (e.is_commit) {
     if (is_first_lane(lanes)) execute_commit(e);
   } else {
-    execute_product(e, unit, lanes);
+    execute_product(queue, e, unit, lanes);
   }
   __threadfence();
   __syncwarp(lanes);
@@ -273,19 +277,20 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
     fault(kBadAllocation, site, columns, 0, 0);
     give_up();
   }
-  uint32_t lane = thread_number() % 32, sm = multiprocessor(), base = 0;
+  uint32_t lane = thread_number() % 32, number = 0, base = 0;
   if (lane == 0) {
     volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
     store(&sm100_jitter, mailbox[1]);
     store(&sm100_limit_ms, mailbox[2]);
     if (!queue_of(cta_key())) take_queue(site);
     Queue* queue = queue_of(cta_key());
+    number = memory_of(queue);
     for (bool found = false; !found;) {
-      uint32_t taken = load(&sm100_allocated[sm]);
+      uint32_t taken = load(&sm100_allocated[number]);
       for (base = 0; base + columns <= kColumns; base += columns) {
         uint32_t blocks = blocks_of(columns) << base / 32;
         if (!(taken & blocks)) {
-          found = atomicCAS(&sm100_allocated[sm], taken, taken | blocks) == taken;
+          found = atomicCAS(&sm100_allocated[number], taken, taken | blocks) == taken;
           break;
         }
       }
@@ -299,8 +304,9 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
     store(&queue->base, base);
     if (pair && gridDim.x % 2) fault(kBadPair, site, gridDim.x, 0, 0);
   }
+  number = __shfl_sync(0xffffffffu, number, 0);
   base = __shfl_sync(0xffffffffu, base, 0);
-  uint4* from = (uint4*)(tensor_memory(sm) + base * kLanes);
+  uint4* from = (uint4*)(tensor_memory(number) + base * kLanes);
   for (uint32_t i = lane; i < columns * kLanes / 4; i += 32) from[i] = make_uint4(kQuietNaN, kQuietNaN, kQuietNaN, kQuietNaN);
   __threadfence();
   __syncwarp();
@@ -322,9 +328,9 @@ __device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, u
       uint32_t thread = load(&queue->uncommitted[i]);
       if (thread) fault(kUncommitted, site, thread - 1, 0, 0);
     }
-    uint32_t sm = multiprocessor(), blocks = blocks_of(columns) << (address & 0xffff) / 32;
+    uint32_t blocks = blocks_of(columns) << (address & 0xffff) / 32;
     __threadfence();
-    uint32_t before = atomicAnd(&sm100_allocated[sm], ~blocks);
+    uint32_t before = atomicAnd(&sm100_allocated[memory_of(queue)], ~blocks);
     if ((before & blocks) != blocks) fault(kBadFree, site, address, columns, before);
     queue->columns -= columns;
     if (queue->columns == 0) {
@@ -341,7 +347,7 @@ __device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, u
 
 // The place of this thread's lane in the first column of tcgen05.ld or st of shape 32x32b, by a warp.
 __device__ __noinline__ uint64_t sm100_lane(uint32_t address, uint32_t columns, uint32_t site) {
-  uint32_t lanes = 0xffffffffu, column = address & 0xffff, sm = multiprocessor();
+  uint32_t lanes = 0xffffffffu, column = address & 0xffff, number = memory_of(queue_or_fault(site));
   __syncwarp();
   if (!__all_sync(lanes, address == __shfl_sync(lanes, address, 0)) && is_first_lane(lanes)) {
     fault(kDifferentAddresses, site, address, 0, 0);
@@ -351,11 +357,11 @@ __device__ __noinline__ uint64_t sm100_lane(uint32_t address, uint32_t columns, 
   if (address >> 16 != own && is_first_lane(lanes)) fault(kWrongLanes, site, address, own, 0);
   uint32_t blocks = 0;
   for (uint32_t i = column / 32; i <= (column + columns - 1) / 32; i++) blocks |= i < 16 ? 1u << i : 0;
-  if (column + columns > kColumns || (load(&sm100_allocated[sm]) & blocks) != blocks) {
-    if (is_first_lane(lanes)) fault(kNotAllocated, site, address, columns, load(&sm100_allocated[sm]));
+  if (column + columns > kColumns || (load(&sm100_allocated[number]) & blocks) != blocks) {
+    if (is_first_lane(lanes)) fault(kNotAllocated, site, address, columns, load(&sm100_allocated[number]));
     column = 0;
   }
-  return (uint64_t)(tensor_memory(sm) + column * kLanes + own + thread_number() % 32);
+  return (uint64_t)(tensor_memory(number) + column * kLanes + own + thread_number() % 32);
 }
 
 // tcgen05.mma.kind::f16, by the threads that issue it. flags: 1 A is in tensor memory, 2 a pair of CTAs, 4 accumulates.
@@ -389,12 +395,12 @@ __device__ __noinline__ void sm100_mma(uint32_t d, uint64_t a, uint64_t b, uint3
       fault(kBadPair, site, rank_in_cluster(), peer != nullptr, 0);
       give_up();
     }
-    e.peer = (uint32_t)(peer - queues) / kQueues;
+    e.peer = memory_of(peer);
   }
   uint32_t columns = p.pair && p.m == 128 ? p.n / 2 : p.n, blocks = 0;
   for (uint32_t i = p.d_column / 32; i <= (p.d_column + columns - 1) / 32; i++) blocks |= 1u << i;
   if (flags & 1) blocks |= 1u << p.a_column / 32 | 1u << (p.a_column + 7) / 32;
-  uint32_t allocated = load(&sm100_allocated[multiprocessor()]);
+  uint32_t allocated = load(&sm100_allocated[memory_of(queue)]);
   if ((allocated & blocks) != blocks) fault(kNotAllocated, site, d, columns, allocated);
   store(&queue->uncommitted[thread_number() / 32], thread_number() + 1);
   e.not_before = nanoseconds() + random_time(site);
