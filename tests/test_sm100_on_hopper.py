@@ -359,7 +359,10 @@ def test_kernels_of_the_self_test(tmp_path: Path) -> None:
     from flash_attn_cute.jit import code
     from tools.sm100_on_hopper import hook, kernels
 
-    for case in (kernels.Case("one", a_in_tensor_memory=True, finishes=True), kernels.Case("two", pair=True)):
+    for case in (
+        kernels.Case("one", a_in_tensor_memory=True, finishes=True),
+        kernels.Case("two", pair=True, by_tma=True),
+    ):
         kernel = kernels.compiled(case, cute.KeepPTX, compiler.DumpDir(str(tmp_path)))
         translation = translate(kernel.artifacts.PTX)
         assert len(translation.emulated) == 1

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 from cutlass._mlir.dialects import nvvm
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 DEPTH = 64
@@ -33,6 +33,7 @@ class Case:
     waits: bool = True  # for the products, before it reads their result
     finishes: bool = False  # with max(2 D + 1, D, 0) in arithmetic on pairs of float32 and a maximum of three
     pair: bool = False  # two CTAs, each of which holds half of A, of B and of the result
+    by_tma: bool = False  # A and B are loaded by TMA, which signals a barrier of the first CTA
 
     @property
     def m(self) -> int:
@@ -69,7 +70,19 @@ class Product:
         sA_layout = blackwell.make_smem_layout_a(mma, tile, self.dtype, 1)
         sB_layout = blackwell.make_smem_layout_b(mma, tile, self.dtype, 1)
         ctas = 2 if self.case.pair else 1
-        self.kernel(mA, mB, mD, mma, sA_layout, sB_layout).launch(
+        loads = None
+        if cutlass.const_expr(self.case.by_tma):
+            ranks = cute.tiled_divide(cute.make_layout((ctas, 1, 1)), (mma.thr_id.shape,)).shape
+            load = cpasync.CopyBulkTensorTileG2SOp(group)
+            loads = (
+                cute.nvgpu.make_tiled_tma_atom_A(
+                    load, mA, cute.slice_(sA_layout, (None, None, None, 0)), tile, mma, ranks
+                ),
+                cute.nvgpu.make_tiled_tma_atom_B(
+                    load, mB, cute.slice_(sB_layout, (None, None, None, 0)), tile, mma, ranks
+                ),
+            )
+        self.kernel(mA, mB, mD, mma, sA_layout, sB_layout, loads).launch(
             grid=(ctas, 1, 1), block=(128, 1, 1), cluster=(ctas, 1, 1), stream=stream
         )
 
@@ -82,6 +95,7 @@ class Product:
         mma: cute.TiledMma,
         sA_layout: cute.ComposedLayout,
         sB_layout: cute.ComposedLayout,
+        loads: Any,
     ) -> None:
         """Loads, multiplies, stores."""
         case, n = self.case, self.case.n
@@ -93,23 +107,22 @@ class Product:
         sA = allocator.allocate_tensor(self.dtype, sA_layout.outer, 1024, sA_layout.inner)
         sB = allocator.allocate_tensor(self.dtype, sB_layout.outer, 1024, sB_layout.inner)
         barrier = allocator.allocate_array(cutlass.Int64, 1)
+        loaded = allocator.allocate_array(cutlass.Int64, 1)
         holder = allocator.allocate_array(cutlass.Int32, 1)
         if thread == 0:
             cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init(loaded, 1)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(512, holder, is_two_cta=pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
 
-        rows_of_b = n // 2 if pair else n
-        for k in cutlass.range_constexpr(DEPTH):
-            if cutlass.const_expr(not case.a_in_tensor_memory):
-                sA[(thread, k % 16), 0, k // 16, 0] = mA[rank * 128 + thread, k]
-            for block in cutlass.range_constexpr((rows_of_b + 127) // 128):
-                row = block * 128 + thread
-                if row < rows_of_b:
-                    sB[(row, k % 16), 0, k // 16, 0] = mB[rank * rows_of_b + row, k]
-        cute.arch.fence_proxy("async.shared", space="cta")
+        if cutlass.const_expr(case.by_tma):
+            self.meet()
+            if warp == 0:
+                self.load(mma, loads, sA, sB, loaded, rank)
+        else:
+            self.copy(mA, mB, sA, sB, thread, rank)
         cute.arch.sync_threads()
 
         base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
@@ -122,6 +135,8 @@ class Product:
         if cutlass.const_expr(pair):
             leads = leads and rank == 0
         if leads:
+            if cutlass.const_expr(case.by_tma):
+                cute.arch.mbarrier_wait(loaded, 0)
             self.multiply(mma, tDtD, base, sA, sB)
             with cute.arch.elect_one():
                 if cutlass.const_expr(pair):
@@ -151,6 +166,52 @@ class Product:
         self.meet()
         if warp == 0:
             cute.arch.dealloc_tmem(base, 512, is_two_cta=pair)
+
+    @cute.jit
+    def copy(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        thread: cutlass.Int32,
+        rank: cutlass.Int32,
+    ) -> None:
+        """A row or two of A and B a thread, an element at a time."""
+        rows_of_b = self.case.n // 2 if self.case.pair else self.case.n
+        for k in cutlass.range_constexpr(DEPTH):
+            if cutlass.const_expr(not self.case.a_in_tensor_memory):
+                sA[(thread, k % 16), 0, k // 16, 0] = mA[rank * 128 + thread, k]
+            for block in cutlass.range_constexpr((rows_of_b + 127) // 128):
+                row = block * 128 + thread
+                if row < rows_of_b:
+                    sB[(row, k % 16), 0, k // 16, 0] = mB[rank * rows_of_b + row, k]
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def load(
+        self,
+        mma: cute.TiledMma,
+        loads: Any,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        loaded: cute.Pointer,
+        rank: cutlass.Int32,
+    ) -> None:
+        """This CTA's part of A and B by TMA; the first CTA's barrier is told, which expects the bytes of both."""
+        case = self.case
+        if rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(loaded, 2 * (case.m + case.n) * DEPTH)
+        (atom_a, tensor_a), (atom_b, tensor_b) = loads
+        part = mma.get_slice(rank if case.pair else 0)
+        tCgA = part.partition_A(cute.local_tile(tensor_a, (case.m, DEPTH), (0, 0)))
+        tCgB = part.partition_B(cute.local_tile(tensor_b, (case.n, DEPTH), (0, 0)))
+        for atom, shared, tensor in ((atom_a, sA, tCgA), (atom_b, sB, tCgB)):
+            to, from_ = cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tensor, 0, 3)
+            )
+            cute.copy(atom, from_, to[None, 0], tma_bar_ptr=loaded)
 
     @cute.jit
     def meet(self) -> None:

@@ -203,6 +203,8 @@ CASES: dict[str, Callable[[], None]] = {
     "arithmetic": lambda: product("arithmetic", finishes=True),
     "pair": lambda: product("pair", pair=True),
     "pair_mn_major": lambda: product("pair_mn_major", pair=True, a_mn_major=True, b_mn_major=True, n=256),
+    "tma": lambda: product("tma", by_tma=True),
+    "pair_tma": lambda: product("pair_tma", pair=True, by_tma=True),
     "without_waiting": without_waiting,
     "onto_nothing": onto_nothing,
     "wrong_lanes": lambda: planted(
