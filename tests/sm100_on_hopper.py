@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sm100-jitter-us", type=float, default=0.0, help="longest random delay of what is asynchronous")
     group.addoption("--sm100-limit-s", type=float, default=20.0, help="how long a CTA may take")
     group.addoption("--sm100-b300", action="store_true", help="kernels of a B300 instead of a B200")
+    group.addoption("--sm100-plant", nargs=2, default=None, help="a regular expression and what replaces it in PTX")
     group.addoption("--sm100-instead-of", default=None, help="another backend whose calls go to sm100's kernels")
 
 
@@ -25,7 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def sm100_on_hopper(request: pytest.FixtureRequest) -> Mailbox:
     """The emulation: its settings, counts and faults."""
     option = request.config.getoption
-    mailbox = hook.install(gpu=(10, 3 * option("--sm100-b300")), instead_of=option("--sm100-instead-of"))
+    plant = option("--sm100-plant")
+    mailbox = hook.install(
+        gpu=(10, 3 * option("--sm100-b300")),
+        instead_of=option("--sm100-instead-of"),
+        plant=tuple(plant) if plant else None,
+    )
     mailbox.configure(
         jitter_ns=round(1e3 * option("--sm100-jitter-us")), limit_ms=round(1e3 * option("--sm100-limit-s"))
     )

@@ -238,8 +238,8 @@ def test_blackwell_kernels(tmp_path: Path) -> None:
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     from tools.sm100_on_hopper import kernels
 
-    case = kernels.Case("in tensor memory", a_in_tensor_memory=True)
-    text: str = kernels.compiled(case, cute.KeepPTX, compiler.DumpDir(str(tmp_path))).artifacts.PTX
-    assert lint(text) == []
+    for case in (kernels.Case("pair", pair=True, by_tma=True), kernels.Case("one", a_in_tensor_memory=True)):
+        text: str = kernels.compiled(case, cute.KeepPTX, compiler.DumpDir(str(tmp_path))).artifacts.PTX
+        assert lint(text) == []
     for rule, pattern in BLACKWELL.items():
         assert rule in rules(re.sub(pattern, "", text)), rule

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.sm100_on_hopper import build, mailbox
+from tools.sm100_on_hopper import build, hook, mailbox
 from tools.sm100_on_hopper.translate import RefusedError, Translation, translate
 
 ROOT = Path(__file__).parents[1] / "tools" / "sm100_on_hopper"
@@ -341,6 +341,12 @@ def test_products_are_executed_in_order_by_those_who_wait(
     assert page.take_faults() == []
 
 
+def test_planted_bugs(capfd: pytest.CaptureFixture[str]) -> None:
+    text = module("tcgen05.wait::st.sync.aligned;", "bar.sync 0;")
+    assert hook.planted(text, (r"tcgen05\.wait::st[^;]*;\n", "")) == module("bar.sync 0;")
+    assert "is replaced 1 times" in capfd.readouterr().err
+
+
 def test_a_product_without_a_commit_is_told(host: ctypes.CDLL) -> None:
     page = mailbox.mailbox()
     page.configure()
@@ -357,7 +363,7 @@ def test_kernels_of_the_self_test(tmp_path: Path) -> None:
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     from flash_attn_cute.jit import code
-    from tools.sm100_on_hopper import hook, kernels
+    from tools.sm100_on_hopper import kernels
 
     for case in (
         kernels.Case("one", a_in_tensor_memory=True, finishes=True),

@@ -88,7 +88,9 @@ class _Kernel:
         self.accessed_by_arriving = {
             self.ring(value)
             for thread, x, value in self._arrivals()
-            if x.is_a("mbarrier.arrive") and _executes_any(thread, "tcgen05.ld", "tcgen05.st")
+            if x.is_a("mbarrier.arrive")
+            and "expect_tx" not in x.parts
+            and _executes_any(thread, "tcgen05.ld", "tcgen05.st")
         }
 
     def where(self, *prefixes: str) -> Iterator[tuple[Thread, int, Instruction]]:

@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--limit-s", type=float, default=20.0, help="how long a CTA may take (default: %(default)s)")
     top.add_argument("--b300", action="store_true", help="the kernels of a B300 (default: those of a B200)")
     top.add_argument("--instead-of", metavar="BACKEND", help="another backend whose calls go to sm100's kernels")
+    top.add_argument("--plant", nargs=2, metavar=("REGEX", "TEXT"), help="a bug: what is replaced in the kernels' PTX")
     top.add_argument("command", nargs="+", help="pytest, a file or -m and a module, and their arguments")
     return top
 
@@ -37,12 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options += ["--sm100-b300"] if chosen.b300 else []
         if chosen.instead_of:
             options.append(f"--sm100-instead-of={chosen.instead_of}")
+        if chosen.plant:
+            options += ["--sm100-plant", *chosen.plant]
         sys.argv = ["pytest", "-p", "tests.sm100_on_hopper", *options, *rest]
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
 
     from tools.sm100_on_hopper import hook
 
-    mailbox = hook.install(gpu=(10, 3 * chosen.b300), instead_of=chosen.instead_of)
+    plant = tuple(chosen.plant) if chosen.plant else None
+    mailbox = hook.install(gpu=(10, 3 * chosen.b300), instead_of=chosen.instead_of, plant=plant)
     mailbox.configure(jitter_ns=round(1e3 * chosen.jitter_us), limit_ms=round(1e3 * chosen.limit_s))
     try:
         if first == "-m":

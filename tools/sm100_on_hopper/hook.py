@@ -1,6 +1,8 @@
 """Puts emulated binaries in the place of those for SM100, where ``flash_attn_cute`` compiles a kernel."""
 
 import functools
+import re
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -31,19 +33,19 @@ def replace_binary(kernel: Any, binary: bytes) -> None:
         found[0].attributes["value"] = ir.StringAttr.get(binary)
 
 
-def emulate(kernel: Any) -> None:
-    """Makes a kernel that was compiled for SM100, with its PTX kept, one for Hopper GPUs.
+def planted(text: str, plant: tuple[str, str]) -> str:
+    """PTX in which a bug has taken the place of what a regular expression matches; says on stderr how often."""
+    pattern, replacement = plant
+    new, count = re.subn(pattern, replacement, text)
+    print(f"sm100_on_hopper: {pattern!r} is replaced {count} times in a kernel", file=sys.stderr)
+    return new
 
-    Raises:
-        RefusedError: something in it is not emulated.
-        BuildError: nvcc or ptxas is missing or failed.
+
+def emulating(compile_kernel: Callable[..., Any], plant: tuple[str, str] | None = None) -> Callable[..., Any]:
+    """``flash_attn_cute.jit.compile.compile_kernel``, whose kernels for SM100 run on Hopper.
+
+    It raises ``RefusedError`` if something in a kernel is not emulated, and ``BuildError`` if nvcc or ptxas fails.
     """
-    binary, _ = build.build(kernel.artifacts.PTX)
-    replace_binary(kernel, binary)
-
-
-def emulating(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``flash_attn_cute.jit.compile.compile_kernel``, whose kernels for SM100 run on Hopper."""
 
     @functools.wraps(compile_kernel)
     def compile_emulated(config: Any, *options: Any) -> Any:
@@ -54,7 +56,9 @@ def emulating(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
 
         with tempfile.TemporaryDirectory() as folder:
             kernel = compile_kernel(config, cute.KeepPTX, DumpDir(folder), *options)
-            emulate(kernel)
+        text = kernel.artifacts.PTX
+        binary, _ = build.build(text if plant is None else planted(text, plant))
+        replace_binary(kernel, binary)
         return kernel
 
     return compile_emulated
@@ -65,7 +69,9 @@ def _is_for_sm100(config: Any) -> bool:
 
 
 @functools.cache
-def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) -> Mailbox:
+def install(
+    *, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None, plant: tuple[str, str] | None = None
+) -> Mailbox:
     """From now on calls of ``backend="sm100"`` run on Hopper GPUs, in this process.
 
     Kernels that are kept on disk get names of their own.
@@ -73,6 +79,7 @@ def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) ->
     Args:
         gpu: the compute capability whose kernels they are.
         instead_of: the name of another backend of kernels, whose calls go to sm100's, too.
+        plant: a regular expression, and what takes the place of its matches in the PTX: a bug that is to be seen.
 
     Raises:
         ValueError: the package has no such kernels.
@@ -83,12 +90,12 @@ def install(*, gpu: tuple[int, int] = (10, 0), instead_of: str | None = None) ->
     from flash_attn_cute.jit import key
     from flash_attn_cute.kernels import registry
 
-    compiling.compile_kernel = emulating(compiling.compile_kernel)
+    compiling.compile_kernel = emulating(compiling.compile_kernel, plant)
     identity = key.identity
 
     def identity_of_emulated(config: Any) -> dict[str, Any]:
         found = identity(config)
-        return found | {"executor": build.identity()} if _is_for_sm100(config) else found
+        return found | {"executor": build.identity(), "planted": plant} if _is_for_sm100(config) else found
 
     key.identity = identity_of_emulated
     architecture: Any = registry.ARCHITECTURES.get("sm100")
