@@ -98,7 +98,7 @@ __device__ Queue* queue_of(uint32_t key) {
   return load(&queue->owner) == key + 1 ? queue : nullptr;
 }
 
-// Holds the active threads for a random time, the same for all: mostly none, sometimes the full one.
+// Mostly none, sometimes up to a 32nd of the longest time, seldom up to all of it; ns.
 __device__ uint32_t random_time(uint32_t salt) {
   uint32_t longest = load(&sm100_jitter);
   if (!longest) return 0;
@@ -109,8 +109,9 @@ __device__ uint32_t random_time(uint32_t salt) {
   uint32_t kind = x & 15, scale = x >> 4 & 255;
   return kind < 10 ? 0 : (uint32_t)((uint64_t)longest * scale / 255 >> (kind < 15 ? 5 : 0));
 }
-__device__ void delay(uint32_t salt) {
-  uint32_t lanes = __activemask(), time = 0;
+// Holds threads of a warp for a random time, the same for all.
+__device__ void delay(uint32_t lanes, uint32_t salt) {
+  uint32_t time = 0;
   if (is_first_lane(lanes)) time = random_time(salt);
   time = __shfl_sync(lanes, time, first_lane(lanes));
   uint64_t start = nanoseconds();
@@ -187,9 +188,9 @@ __device__ bool take_unit(Queue* queue, uint32_t& number, uint32_t& unit) {
   }
 }
 
-// The active threads of a warp execute a part of the entry at hand; false if there is nothing to do.
-__device__ __noinline__ bool help(Queue* queue) {
-  uint32_t lanes = __activemask(), number = 0, unit = 0, taken = 0;
+// Threads of a warp execute a part of the entry at hand; false if there is nothing to do.
+__device__ __noinline__ bool help(Queue* queue, uint32_t lanes) {
+  uint32_t number = 0, unit = 0, taken = 0;
   if (is_first_lane(lanes)) taken = take_unit(queue, number, unit);
   taken = __shfl_sync(lanes, taken, first_lane(lanes));
   if (!taken) return false;
@@ -228,7 +229,7 @@ __device__ void watch(Queue* queue, uint32_t site, uint32_t a, uint32_t b) {
 __device__ Entry* reserve(Queue* queue, uint32_t site, uint32_t& number) {
   number = atomicAdd(&queue->reserved, 1);
   while (number - (uint32_t)(load(&queue->claim) >> 32) >= kEntries) {
-    if (!help(queue)) __nanosleep(200);
+    if (!help(queue, 1u << thread_number() % 32)) __nanosleep(200);
     watch(queue, site, 0, 0);
   }
   return &queue->entries[number % kEntries];
@@ -249,7 +250,7 @@ __device__ Queue* queue_or_fault(uint32_t site) {
 }
 
 __device__ void take_queue(uint32_t site) {
-  uint32_t key = cta_key(), number = multiprocessor() * kQueues, last = number + kQueues;
+  uint32_t key = cta_key(), number = multiprocessor() % kMultiprocessors * kQueues, last = number + kQueues;
   while (number < last && atomicCAS(&queues[number].owner, 0, 0xffffffff) != 0) number++;
   if (number == last) {
     fault(kNoQueue, site, key, 0, 0);
@@ -318,8 +319,8 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
 __device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, uint32_t pair, uint32_t site) {
   __syncwarp();
   Queue* queue = queue_or_fault(site);
-  while (load(&queue->reserved) != (uint32_t)(load(&queue->claim) >> 32)) {
-    if (!help(queue)) __nanosleep(200);
+  while (!__all_sync(0xffffffffu, load(&queue->reserved) == (uint32_t)(load(&queue->claim) >> 32))) {
+    if (!help(queue, 0xffffffffu)) __nanosleep(200);
     watch(queue, site, 0, 0);
   }
   __syncwarp();
@@ -352,7 +353,7 @@ __device__ __noinline__ uint64_t sm100_lane(uint32_t address, uint32_t columns, 
   if (!__all_sync(lanes, address == __shfl_sync(lanes, address, 0)) && is_first_lane(lanes)) {
     fault(kDifferentAddresses, site, address, 0, 0);
   }
-  delay(site);
+  delay(lanes, site);
   uint32_t own = thread_number() / 32 % 4 * 32;
   if (address >> 16 != own && is_first_lane(lanes)) fault(kWrongLanes, site, address, own, 0);
   uint32_t blocks = 0;
@@ -428,16 +429,19 @@ __device__ __noinline__ void sm100_commit(uint32_t barrier, uint32_t ctas, uint3
   publish(there, e, number);
 }
 
-// mbarrier.try_wait.parity (patient) or test_wait.parity: whether the phase is over. Waiting warps execute products.
+// mbarrier.try_wait.parity (patient) or test_wait.parity: whether the phase is over, for all threads that ask together,
+// as the branch behind it may have to be uniform. Waiting warps execute products.
 __device__ __noinline__ uint32_t sm100_wait(uint32_t barrier, uint32_t parity, uint32_t patient, uint32_t site) {
+  uint32_t lanes = __activemask();
   for (uint32_t turn = 0; turn < (patient ? 300 : 1); turn++) {
-    if (phase_is_over(barrier, parity)) {
-      delay(site);
+    if (__all_sync(lanes, phase_is_over(barrier, parity))) {
+      delay(lanes, site);
       return 1;
     }
     Queue* queue = queue_of(cta_key());
     // A few threads alone would take long over what a warp that also waits does soon.
-    bool helped = queue && (__activemask() == 0xffffffffu || turn >= 200) && help(queue);
+    bool helps = __all_sync(lanes, queue && (lanes == 0xffffffffu || turn >= 200));
+    bool helped = helps && help(queue, lanes);
     if (!helped && patient) __nanosleep(200);
     if (queue) watch(queue, site, barrier, parity);
   }

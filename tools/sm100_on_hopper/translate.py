@@ -217,8 +217,8 @@ def _product(instruction: Instruction) -> str:
 
 def _commit(instruction: Instruction) -> str:
     barrier, *ctas = instruction.operands
-    text = f".reg .b32 sm100_d, sm100_m; {_sum(barrier, 'sm100_d')}"
-    text += f"cvt.u32.u16 sm100_m, {ctas[0].text}; " if ctas else "mov.b32 sm100_m, 0; "
+    text = f".reg .b16 sm100_h; .reg .b32 sm100_d, sm100_m; {_sum(barrier, 'sm100_d')}"
+    text += f"mov.b16 sm100_h, {ctas[0].text if ctas else 0}; cvt.u32.u16 sm100_m, sm100_h; "
     return _guarded(instruction, text + _call("sm100_commit", _b32("sm100_d"), _b32("sm100_m"), _b32(instruction.line)))
 
 
