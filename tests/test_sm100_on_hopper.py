@@ -79,7 +79,7 @@ TRANSLATED = {
     "commit": "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1+8];",
     "multicast commit": "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
     "[%r1], %rs1;",
-    "multicast commit to one": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+    "commit to given CTAs": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
     "[%r1], 1;",
     "wait": f"{ALLOC} {{ LAB: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 1, 10000000; @!%p1 bra LAB; }}",
     "poll": f"{ALLOC} mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r1], %r2;",

@@ -53,6 +53,7 @@ inline uint32_t load_shared2_of_cluster(uint32_t address) { uint16_t v; memcpy(&
 inline void store_shared(uint32_t address, uint32_t v) { memcpy(own() + address, &v, 4); }
 inline uint32_t in_cluster(uint32_t address, uint32_t rank) { return (address & 0xffffff) | rank << 24; }
 inline uint32_t multiprocessor() { return blockIdx.x; }
+inline uint32_t launch_number() { return 7; }
 inline uint32_t rank_in_cluster() { return blockIdx.x % 2; }
 inline uint64_t nanoseconds() {
   timespec now;

@@ -68,6 +68,11 @@ __device__ inline uint32_t multiprocessor() {
   asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
   return v;
 }
+__device__ inline uint32_t launch_number() {
+  uint64_t v;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(v));
+  return (uint32_t)v;
+}
 __device__ inline uint64_t nanoseconds() {
   uint64_t v;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));

@@ -35,12 +35,11 @@ struct Entry {
 };
 
 struct Queue {
-  uint32_t owner;     // the CTA's key + 1; 0: free
+  uint64_t owner;     // the CTA's identity; 0: free
   uint32_t columns;   // allocated
   uint32_t base;      // of the last allocation
   uint32_t reserved;  // entries
   uint32_t done;      // units of the entry at hand
-  uint32_t pad;
   uint64_t claim;     // the entry at hand << 32 | its first unit that nobody has taken
   uint64_t started;   // ns
   uint32_t uncommitted[32];  // by warp: the thread whose product has no commit behind it, + 1
@@ -52,7 +51,7 @@ struct Queue {
 extern "C" {
 __device__ __align__(128) uint32_t sm100_tensor_memory[kMultiprocessors * kColumns * kLanes];
 __device__ uint32_t sm100_allocated[kMultiprocessors];  // a bit for every 32 columns
-__device__ uint32_t sm100_queue_of[kKeys];              // by the CTA's key: the queue's number + 1
+__device__ uint32_t sm100_queue_of[kKeys];              // by the CTA's identity: the queue's number + 1
 __device__ uint32_t sm100_num_faults, sm100_jitter, sm100_limit_ms, sm100_num_ctas, sm100_num_entries;
 }
 __device__ Queue queues[kMultiprocessors * kQueues];
@@ -60,8 +59,14 @@ __device__ Queue queues[kMultiprocessors * kQueues];
 namespace {
 
 __device__ uint32_t thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
-__device__ uint32_t key_of(uint32_t x) { return x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
-__device__ uint32_t cta_key() { return key_of(blockIdx.x); }
+// Of the CTA of this launch whose first index is x, the others being this one's. Not 0.
+__device__ uint64_t identity_of(uint32_t x) {
+  return (uint64_t)launch_number() << 32 | (x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) + 1);
+}
+__device__ uint64_t identity() { return identity_of(blockIdx.x); }
+__device__ uint32_t* place_of(uint64_t identity) {
+  return &sm100_queue_of[((uint32_t)identity + (uint32_t)(identity >> 32) * 7919) % kKeys];
+}
 __device__ uint32_t first_lane(uint32_t lanes) { return __ffs(lanes) - 1; }
 __device__ bool is_first_lane(uint32_t lanes) { return thread_number() % 32 == first_lane(lanes); }
 __device__ uint32_t blocks_of(uint32_t columns) { return columns == 512 ? 0xffffu : (1u << columns / 32) - 1; }
@@ -91,11 +96,11 @@ __device__ __noinline__ void give_up() {
 // The number of the tensor memory that a CTA allocates from.
 __device__ uint32_t memory_of(const Queue* queue) { return (uint32_t)(queue - queues) / kQueues; }
 
-__device__ Queue* queue_of(uint32_t key) {
-  uint32_t number = load(&sm100_queue_of[key % kKeys]);
+__device__ Queue* queue_of(uint64_t identity) {
+  uint32_t number = load(place_of(identity));
   if (!number) return nullptr;
   Queue* queue = &queues[number - 1];
-  return load(&queue->owner) == key + 1 ? queue : nullptr;
+  return load(&queue->owner) == identity ? queue : nullptr;
 }
 
 // Mostly none, sometimes up to a 32nd of the longest time, seldom up to all of it; ns.
@@ -241,7 +246,7 @@ __device__ void publish(Entry* there, const Entry& e, uint32_t number) {
   atomicExch(&there->sequence, number + 1);
 }
 __device__ Queue* queue_or_fault(uint32_t site) {
-  Queue* queue = queue_of(cta_key());
+  Queue* queue = queue_of(identity());
   if (!queue) {
     fault(kNoQueue, site, 0, 0, 0);
     give_up();
@@ -250,10 +255,10 @@ __device__ Queue* queue_or_fault(uint32_t site) {
 }
 
 __device__ void take_queue(uint32_t site) {
-  uint32_t key = cta_key(), number = multiprocessor() % kMultiprocessors * kQueues, last = number + kQueues;
-  while (number < last && atomicCAS(&queues[number].owner, 0, 0xffffffff) != 0) number++;
+  uint32_t number = multiprocessor() % kMultiprocessors * kQueues, last = number + kQueues;
+  while (number < last && atomicCAS((unsigned long long*)&queues[number].owner, 0ull, ~0ull) != 0) number++;
   if (number == last) {
-    fault(kNoQueue, site, key, 0, 0);
+    fault(kNoQueue, site, 0, 0, 0);
     give_up();
   }
   Queue* queue = &queues[number];
@@ -263,8 +268,8 @@ __device__ void take_queue(uint32_t site) {
   for (int i = 0; i < 32; i++) queue->uncommitted[i] = 0;
   for (uint32_t i = 0; i < kEntries; i++) store(&queue->entries[i].sequence, 0);
   __threadfence();
-  atomicExch(&queue->owner, key + 1);
-  atomicExch(&sm100_queue_of[key % kKeys], number + 1);
+  atomicExch((unsigned long long*)&queue->owner, (unsigned long long)identity());
+  atomicExch(place_of(identity()), number + 1);
 }
 
 }  // namespace
@@ -283,8 +288,8 @@ __device__ __noinline__ void sm100_alloc(uint32_t destination, uint32_t columns,
     volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
     store(&sm100_jitter, mailbox[1]);
     store(&sm100_limit_ms, mailbox[2]);
-    if (!queue_of(cta_key())) take_queue(site);
-    Queue* queue = queue_of(cta_key());
+    if (!queue_of(identity())) take_queue(site);
+    Queue* queue = queue_of(identity());
     number = memory_of(queue);
     for (bool found = false; !found;) {
       uint32_t taken = load(&sm100_allocated[number]);
@@ -335,9 +340,9 @@ __device__ __noinline__ void sm100_dealloc(uint32_t address, uint32_t columns, u
     if ((before & blocks) != blocks) fault(kBadFree, site, address, columns, before);
     queue->columns -= columns;
     if (queue->columns == 0) {
-      atomicExch(&sm100_queue_of[cta_key() % kKeys], 0);
+      atomicExch(place_of(identity()), 0u);
       __threadfence();
-      atomicExch(&queue->owner, 0);
+      atomicExch((unsigned long long*)&queue->owner, 0ull);
       volatile uint32_t* mailbox = (volatile uint32_t*)kMailbox;
       mailbox[4] = atomicAdd(&sm100_num_ctas, 1) + 1;
       mailbox[5] = load(&sm100_num_entries);
@@ -387,10 +392,10 @@ __device__ __noinline__ void sm100_mma(uint32_t d, uint64_t a, uint64_t b, uint3
   }
   if (p.pair) {
     uint32_t waited = 0;
-    Queue* peer = queue_of(key_of(blockIdx.x ^ 1));
+    Queue* peer = queue_of(identity_of(blockIdx.x ^ 1));
     while (!peer && waited++ < 1000000) {
       __nanosleep(1000);
-      peer = queue_of(key_of(blockIdx.x ^ 1));
+      peer = queue_of(identity_of(blockIdx.x ^ 1));
     }
     if (!peer || rank_in_cluster() % 2 || load(&peer->base) != load(&queue->base)) {
       fault(kBadPair, site, rank_in_cluster(), peer != nullptr, 0);
@@ -438,7 +443,7 @@ __device__ __noinline__ uint32_t sm100_wait(uint32_t barrier, uint32_t parity, u
       delay(lanes, site);
       return 1;
     }
-    Queue* queue = queue_of(cta_key());
+    Queue* queue = queue_of(identity());
     // A few threads alone would take long over what a warp that also waits does soon.
     bool helps = __all_sync(lanes, queue && (lanes == 0xffffffffu || turn >= 200));
     bool helped = helps && help(queue, lanes);
