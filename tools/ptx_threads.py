@@ -8,6 +8,7 @@ what is added to it, the known part is kept: the address of a stage of a ring is
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -251,12 +252,11 @@ def _add(a: Value | None, b: Value | None) -> Value | None:
     return _binary(a, b, lambda x, y: x + y)
 
 
-def _binary(a: Value | None, b: Value | None, compute: "object") -> Value | None:
+def _binary(a: Value | None, b: Value | None, compute: Callable[[int, int], int]) -> Value | None:
     """Of two numbers; of a known and an unknown one, the known one if it is an address, which then is not exact."""
     if a is None or b is None:
         known = a if a is not None else b
         return known._replace(is_exact=False) if known is not None and known.is_shared else None
-    assert callable(compute)
     number = compute(_signed(a.number), _signed(b.number))
     exact, shared = a.is_exact and b.is_exact, a.is_shared or b.is_shared
     return Value(number & (1 << 64) - 1 if number >= 0 else number, exact, shared)
@@ -266,7 +266,7 @@ def _signed(number: int) -> int:
     return number - (1 << 32) if 1 << 31 <= number < 1 << 32 else number
 
 
-_BINARY = {
+_BINARY: dict[str, Callable[[int, int], int]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "and": lambda x, y: x & y,
@@ -280,7 +280,7 @@ _BINARY = {
     "div": lambda x, y: x // y if x >= 0 and y > 0 else 0,
     "rem": lambda x, y: x % y if x >= 0 and y > 0 else 0,
 }
-_COMPARED = {
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
     "lt": lambda x, y: x < y,
@@ -310,7 +310,7 @@ def _compute(op: str, words: frozenset[str], operands: list[Value | None]) -> Va
         return None
     if op in ("mov", "cvt", "cvta", "shfl"):
         return operands[0] if not any(word.startswith("f") for word in words) else None
-    if op in ("mad", "fma") and "lo" in words | {"lo"} and "hi" not in words:
+    if op == "mad" and "hi" not in words:
         return _add(_binary(operands[0], operands[1], _BINARY["mul"]), operands[2])
     if op in _BINARY and "hi" not in words:
         if op in ("mul", "min", "max", "div", "rem") and None in operands:
