@@ -232,8 +232,20 @@ def _run_apart(name: str) -> tuple[bool, str, float]:
     return ok, output, time.perf_counter() - start
 
 
+def _machine() -> str:
+    """The GPU, its driver, and the assembler."""
+    found = []
+    for command in (["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], ["nvcc", "--version"]):
+        try:
+            found += subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[-1:]
+        except OSError as error:
+            found.append(str(error))
+    return "; ".join(found)
+
+
 def run(names: Sequence[str]) -> int:
     """Runs cases, each in a process, compiling at the same time and using the GPU in turn; returns how many failed."""
+    print(_machine(), flush=True)
     failed = []
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
         for name, (ok, output, seconds) in zip(names, pool.map(_run_apart, names), strict=True):
