@@ -263,8 +263,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if not chosen.here:
         return 1 if run(chosen.cases) else 0
+    from tools.sm100_on_hopper.mailbox import mailbox
+
     for name in chosen.cases:
-        CASES[name]()
+        try:
+            CASES[name]()
+        finally:  # also where a kernel has ended with an error
+            for fault in dict.fromkeys(map(str, mailbox().take_faults())):
+                print(f"  {fault}")
     return 0
 
 
