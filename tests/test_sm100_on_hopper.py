@@ -173,7 +173,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     pointer, word, number = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
     loaded.product.argtypes = [pointer, pointer, word, ctypes.c_uint64, ctypes.c_uint64, word, number]
-    loaded.kernel.argtypes = [number] * 5 + [word, pointer]
+    loaded.kernel.argtypes = [number] * 6 + [word, pointer]
     loaded.shared_memory.restype = pointer
     return loaded
 
@@ -320,12 +320,12 @@ def test_forms_of_products_that_are_not_known(host: ctypes.CDLL, changes: dict[s
 
 
 @pytest.mark.parametrize("jitter_ns", [0, 200_000])
-@pytest.mark.parametrize("waiters", [1, 4])
+@pytest.mark.parametrize(("waiters", "lanes"), [(1, 1), (4, 1), (2, 32)])
 @pytest.mark.parametrize("form", [Form(n=64), Form(m=256, n=64, pair=True)], ids=["one", "two"])
 def test_products_are_executed_in_order_by_those_who_wait(
-    host: ctypes.CDLL, form: Form, waiters: int, jitter_ns: int
+    host: ctypes.CDLL, form: Form, waiters: int, lanes: int, jitter_ns: int
 ) -> None:
-    """Kernels of 16 steps, each of which is seen as a whole by all who wait for its commit; all is freed at the end."""
+    """Each step of a kernel is seen as a whole by all who wait for its commit; everything is freed at the end."""
     page = mailbox.mailbox()
     page.configure(jitter_ns=jitter_ns)
     a, b = (torch.randint(-2, 3, (rows, 16)).to(torch.bfloat16) for rows in (form.m, form.n))  # whose sums are exact
@@ -335,11 +335,12 @@ def test_products_are_executed_in_order_by_those_who_wait(
     for cta in range(form.ctas):
         for start, matrix in ((1024, a), (65536, b)):
             place(shared[cta], start, matrix.view(form.ctas, -1, 16)[cta].contiguous(), False, 128)
+    steps, many = (16, 700) if lanes == 1 else (3, 20)
     for _ in range(3):
-        assert host.kernel(form.ctas, 16, 3, waiters, 1, form.instruction, expected.data_ptr()) == 0
+        assert host.kernel(form.ctas, steps, 3, waiters, lanes, 1, form.instruction, expected.data_ptr()) == 0
         assert host.in_use() == 0
     # More products than the queue has places: who issues them has to help.
-    assert host.kernel(form.ctas, 1, 700, waiters, 1, form.instruction, expected.data_ptr()) == 0
+    assert host.kernel(form.ctas, 1, many, waiters, lanes, 1, form.instruction, expected.data_ptr()) == 0
     assert page.take_faults() == []
 
 
@@ -352,7 +353,7 @@ def test_planted_bugs(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_product_without_a_commit_is_told(host: ctypes.CDLL) -> None:
     page = mailbox.mailbox()
     page.configure()
-    assert host.kernel(1, 1, 2, 0, 0, Form().instruction, None) == 0
+    assert host.kernel(1, 1, 2, 0, 1, 0, Form().instruction, None) == 0
     (fault,) = page.take_faults()
     assert str(fault) == (
         "PTX line 5, CTA (0, 0, 0), thread 0: tcgen05.dealloc, and the last tcgen05.mma of thread 0 has no "

@@ -13,58 +13,61 @@ uint64_t word(uint32_t address) { return address >> 4 | 1ull << 46 | (uint64_t)(
 }  // namespace
 
 // Every step adds the products of A and B, of 16 of K each, `products` times to the result; its commit is waited for by
-// `waiters` warps of every CTA. Returns how many of them did not see all of the results that they waited for.
-extern "C" int kernel(int ctas, int steps, int products, int waiters, int commits, uint32_t instruction, float* expected) {
-  std::atomic<int> wrong{0}, ready{0}, waiting{0}, done{0};
+// `waiters` warps of every CTA, of `lanes` threads (1 or 32). Returns how many of those did not see all of the results
+// that they waited for.
+extern "C" int kernel(int ctas, int steps, int products, int waiters, int lanes, int commits, uint32_t instruction,
+                      float* expected) {
+  std::atomic<int> wrong{0}, ready{0}, seen{0}, done{0};
   uint32_t rows = ctas == 2 ? 128 : (instruction >> 24 & 31) * 16, columns = (instruction >> 17 & 63) * 8;
+  std::vector<Warp> warps(ctas * (waiters + 1));
   std::vector<std::thread> threads;
-  for (int cta = 0; cta < ctas; cta++) {
-    memset(shared[cta], 0, 1024);
-    threads.emplace_back([=, &ready, &waiting, &done] {  // warp 0
-      blockIdx = {(uint32_t)cta, 0, 0};
-      threadIdx = {0, 0, 0};
-      sm100_alloc(kHolder, 512, ctas == 2, 1);
-      ready++;
-      while (ready < ctas) sched_yield();
-      if (cta == 0) {
-        for (int step = 0; step < steps; step++) {
-          for (int i = 0; i < products; i++) {
-            sm100_mma(0, word(kA), word(kB), instruction, (ctas == 2 ? 2 : 0) | (step + i ? 4 : 0), 0, 2);
-          }
-          for (int i = 0; i < commits; i++) sm100_commit(kBarriers, ctas == 2 ? 3 : 0, 3);
-          while (waiting < (step + 1) * waiters * ctas) {
-            sm100_wait(kBarriers, step & 1, 0, 4);
-            sched_yield();
-          }
+  auto begin = [&](int cta, int number, int lane) {
+    blockIdx = {(uint32_t)cta, 0, 0};
+    threadIdx = {(uint32_t)(number * 32 + lane), 0, 0};
+    warp = lanes == 32 ? &warps[cta * (waiters + 1) + number] : nullptr;
+  };
+  auto first = [&](int cta, int lane) {
+    begin(cta, 0, lane);
+    sm100_alloc(kHolder, 512, ctas == 2, 1);
+    ready++;
+    while (ready < ctas * lanes) sched_yield();
+    for (int step = 0; cta == 0 && lane == 0 && step < steps; step++) {
+      for (int i = 0; i < products; i++) {
+        sm100_mma(0, word(kA), word(kB), instruction, (ctas == 2 ? 2 : 0) | (step + i ? 4 : 0), 0, 2);
+      }
+      for (int i = 0; i < commits; i++) sm100_commit(kBarriers, ctas == 2 ? 3 : 0, 3);
+      while (seen < (step + 1) * waiters * ctas * lanes) sched_yield();
+    }
+    done++;
+    while (done < ctas * lanes) sched_yield();
+    sm100_dealloc(0, 512, ctas == 2, 5);
+  };
+  auto other = [&](int cta, int number, int lane) {
+    begin(cta, number, lane);
+    while (ready < ctas * lanes) sched_yield();
+    uint32_t quarter = number % 4 * 32;
+    for (int step = 0; step < steps; step++) {
+      while (!sm100_wait(kBarriers, step & 1, 1, 6)) sched_yield();
+      bool same = true;
+      for (uint32_t row = quarter + lane; row < quarter + 32 && row < rows; row += lanes) {
+        threadIdx.x = number * 32 + row % 32;
+        const float* found = (const float*)sm100_lane(quarter << 16, columns, 7);
+        for (uint32_t n = 0; n < columns; n++) {
+          float value;
+          memcpy(&value, found + n * 128, 4);
+          same &= value == (step + 1) * products * expected[(cta * rows + row) * columns + n];
         }
       }
-      done++;
-      while (done < ctas) sched_yield();
-      sm100_dealloc(0, 512, ctas == 2, 5);
-    });
-    for (int warp = 1; warp <= waiters; warp++) {
-      threads.emplace_back([=, &ready, &waiting, &wrong] {
-        blockIdx = {(uint32_t)cta, 0, 0};
-        threadIdx = {(uint32_t)warp * 32, 0, 0};
-        while (ready < ctas) sched_yield();
-        for (int step = 0; step < steps; step++) {
-          while (!sm100_wait(kBarriers, step & 1, 1, 6)) sched_yield();
-          bool same = true;
-          for (uint32_t lane = 0; lane < 32 && warp % 4 * 32 + lane < rows; lane++) {
-            uint32_t row = warp % 4 * 32 + lane;
-            threadIdx.x = warp * 32 + lane;
-            const float* found = (const float*)sm100_lane(warp % 4 * 32 << 16, columns, 7);
-            for (uint32_t n = 0; n < columns; n++) {
-              float value;
-              memcpy(&value, found + n * 128, 4);
-              same &= value == (step + 1) * products * expected[(cta * rows + row) * columns + n];
-            }
-          }
-          threadIdx.x = warp * 32;
-          wrong += !same;
-          waiting++;
-        }
-      });
+      threadIdx.x = number * 32 + lane;
+      wrong += !same;
+      seen++;
+    }
+  };
+  for (int cta = 0; cta < ctas; cta++) {
+    memset(shared[cta], 0, 1024);
+    for (int lane = 0; lane < lanes; lane++) {
+      threads.emplace_back(first, cta, lane);
+      for (int number = 1; number <= waiters; number++) threads.emplace_back(other, cta, number, lane);
     }
   }
   for (auto& thread : threads) thread.join();

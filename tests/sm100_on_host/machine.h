@@ -1,6 +1,7 @@
-// What tools/sm100_on_hopper/runtime.cu needs of CUDA and of the machine, on a host: a thread here is the only active
-// lane of a warp there, and multiprocessors, shared memory and mbarriers are variables.
+// What tools/sm100_on_hopper/runtime.cu needs of CUDA and of the machine, on a host: a thread here is a lane there, the
+// only active one of its warp or one of 32. Multiprocessors, shared memory and mbarriers are variables.
 #define SM100_MACHINE_H  // in the place of machine.h
+#include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -17,13 +18,40 @@ inline Index blockDim = {512, 1, 1}, gridDim = {8, 1, 1};
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
+// 32 threads that meet where lanes of a warp do.
+struct Warp {
+  pthread_barrier_t barrier;
+  uint64_t values[32];
+  Warp() { pthread_barrier_init(&barrier, nullptr, 32); }
+  void meet() { pthread_barrier_wait(&barrier); }
+};
+inline thread_local Warp* warp = nullptr;  // none: this thread is the only active one
+
 inline uint32_t lane() { return threadIdx.x % 32; }
-inline uint32_t __activemask() { return 1u << lane(); }
+inline uint32_t __activemask() { return warp ? ~0u : 1u << lane(); }
 inline uint32_t __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline uint32_t __popc(uint32_t x) { return __builtin_popcount(x); }
-inline uint32_t __shfl_sync(uint32_t, uint32_t v, uint32_t) { return v; }
-inline bool __all_sync(uint32_t, bool v) { return v; }
-inline void __syncwarp(uint32_t = ~0u) {}
+inline bool is_alone(uint32_t lanes) { return !warp || lanes == 1u << lane(); }
+inline uint32_t __shfl_sync(uint32_t lanes, uint32_t v, uint32_t from) {
+  if (is_alone(lanes)) return v;
+  warp->values[lane()] = v;
+  warp->meet();
+  uint32_t found = warp->values[from];
+  warp->meet();
+  return found;
+}
+inline bool __all_sync(uint32_t lanes, bool v) {
+  if (is_alone(lanes)) return v;
+  warp->values[lane()] = v;
+  warp->meet();
+  bool all = true;
+  for (uint64_t each : warp->values) all &= each != 0;
+  warp->meet();
+  return all;
+}
+inline void __syncwarp(uint32_t lanes = ~0u) {
+  if (!is_alone(lanes)) warp->meet();
+}
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
 inline void __nanosleep(uint32_t) { sched_yield(); }
