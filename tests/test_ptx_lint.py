@@ -1,0 +1,245 @@
+"""Rules over PTX: each finds the bug that it is about, in a small kernel and in real ones, which keep all of them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, backward_config, forward_config
+from tools.ptx_lint import lint
+
+# 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads.
+KERNEL = """
+.version 9.0
+.target sm_100a
+.address_size 64
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry kernel(.param .align 64 .b8 map[128])
+.reqntid 256, 1, 1
+.minnctapersm 1
+{
+.reg .pred %p<20>; .reg .b32 %r<40>; .reg .b64 %rd<9>;
+    mov.b32 %r1, __dynamic_shmem__0;
+    mov.u32 %r2, %tid.x;
+    shr.u32 %r3, %r2, 5;
+    mov.b32 %r10, 1;
+    setp.ne.b32 %p1, %r2, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r1], %r10;     // S: full
+    mbarrier.init.shared.b64 [%r1+8], 4;      // P: full
+    mbarrier.init.shared.b64 [%r1+16], 1;     // K: full, two stages
+    mbarrier.init.shared.b64 [%r1+24], 1;
+READY:
+    bar.sync 0;
+    setp.gt.u32 %p2, %r3, 3;
+    @%p2 bra OTHERS;
+    setmaxnreg.inc.sync.aligned.u32 192;
+WAIT_S:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r1], 0, 1000;
+    @!%p3 bra WAIT_S;
+    tcgen05.fence::after_thread_sync;
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r11, %r12}, [%r4];
+    mov.b64 %rd1, {%r11, %r12};
+    tcgen05.wait::ld.sync.aligned;
+    mov.b64 {%r13, %r14}, %rd1;
+    add.s32 %r13, %r13, %r12;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4+64], {%r13};
+    tcgen05.wait::st.sync.aligned;
+    shl.b32 %r15, %r2, 7;
+    add.s32 %r16, %r1, %r15;
+    st.shared.b32 [%r16+1024], %r13;
+    fence.proxy.async.shared::cta;
+    tcgen05.fence::before_thread_sync;
+    elect.sync _|%p4, -1;
+    @!%p4 bra END;
+    mbarrier.arrive.shared.b64 _, [%r1+8];
+    bra END;
+OTHERS:
+    setmaxnreg.dec.sync.aligned.u32 56;
+    setp.ne.u32 %p11, %r3, 4;
+    @%p11 bra LOADS;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+32], 512;
+    tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+    shr.u32 %r20, %r1, 4;
+    add.s32 %r21, %r20, 64;
+    mov.b64 %rd2, {%r21, %r22};
+    elect.sync _|%p12, -1;
+    @%p12 tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd3, %rd4, %r23, 0;
+    @%p12 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+WAIT_P:
+    mbarrier.try_wait.parity.shared.b64 %p13, [%r1+8], 0, 1000;
+    @!%p13 bra WAIT_P;
+    tcgen05.fence::after_thread_sync;
+    @%p12 tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd2, %rd4, %r23, 1;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r4, 512;
+    bra END;
+LOADS:
+    setp.ne.u32 %p14, %r3, 5;
+    @%p14 bra END;
+    elect.sync _|%p15, -1;
+    @!%p15 bra END;
+    mov.b32 %r30, 0;
+LOOP:
+    and.b32 %r31, %r30, 1;
+    shl.b32 %r32, %r31, 3;
+    add.s32 %r33, %r1, %r32;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r33+16], 16384;
+    cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1+40960], [%rd5, {%r6}], [%r33+16];
+    add.s32 %r30, %r30, 1;
+    setp.lt.s32 %p16, %r30, %r8;
+    @%p16 bra LOOP;
+END:
+    ret;
+}
+"""
+
+
+def rules(text: str) -> set[str]:
+    return {finding.rule for finding in lint(text)}
+
+
+def changed(text: str, pattern: str, replacement: str) -> str:
+    new, count = re.subn(pattern, replacement, text)
+    assert count == 1, f"{pattern}: {count} times"
+    return new
+
+
+def test_a_kernel_that_keeps_all_rules() -> None:
+    assert lint(KERNEL) == []
+
+
+PLANTED = {
+    "no proxy fence": ("proxy", r"fence\.proxy\.async[^;]*;", ""),
+    "proxy fence behind the arrival": (
+        "proxy",
+        r"fence\.proxy\.async\.shared::cta;((?:.*\n)*?.*\[%r1\+8\];\n    bra END)",
+        r"\1; fence.proxy.async.shared::cta",
+    ),
+    "proxy fence on one of two paths": (
+        "proxy",
+        r"(fence\.proxy\.async[^;]*;)",
+        r"setp.eq.u32 %p7, %r7, 0; @%p7 bra AROUND; \1 AROUND:",
+    ),
+    "no wait for loads": ("load-wait", r"tcgen05\.wait::ld\.sync\.aligned;", ""),
+    "register used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s32 %r14, %r11, 1; \1"),
+    "copy used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s64 %rd6, %rd1, 1; \1"),
+    "no wait for stores": ("store-wait", r"tcgen05\.wait::st\.sync\.aligned;", ""),
+    "a load behind the fence": ("fence-before", r"(tcgen05\.fence::before_thread_sync;)(\s+elect)", r"\2"),
+    "no fence behind a commit": ("fence-after", r"tcgen05\.fence::after_thread_sync;(\s+tcgen05\.ld)", r"\1"),
+    "no fence before a product": ("fence-after", r"tcgen05\.fence::after_thread_sync;(\s+@%p12)", r"\1"),
+    "products by a whole warp": ("election", r"@%p12 (tcgen05\.mma[^;]*%rd3)", r"\1"),
+    "allocation by one thread": ("election", r"(tcgen05\.alloc)", r"elect.sync _|%p17, -1; @%p17 \1"),
+    "two groups": ("group", r"tcgen05\.commit\.cta_group::1", "tcgen05.commit.cta_group::2"),
+    "too many columns": ("columns", r"(alloc\.[^;]*\[%r1\+32\]), 512", r"\1, 1024"),
+    "columns that stay": ("columns", r"(dealloc[^;]*), 512", r"\1, 256"),
+    "never freed": ("columns", r"tcgen05\.dealloc[^;]*;", ""),
+    "freed on one of two paths": (
+        "columns",
+        r"(tcgen05\.dealloc[^;]*;)",
+        r"setp.eq.u32 %p7, %r7, 0; @%p7 bra END; \1",
+    ),
+    "too many registers": ("registers", r"(setmaxnreg\.dec[^;]*) 56", r"\1 328"),
+    "registers not in eights": ("registers", r"(setmaxnreg\.inc[^;]*) 192", r"\1 190"),
+    "registers by warp": ("registers", r"(@%p11 bra LOADS;)", r"\1 setmaxnreg.dec.sync.aligned.u32 48;"),
+    "registers that are left out": ("registers", r"\.minnctapersm 1", ""),
+    "more registers together": (
+        "registers",
+        r"(setmaxnreg\.dec[^;]*) 56",
+        r"\1 256;setmaxnreg.inc.sync.aligned.u32 400",
+    ),
+    "a count too high": ("arrivals", r"(mbarrier\.init\.shared\.b64 \[%r1\+8\]), 4", r"\1, 5"),
+    "no arrival": ("arrivals", r"mbarrier\.arrive\.shared\.b64 _, \[%r1\+8\];", ""),
+    "an arrival by a whole warp": ("arrivals", r"(elect\.sync _\|%p4, -1;)\s+@!%p4 bra END;(\s+mbarrier)", r"\2"),
+    "an arrival too many": ("arrivals", r"(@%p11 bra LOADS;)", r"\1 mbarrier.arrive.shared.b64 _, [%r1+8];"),
+    "bytes that nobody expects": ("expected-bytes", r"arrive\.expect_tx([^;]*), 16384", r"arrive\1"),
+    "bytes for another barrier": ("expected-bytes", r"(%r6\}\]), \[%r33\+16\]", r"\1, [%r1+8]"),
+}
+
+
+@pytest.mark.parametrize(("rule", "pattern", "replacement"), PLANTED.values(), ids=PLANTED)
+def test_planted(rule: str, pattern: str, replacement: str) -> None:
+    assert rule in rules(changed(KERNEL, pattern, replacement))
+
+
+def test_most_planted_bugs_break_one_rule() -> None:
+    """What one rule finds is not merely what another one finds, too."""
+    alone = {rule for rule, *change in PLANTED.values() if rules(changed(KERNEL, *change)) == {rule}}
+    assert alone == {rule for rule, *_ in PLANTED.values()}
+
+
+def test_what_concerns_nobody_is_not_found() -> None:
+    """A barrier of a warp, or of threads that use no tensor memory, tells nobody of loads and stores."""
+    unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which nobody waits
+    text = changed(KERNEL, r"(tcgen05\.wait::ld)", rf"{unrelated} \1")
+    text = changed(text, r"(fence\.proxy)", rf"{unrelated} \1")
+    assert rules(text) == {"arrivals"}
+
+
+def test_findings_say_where() -> None:
+    text = changed(KERNEL, r"fence\.proxy\.async[^;]*;", "")
+    (finding,) = lint(text)
+    lines = text.splitlines()
+    assert "mbarrier.arrive.shared.b64 _, [%r1+8]" in lines[finding.line - 1]
+    origin = re.search(r"line (\d+)$", finding.text)
+    assert origin is not None
+    assert "st.shared" in lines[int(origin[1]) - 1]
+
+
+def ptx_of(config: Any, folder: Path) -> str:
+    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
+    from flash_attn_cute.jit.compile import compile_kernel
+
+    text: str = compile_kernel(config, cute.KeepPTX, compiler.DumpDir(str(folder))).artifacts.PTX
+    return text
+
+
+# The kinds of Hopper kernels, and how many fences make their stores seen by TMA and tensor cores.
+HOPPER = {
+    "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1),
+    "backward": (backward_config("bfloat16", 128, 128, Features(right=True)), 6),
+    "backward of clusters": (backward_config("bfloat16", 256, 256, Features(deterministic=True)), 3),
+}
+
+
+@pytest.mark.parametrize(("config", "num_fences"), HOPPER.values(), ids=HOPPER)
+def test_hopper_kernels(config: Any, num_fences: int, tmp_path: Path) -> None:
+    """They keep all rules, and would not without any one of their fences, or with other counts or registers."""
+    text = ptx_of(config, tmp_path)
+    assert lint(text) == []
+    fences = list(re.finditer(r"fence\.proxy\.async\.shared::cta;", text))
+    assert len(fences) == num_fences
+    for fence in fences:
+        assert rules(text[: fence.start()] + text[fence.end() :]) == {"proxy"}
+    changes = {"registers": (r"(setmaxnreg\.dec\.\S+\s+)\d+", r"\g<1>160")}
+    if not isinstance(config, BackwardClusterConfig):  # the CTAs of a cluster arrive at each other's barriers
+        changes["arrivals"] = (r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+16\]), %r\d+", r"\1, 13")
+        changes["expected-bytes"] = (r"(mbarrier\.arrive)\.expect_tx(\.shared\.b64 \S+ \S+), %r\d+", r"\1\2, 1")
+    for rule, change in changes.items():
+        assert rules(re.sub(*change, text, count=1)) == {rule}
+
+
+BLACKWELL = {
+    "proxy": r"fence\.proxy\.async[^;]*;",
+    "load-wait": r"tcgen05\.wait::ld[^;]*;",
+    "store-wait": r"tcgen05\.wait::st[^;]*;",
+    "fence-before": r"tcgen05\.fence::before_thread_sync;",
+    "fence-after": r"tcgen05\.fence::after_thread_sync;",
+    "columns": r"tcgen05\.dealloc[^;]*;",
+    "arrivals": r"tcgen05\.commit[^;]*;",
+}
+
+
+def test_blackwell_kernels(tmp_path: Path) -> None:
+    """Those of the executor's self-test keep all rules, and break each without what it asks for."""
+    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
+    from tools.sm100_on_hopper import kernels
+
+    for case in (kernels.Case("pair", pair=True, by_tma=True), kernels.Case("one", a_in_tensor_memory=True)):
+        text: str = kernels.compiled(case, cute.KeepPTX, compiler.DumpDir(str(tmp_path))).artifacts.PTX
+        assert lint(text) == []
+    for rule, pattern in BLACKWELL.items():
+        assert rule in rules(re.sub(pattern, "", text)), rule

@@ -1,0 +1,533 @@
+"""Rules that Hopper and Blackwell kernels must keep and that running them does not show: ``python -m tools.ptx_lint``.
+
+Looked at is a kernel's PTX, thread by thread (``tools.ptx_threads``), the first two threads of a warp for all of it.
+What must lie between two instructions is looked for on every path from the one to the other.
+
+    proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; others are told
+    load-wait        tcgen05.ld; tcgen05.wait::ld; its registers are computed with, others are told
+    store-wait       tcgen05.st; tcgen05.wait::st; others are told, tcgen05.commit
+    fence-before     tcgen05.ld and st; tcgen05.fence::before_thread_sync; others are told
+    fence-after      the end of a wait for tensor memory; tcgen05.fence::after_thread_sync; tcgen05.ld, st and mma
+    election         tcgen05.mma and commit by one thread; alloc, dealloc, ld and st by whole warps
+    group            one cta_group a kernel
+    columns          tcgen05.alloc and dealloc by one warp each, always, of as many columns: a power of 2 from 32 to 512
+    registers        setmaxnreg: one value a warpgroup, from 24 to 256 in steps of 8, not more together than there are
+    arrivals         an mbarrier's count is that of the threads that arrive at it
+    expected-bytes   TMA loads signal mbarriers that expect bytes, and only those
+
+Not seen: which barrier guards which memory, beyond what fence-after needs; bytes that a tensor map moves; phases and
+stages. Emulation (``tools.sm100_on_hopper``) sees those.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools import ptx
+from tools.ptx import Function, Instruction
+from tools.ptx_threads import WARP, Program, Thread, Value
+
+MOST_REGION = 32768  # bytes behind an address that TMA or tensor cores read, unless something else begins before
+REGISTERS_A_THREAD_OF_512 = 65536 // 128
+_STEP = 8  # of setmaxnreg, and bytes of an mbarrier
+
+
+class Finding(NamedTuple):
+    """A rule that is broken."""
+
+    rule: str
+    line: int  # of the PTX
+    text: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.rule}: {self.text}"
+
+
+def lint(text: str) -> list[Finding]:
+    """What is wrong with the kernels of a PTX module, by line.
+
+    Raises:
+        PtxError: it is not PTX as ``tools.ptx`` knows it.
+    """
+    found = {finding for function in ptx.parse(text).functions for finding in check(function)}
+    return sorted(found, key=lambda finding: (finding.line, finding.rule, finding.text))
+
+
+def check(function: Function) -> Iterator[Finding]:
+    """What is wrong with a kernel."""
+    program = Program(function)
+    kernel = _Kernel(program)
+    yield from _paths(kernel)
+    for rule in (_election, _group, _columns, _registers, _arrivals, _expected_bytes):
+        yield from rule(kernel)
+
+
+class _Kernel:
+    """A kernel's threads, and what several rules want to know of them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.instructions = program.instructions
+        self.threads = [thread for warp in program.warps for thread in warp]
+        self.counts: dict[int, int] = {}  # of mbarriers whose initialisation is known, by address
+        for thread, number, x in self.where("mbarrier.init"):
+            address, count = thread.address(number, 0), thread.value(x, x.operands[1])
+            if address is not None and count is not None and address.is_exact:
+                self.counts[address.number] = count.number
+        self.region_starts, self.readers = self._regions()
+        # Of products, and of what frees columns: they reach all of tensor memory, others a quarter of the lanes.
+        self.issuers = {thread.number for thread, _, _ in self.where("tcgen05.mma", "tcgen05.cp", "tcgen05.dealloc")}
+        self.ring_starts = {
+            value.number for _, _, value in self._arrivals() if value is not None and not value.is_exact
+        }
+        self.audiences = self._audiences()
+        self.committed = {self.ring(value) for _, x, value in self._arrivals() if x.is_a("tcgen05.commit")}
+        self.accessed_by_arriving = {
+            self.ring(value)
+            for thread, x, value in self._arrivals()
+            if x.is_a("mbarrier.arrive")
+            and "expect_tx" not in x.parts
+            and _executes_any(thread, "tcgen05.ld", "tcgen05.st")
+        }
+
+    def where(self, *prefixes: str) -> Iterator[tuple[Thread, int, Instruction]]:
+        """Threads, and the instructions of a kind that they may execute."""
+        numbers = [i for i, x in enumerate(self.instructions) if x.is_a(*prefixes)]
+        for thread in self.threads:
+            for number in numbers:
+                if thread.executes(number):
+                    yield thread, number, self.instructions[number]
+
+    def ring(self, value: Value | None) -> int | None:
+        """Where the ring of mbarriers that one belongs to begins; None if that is unknown."""
+        if value is None:
+            return None
+        address = value.number
+        count = self.counts.get(address)
+        while address not in self.ring_starts and self.counts.get(address - _STEP) == count is not None:
+            address -= _STEP
+        return address if address in self.ring_starts else value.number
+
+    def are_beside(self, a: int, b: int) -> bool:
+        """Whether all mbarriers from one to another have the same count, so that they may be of one ring."""
+        return len({self.counts.get(x) for x in range(min(a, b), max(a, b) + 1, _STEP)}) == 1
+
+    def region(self, address: int) -> int | None:
+        """Where the piece of shared memory begins that an address is in, if TMA or tensor cores read it."""
+        start = max((x for x in self.region_starts if x <= address), default=None)
+        return start if start in self.readers and address < start + MOST_REGION else None
+
+    def regions_read(self, thread: Thread, number: int) -> Iterator[Value]:
+        """Where the pieces of shared memory begin that TMA or tensor cores read with an instruction."""
+        x = self.instructions[number]
+        if x.is_a("wgmma.mma_async", "tcgen05.mma"):
+            for operand in x.operands[1:3]:
+                value = None if operand.marks else thread.value(x, operand)
+                if value is not None and value.is_shared:
+                    yield value._replace(number=(value.number & 0x3FFF) << 4)
+        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and len(x.operands) > 1 and not is_bulk_load(x):
+            address = thread.address(number, 1)
+            if address is not None:
+                yield address
+
+    def hands_over(self, thread: Thread, number: int, region: int) -> bool:
+        """Whether those who go on behind an instruction may read a piece of shared memory by TMA or tensor cores."""
+        x = self.instructions[number]
+        readers = self.readers[region]
+        if x.is_a("bar.warp"):
+            warp = thread.number // WARP
+            return any(t // WARP == warp and not thread.executes(n) for t, n in readers)
+        told = self.audiences[self.meeting(thread, number)]
+        return any(t in told for t, _ in readers)
+
+    def tells_users(self, thread: Thread, number: int) -> bool:
+        """Whether those who go on behind an instruction reach what the thread reaches in tensor memory."""
+        if self.instructions[number].is_a("bar.warp"):
+            return False
+        told = self.audiences[self.meeting(thread, number)]
+        warp = thread.number // WARP
+        return any(t in self.issuers or (t // WARP != warp and t // WARP % 4 == warp % 4) for t in told)
+
+    def meeting(self, thread: Thread, number: int) -> str:
+        """What an arrival and those who wait for it share: an mbarrier, or the number of a barrier."""
+        x = self.instructions[number]
+        if x.is_a("mbarrier"):
+            address = thread.address(number, barrier_operand(x))
+            return f"mbarrier {self.ring(address)}"
+        if x.is_a("barrier.cluster"):
+            return "cluster"
+        value = thread.value(x, x.operands[0])
+        return f"barrier {value.number if value is not None and value.is_exact else None}"
+
+    def _arrivals(self) -> list[tuple[Thread, Instruction, Value | None]]:
+        """All that arrive at mbarriers, with what is known of where."""
+        return [
+            (thread, x, thread.address(number, barrier_operand(x)))
+            for thread, number, x in self.where("mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier.arrive")
+        ]
+
+    def _regions(self) -> tuple[set[int], dict[int, set[tuple[int, int]]]]:
+        """Where pieces of shared memory begin, and threads and instructions that read them by TMA or tensor cores."""
+        starts, readers = set(self.counts), defaultdict(set)
+        for thread, number, x in self.where("cp.async.bulk", "cp.reduce.async.bulk", "wgmma.mma_async", "tcgen05.mma"):
+            address = thread.address(number, 0) if x.is_a("cp") and is_bulk_load(x) else None
+            starts |= {address.number} if address is not None else set()
+            for start in self.regions_read(thread, number):
+                readers[start.number].add((thread.number, number))
+        return starts | readers.keys(), dict(readers)
+
+    def _audiences(self) -> dict[str, set[int]]:
+        """By what they wait for: threads."""
+        found = defaultdict(set)
+        for thread, number, x in self.where("mbarrier.try_wait", "mbarrier.test_wait", "bar", "barrier"):
+            if not x.is_a("bar.warp") and "arrive" not in x.parts:
+                found[self.meeting(thread, number)].add(thread.number)
+        return found
+
+
+def is_bulk_load(x: Instruction) -> bool:
+    """Whether TMA writes shared memory with it, be it another CTA's."""
+    words = x.opcode.split(".")
+    spaces = [word for word in words if word in ("global", "shared::cta", "shared::cluster")]
+    return len(spaces) == 2 and spaces[0] != "global"
+
+
+def barrier_operand(x: Instruction) -> int:
+    """Which operand of an instruction that arrives at an mbarrier is its address."""
+    return next(i for i, operand in enumerate(x.operands) if operand.marks == "[")
+
+
+def _executes_any(thread: Thread, *prefixes: str) -> bool:
+    return any(thread.program.instructions[x].is_a(*prefixes) for x in thread.executed)
+
+
+# What has happened to a thread on some path, and by which instruction; that of the first line, if there are several.
+_State = dict[str, int]
+_Report = Callable[[str, Instruction, str], None]
+
+
+def _paths(kernel: _Kernel) -> Iterator[Finding]:
+    """The rules about what must lie between two instructions."""
+    seen = set()
+    findings: list[Finding] = []
+    for thread in kernel.threads:
+        key = frozenset(thread.executed)
+        if key not in seen:
+            seen.add(key)
+            _Walk(kernel, thread, findings).run()
+    yield from findings
+
+
+class _Walk:
+    """All paths of a thread: states before instructions, joined until they stay."""
+
+    def __init__(self, kernel: _Kernel, thread: Thread, findings: list[Finding]) -> None:
+        self.kernel = kernel
+        self.thread = thread
+        self.findings = findings
+        self.issues_products = _executes_any(thread, "tcgen05.mma")
+        self.uses_tensor_memory = _executes_any(thread, "tcgen05")
+
+    def run(self) -> None:
+        states: dict[int, _State] = {0: {}}
+        waiting = [0]
+        while waiting:
+            number = waiting.pop()
+            if number == len(self.kernel.instructions):
+                continue
+            after = dict(states[number])
+            if self.thread.executes(number):
+                self.step(number, after)
+            for successor in self.thread.next_ones[number]:
+                joined = after if successor not in states else _joined(states[successor], after)
+                if successor not in states or joined != states[successor]:
+                    states[successor] = joined
+                    waiting.append(successor)
+
+    def report(self, rule: str, number: int, origin: int, text: str) -> None:
+        line = self.kernel.instructions[origin].line
+        here = self.kernel.instructions[number]
+        self.findings.append(Finding(rule, here.line, f"{here.opcode} {text} line {line}"))
+
+    def step(self, number: int, state: _State) -> None:
+        """What an instruction that is executed does to a state, and whether it breaks a rule in it."""
+        x = self.kernel.instructions[number]
+        if tells_others(x):
+            self.check_telling(number, x, state)
+        if x.is_a("st.shared", "stmatrix"):
+            address = self.thread.address(number, 0)
+            region = None if address is None else self.kernel.region(address.number)
+            if region is not None:
+                state.setdefault(f"proxy {region}", number)
+        elif x.is_a("fence.proxy.async"):
+            for fact in [fact for fact in state if fact.startswith("proxy ")]:
+                del state[fact]
+        else:
+            for read in self.kernel.regions_read(self.thread, number):
+                origin = state.get(f"proxy {read.number}")
+                if origin is None:
+                    continue
+                written = self.thread.address(origin, 0)
+                # Of a ring this may be another stage than what was written.
+                if read.is_exact and written is not None and written.is_exact:
+                    self.unfenced(number, state, read.number)
+        if self.uses_tensor_memory:
+            self.tensor_memory(number, x, state)
+
+    def unfenced(self, number: int, state: _State, region: int) -> None:
+        origin = state.pop(f"proxy {region}")  # once is enough
+        self.report("proxy", number, origin, "without fence.proxy.async behind the store of")
+
+    def check_telling(self, number: int, x: Instruction, state: _State) -> None:
+        """Rules of instructions behind which other threads go on."""
+        for region in [int(fact.split()[1]) for fact in state if fact.startswith("proxy ")]:
+            if self.kernel.hands_over(self.thread, number, region):
+                self.unfenced(number, state, region)
+        if not (state.keys() & {"load", "store", "unfenced"} and self.kernel.tells_users(self.thread, number)):
+            return
+        if "load" in state:
+            self.report("load-wait", number, state["load"], "without tcgen05.wait::ld behind the load of")
+        if "store" in state:
+            self.report("store-wait", number, state["store"], "without tcgen05.wait::st behind the store of")
+        if "unfenced" in state:
+            self.report("fence-before", number, state["unfenced"], "without tcgen05.fence::before_thread_sync behind")
+            del state["unfenced"]  # once is enough
+
+    def tensor_memory(self, number: int, x: Instruction, state: _State) -> None:
+        resolved = self.kernel.program.resolved[number]
+        pending = {register for register in resolved.sources if f"register {register}" in state}
+        if pending:
+            origin = min(state[f"register {register}"] for register in pending)
+            if x.is_a("mov"):  # a copy is as little there as what it is a copy of
+                state.update((f"register {register}", origin) for register in resolved.results)
+                return
+            self.report("load-wait", number, origin, "uses a register without tcgen05.wait::ld behind the load of")
+            for fact in [fact for fact in state if fact.startswith("register ") and state[fact] == origin]:
+                del state[fact]  # once is enough
+        for register in resolved.results:
+            state.pop(f"register {register}", None)
+        if x.is_a("tcgen05.ld", "tcgen05.st", "tcgen05.mma") and "waited" in state:
+            self.report(
+                "fence-after", number, state["waited"], "without tcgen05.fence::after_thread_sync behind the wait of"
+            )
+            del state["waited"]
+        if x.is_a("tcgen05.ld"):
+            state.setdefault("load", number)
+            state.setdefault("unfenced", number)
+            state.update((f"register {register}", number) for register in resolved.results)
+        elif x.is_a("tcgen05.st"):
+            state.setdefault("store", number)
+            state.setdefault("unfenced", number)
+        elif x.opcode.startswith("tcgen05.wait::ld"):
+            for fact in [fact for fact in state if fact == "load" or fact.startswith("register ")]:
+                del state[fact]
+        elif x.opcode.startswith("tcgen05.wait::st"):
+            state.pop("store", None)
+        elif x.opcode.startswith("tcgen05.fence::before"):
+            state.pop("unfenced", None)
+        elif x.opcode.startswith("tcgen05.fence::after"):
+            state.pop("waited", None)
+        elif x.is_a("tcgen05.commit") and "store" in state:
+            self.report("store-wait", number, state["store"], "without tcgen05.wait::st behind the store of")
+        elif x.is_a("mbarrier.try_wait", "mbarrier.test_wait"):
+            ring = self.kernel.ring(self.thread.address(number, 1))
+            guards = self.kernel.accessed_by_arriving if self.issues_products else self.kernel.committed
+            if ring in guards and ring is not None:
+                state.setdefault("waited", number)
+
+
+def _joined(a: _State, b: _State) -> _State:
+    return {fact: min(a.get(fact, b.get(fact, 0)), b.get(fact, a.get(fact, 0))) for fact in a.keys() | b.keys()}
+
+
+def tells_others(x: Instruction) -> bool:
+    """Whether threads that wait for this one go on behind it."""
+    if x.is_a("mbarrier.arrive"):
+        return True
+    return x.opcode.split(".")[0] in ("bar", "barrier") and "wait" not in x.parts
+
+
+def _by_warp(kernel: _Kernel, *prefixes: str) -> dict[int, dict[int, int]]:
+    """By instruction and warp, how many threads execute it: 1 (the first), 31 (all others) or 32."""
+    found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for thread, number, _ in kernel.where(*prefixes):
+        found[number][thread.number // WARP] += 1 if thread.number % WARP == 0 else WARP - 1
+    return found
+
+
+def _election(kernel: _Kernel) -> Iterator[Finding]:
+    for prefixes, expected in (
+        (("tcgen05.mma", "tcgen05.commit"), 1),
+        (("tcgen05.alloc", "tcgen05.dealloc", "tcgen05.ld", "tcgen05.st"), WARP),
+    ):
+        for number, warps in _by_warp(kernel, *prefixes).items():
+            x = kernel.instructions[number]
+            for warp, threads in warps.items():
+                if threads != expected:
+                    yield Finding("election", x.line, f"{x.opcode} by {threads} threads of warp {warp}, not {expected}")
+
+
+def _group(kernel: _Kernel) -> Iterator[Finding]:
+    groups: dict[str, Instruction] = {}
+    for x in kernel.instructions:
+        for word in x.parts:
+            if word.startswith("cta_group::") and x.is_a("tcgen05"):
+                groups.setdefault(word, x)
+    for word, x in sorted(groups.items())[1:]:
+        yield Finding("group", x.line, f"{x.opcode} beside {min(groups)} (line {groups[min(groups)].line}): not {word}")
+
+
+def _columns(kernel: _Kernel) -> Iterator[Finding]:
+    sizes: dict[str, set[int | None]] = defaultdict(set)
+    for kind in ("alloc", "dealloc"):
+        by_warp: dict[int, list[int]] = defaultdict(list)
+        for thread, number, x in kernel.where(f"tcgen05.{kind}"):
+            value = thread.value(x, x.operands[1])
+            sizes[kind].add(None if value is None else value.number)
+            by_warp[thread.number // WARP].append(number)
+            if value is not None and value.number not in (32, 64, 128, 256, 512):
+                yield Finding("columns", x.line, f"{x.opcode} of {value.number} columns")
+        if len(by_warp) > 1:
+            x = kernel.instructions[min(by_warp.values())[0]]
+            yield Finding("columns", x.line, f"{x.opcode} by warps {sorted(by_warp)}, not by one")
+        for warp, numbers in by_warp.items():
+            if _ends_without(kernel.program.warps[warp][0], set(numbers)):
+                x = kernel.instructions[numbers[0]]
+                yield Finding("columns", x.line, f"{x.opcode} not on every path of warp {warp}")
+    if sizes["alloc"] != sizes["dealloc"]:
+        x = next(x for x in kernel.instructions if x.is_a("tcgen05.alloc", "tcgen05.dealloc"))
+        told = {kind: sorted(map(str, sizes[kind])) for kind in sizes}
+        yield Finding("columns", x.line, f"allocated {told['alloc']}, freed {told['dealloc']}")
+
+
+def _ends_without(thread: Thread, numbers: set[int]) -> bool:
+    """Whether a path of a thread ends without any of the instructions."""
+    seen, waiting = set(), [0]
+    while waiting:
+        number = waiting.pop()
+        if number in seen or number in numbers:
+            continue
+        seen.add(number)
+        if number == len(thread.program.instructions):
+            return True
+        waiting.extend(thread.next_ones[number])
+    return False
+
+
+def _registers(kernel: _Kernel) -> Iterator[Finding]:
+    values: dict[int, set[int]] = defaultdict(set)  # by warp
+    first: dict[int, Instruction] = {}
+    for thread, _, x in kernel.where("setmaxnreg"):
+        count = x.operands[0].number or 0
+        values[thread.number // WARP].add(count)
+        first.setdefault(thread.number // WARP, x)
+        if count % _STEP or not 24 <= count <= 256:
+            yield Finding("registers", x.line, f"{x.opcode} of {count}: expected a multiple of 8 from 24 to 256")
+    if not values:
+        return
+    at = first[min(first)].line
+    head = kernel.program.function.directives
+    if not head.keys() & {".minnctapersm", ".maxnreg"}:
+        yield Finding("registers", at, "setmaxnreg without .minnctapersm or .maxnreg is left out by the assembler")
+    num_warps = (kernel.program.num_threads + WARP - 1) // WARP
+    launched = 65536 // kernel.program.num_threads // _STEP * _STEP
+    total = 0
+    for group in range(0, num_warps, 4):
+        warps = range(group, min(group + 4, num_warps))
+        told = [sorted(values.get(warp, {launched})) for warp in warps]
+        if any(each != told[0] for each in told) or len(told[0]) != 1:
+            yield Finding("registers", at, f"setmaxnreg of warps {group} to {warps[-1]}: {told}, not one value")
+        total += max(told[0])
+    if total > REGISTERS_A_THREAD_OF_512:
+        yield Finding("registers", at, f"setmaxnreg comes to {total} registers a thread of each warpgroup, of 512")
+
+
+def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
+    """Compares counts with arrivals where all of both are known and none comes from another CTA."""
+    # By ring and warp, of those at the address of the ring, and of all: where a ring ends is not certain.
+    at_start: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    in_ring: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    lines: dict[int, int] = {}
+    for number, warps in _by_warp(kernel, "mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier.arrive").items():
+        x = kernel.instructions[number]
+        for warp, threads in warps.items():
+            thread = next(t for t in kernel.program.warps[warp] if t.executes(number))
+            address = thread.address(number, barrier_operand(x))
+            ring = kernel.ring(address)
+            if address is None or ring is None or "cta_group::2" in x.parts or _is_remote(x):
+                return
+            count = x.operands[-1].number if x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts else None
+            total = threads * (1 if count is None else count)
+            in_ring[ring][warp].add(total)
+            if address.number == ring:
+                at_start[ring][warp].add(total)
+            lines.setdefault(ring, x.line)
+    for ring, warps_of_ring in in_ring.items():
+        expected = kernel.counts.get(ring)
+        beside = _merged(in_ring[other] for other in in_ring if kernel.are_beside(ring, other))
+        totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[ring], warps_of_ring, beside)}
+        if expected is None or expected in totals or any(len(each) > 1 for each in warps_of_ring.values()):
+            continue
+        told = ", ".join(f"{max(each)} of warp {warp}" for warp, each in sorted(warps_of_ring.items()))
+        yield Finding(
+            "arrivals", lines[ring], f"the mbarrier at {ring} has a count of {expected}, and arrivals: {told}"
+        )
+    for thread, number, x in kernel.where("mbarrier.try_wait", "mbarrier.test_wait"):
+        ring = kernel.ring(thread.address(number, 1))
+        first_phase_passes = "parity" in x.parts and thread.value(x, x.operands[2]) == Value(1)
+        if ring in kernel.counts and ring not in in_ring and not first_phase_passes:
+            yield Finding("arrivals", x.line, f"waits for the mbarrier at {ring}, at which nothing arrives")
+
+
+def _merged(arrivals: Iterable[dict[int, set[int]]]) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    for by_warp in arrivals:
+        for warp, counts in by_warp.items():
+            found[warp] |= counts
+    return found
+
+
+def _is_remote(x: Instruction) -> bool:
+    """Whether it arrives at a barrier that may be another CTA's."""
+    return "shared::cluster" in x.parts and not x.is_a("tcgen05")
+
+
+def _expected_bytes(kernel: _Kernel) -> Iterator[Finding]:
+    expecting: dict[int | None, Instruction] = {}
+    signalled: dict[int | None, Instruction] = {}
+    for thread, number, x in kernel.where("mbarrier.arrive.expect_tx", "mbarrier.expect_tx"):
+        expecting.setdefault(kernel.ring(thread.address(number, barrier_operand(x))), x)
+    for thread, number, x in kernel.where("cp.async.bulk"):
+        if is_bulk_load(x):
+            operand = max(i for i, operand in enumerate(x.operands) if operand.marks == "[")
+            signalled.setdefault(kernel.ring(thread.address(number, operand)), x)
+    if None not in expecting:
+        for ring in signalled.keys() - expecting.keys() - {None}:
+            x = signalled[ring]
+            yield Finding(
+                "expected-bytes", x.line, f"{x.opcode} signals the mbarrier at {ring}, which expects no bytes"
+            )
+    if None not in signalled:
+        for ring in expecting.keys() - signalled.keys() - {None}:
+            yield Finding("expected-bytes", expecting[ring].line, f"nothing brings bytes to the mbarrier at {ring}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what is found in files; returns 1 if that is anything."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.ptx_lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    count = 0
+    for path in parser.parse_args(arguments).files:
+        for finding in lint(path.read_text()):
+            print(f"{path}: {finding}")
+            count += 1
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
