@@ -1,10 +1,10 @@
 """Executes the PTX of a Blackwell kernel on a CPU, one CTA after the other: for small shapes, and for missing waits.
 
-The 32 lanes of a warp are numpy arrays. Warps take turns at random. TMA and the tensor cores are engines that do what
-they have been asked for at some later time, copies in any order, products in the order in which they were issued; so a
-kernel that does not wait for something sooner or later misses it. Shared memory, tensor memory and registers start with
-NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it runs, and
-where no warp can go on ``FaultError`` says what each waits for.
+The 32 lanes of a warp are numpy arrays. Warps take turns at random, some of them rarely. TMA and the tensor cores are
+engines that do what they have been asked for at some later time, copies in any order, products in the order in which
+they were issued; so a kernel that does not wait for something sooner or later misses it. Shared and tensor memory start
+with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it runs,
+and where no warp can go on ``FaultError`` says what each waits for.
 
 It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
 """
@@ -703,6 +703,7 @@ class Cta:
             FaultError: something that no GPU would do, or a deadlock.
         """
         eagerness = self.draw.choice((0.02, 0.1, 0.5, 0.9))  # of the engines
+        pace = [self.draw.choice((1.0, 1.0, 0.01)) for _ in self.warps]  # some warps lag far behind
         with np.errstate(all="ignore"):
             while not all(warp.is_done for warp in self.warps):
                 ready = [warp for warp in self.warps if self._can_go_on(warp)]
@@ -710,7 +711,8 @@ class Cta:
                 if engines and (not ready or self.draw.random() < eagerness):
                     self.draw.choice(engines)()
                 elif ready:
-                    self._step(self.draw.choice(ready), self.draw.choice((1, 5, 50, 400)))
+                    (warp,) = self.draw.choices(ready, [pace[warp.index] for warp in ready])
+                    self._step(warp, self.draw.choice((1, 5, 50, 400)))
                 else:
                     waiting = {warp.index: warp.waits_for for warp in self.warps if not warp.is_done}
                     raise FaultError(f"deadlock: {waiting}")

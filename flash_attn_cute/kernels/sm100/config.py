@@ -127,7 +127,13 @@ def forward_config(
     """The configuration that serves a call.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
+
+    Raises:
+        ValueError: features that no kernel serves yet.
     """
+    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
     del group
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
