@@ -273,6 +273,8 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 def _multiply(d: _Decoder, name: str, operands: list[str]) -> Instruction:
     kind = name.split(".")[-1]
+    if kind == "f32x2":
+        return _arithmetic(operator.mul)(d, name, operands)
     if ".wide." in name:
         wide = np.int64 if kind == "s32" else np.uint64
         return d.compute(operands, [kind] * 2, lambda a, b: a.astype(wide) * b.astype(wide))
@@ -284,14 +286,25 @@ def _divide(a: Array, b: Array) -> Array:
     return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(np.int32)
 
 
-def _minimum(d: _Decoder, name: str, operands: list[str]) -> Instruction:
-    relu = ".relu." in name
-    return _plain(lambda a, b: np.maximum(np.minimum(a, b), 0) if relu else np.minimum(a, b))(d, name, operands)
+def _add(d: _Decoder, name: str, operands: list[str]) -> Instruction:
+    return _arithmetic(_sum_rounded_down if ".rm." in name else operator.add)(d, name, operands)
 
 
-def _maximum(d: _Decoder, name: str, operands: list[str]) -> Instruction:
-    of_two = np.fmax if name.endswith(".f32") else np.maximum
-    return _plain(lambda *x: functools.reduce(of_two, x))(d, name, operands)
+def _sum_rounded_down(a: Array, b: Array) -> Array:
+    exact = a.astype(np.float64) + b.astype(np.float64)
+    nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
+def _extreme(d: _Decoder, name: str, operands: list[str]) -> Instruction:
+    ignores_nan = name.endswith(".f32") and ".NaN." not in name
+    least, most = (np.fmin, np.fmax) if ignores_nan else (np.minimum, np.maximum)
+
+    def extreme(*x: Array) -> Array:
+        found: Array = functools.reduce(least if name.startswith("min") else most, x)
+        return np.maximum(found, 0) if ".relu." in name else found
+
+    return _plain(extreme)(d, name, operands)
 
 
 def _shift(d: _Decoder, name: str, operands: list[str]) -> Instruction:
@@ -621,7 +634,7 @@ def _mma(d: _Decoder, name: str, operands: list[str]) -> Instruction:
 _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
     "mov": _move,
     "cvta.param": _plain(lambda x: x),
-    "add": _arithmetic(operator.add),
+    "add": _add,
     "sub": _arithmetic(operator.sub),
     "fma": _arithmetic(_fused),
     "mul": _multiply,
@@ -632,8 +645,8 @@ _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
     "and": _plain(operator.and_),
     "or": _plain(operator.or_),
     "xor": _plain(operator.xor),
-    "min": _minimum,
-    "max": _maximum,
+    "min": _extreme,
+    "max": _extreme,
     "shl": _shift,
     "shr": _shift,
     "shf.l.wrap.b32": _plain(_funnel),

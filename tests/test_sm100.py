@@ -169,3 +169,15 @@ def test_references_that_rise_by_much(head_dim: int, tmp_path: Path) -> None:
         call.q[:, ::3] *= 8
         call.k *= torch.linspace(4, 0.1, 512, dtype=call.k.dtype)[:, None, None]
     check(call, tmp_path, random.Random(0))
+
+
+def test_nan_of_a_key_is_seen(tmp_path: Path) -> None:
+    """By all queries that see the key, whichever way the weight of its column is computed; and by no others."""
+    call = random_call([130], [130], packed=False, nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        call.k[:, 14] = torch.nan  # its pair of weights is one that comes from a polynomial
+    call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
+    out, lse = execute(call, tmp_path, random.Random(0))
+    assert out[:, 14:].isnan().all()
+    assert lse[..., 14:].isnan().all()
+    assert out[:, :14].isfinite().all()

@@ -77,9 +77,10 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert count["LDTM"] == 4 * 3 + 4 * changes + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, and zeros at a third.
     assert count["STTM"] == 2 * 3 + 4 * changes + c.tile_dv // 32
-    assert (
-        len(re.findall(r"\bFFMA2\b", sass)) == 2 * c.tile_n // 2
-    )  # pairs, fused, so that bits never depend on the place
+    # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
+    polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
+    assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
     assert len(re.findall(r"\bUTMALDG", sass)) == (c.q_parts + 1) * c.tile_d // 64 + c.tile_dv // 64
     assert len(re.findall(r"\bUTMASTG", sass)) == c.tile_dv // 64
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1

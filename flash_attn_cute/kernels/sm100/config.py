@@ -59,6 +59,11 @@ class ForwardConfig:
         return 2 // self.q_parts
 
     @property
+    def polynomial_every(self) -> int:
+        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200."""
+        return 8 if self.target == TARGETS[10, 0] else 0
+
+    @property
     def registers(self) -> Registers:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
