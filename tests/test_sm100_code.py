@@ -16,6 +16,7 @@ import torch
 from flash_attn_cute import flash_attn_func
 from flash_attn_cute.backends.cute.plan import plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
+from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.config import HEAD_DIMS, SHARED_MEMORY, TARGETS, TENSOR_COLUMNS, ForwardConfig
@@ -76,9 +77,10 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert count["LDTM"] == 4 * 3 + 4 * changes + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, and zeros at a third.
     assert count["STTM"] == 2 * 3 + 4 * changes + c.tile_dv // 32
-    assert (
-        len(re.findall(r"\bFFMA2\b", sass)) == 2 * c.tile_n // 2
-    )  # pairs, fused, so that bits never depend on the place
+    # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
+    polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
+    assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
     assert len(re.findall(r"\bUTMALDG", sass)) == (c.q_parts + 1) * c.tile_d // 64 + c.tile_dv // 64
     assert len(re.findall(r"\bUTMASTG", sass)) == c.tile_dv // 64
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
@@ -126,6 +128,19 @@ def test_targets_have_kernels_of_their_own() -> None:
         assert planned.config.target == target
         assert pass_of(planned.config) is sm100.passes["forward"]
         assert planned.config == dataclasses.replace(plan_forward(sm100, spec_of(), DENSE, 148).config, target=target)
+
+
+def test_warming_is_for_all_gpus() -> None:
+    given = command.parser().parse_args(["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense"])
+    assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
+    given.passes = ["backward"]
+    with pytest.raises(ValueError, match="--passes: expected some of forward for sm100, got backward"):
+        command.configurations(given)
+
+
+def test_features_that_are_lacking_are_refused() -> None:
+    with pytest.raises(ValueError, match="features: expected none that the sm100 kernels lack, got mask, bias"):
+        chosen(128, mask=True, bias=True)
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:

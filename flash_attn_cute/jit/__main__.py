@@ -71,13 +71,30 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         # A dense batch with padding is packed.
         packed = layout == "packed" or features.seqused_q or features.seqused_k
         features = dataclasses.replace(features, packed=packed)
-        for name in chosen.passes:
+        for architecture, name in itertools.product(_on_all_gpus(chosen.architecture), _passes(chosen)):
             if name == "bias_gradient" and not features.bias:
                 continue
-            configure = _ARCHITECTURES[chosen.architecture].passes[name].configure
+            configure = architecture.passes[name].configure
             options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
+
+
+def _passes(chosen: argparse.Namespace) -> list[Any]:
+    """Those asked for, or all that the architecture has."""
+    has = _ARCHITECTURES[chosen.architecture].passes
+    missing = [name for name in chosen.passes or () if name not in has]
+    if missing:
+        raise ValueError(f"--passes: expected some of {', '.join(has)} for {chosen.architecture}, got {missing[0]}")
+    return [name for name in PASSES if name in (chosen.passes or has)]
+
+
+def _on_all_gpus(name: str) -> list[registry.Architecture]:
+    """An architecture for each kind of GPU that has code of its own."""
+    architecture = _ARCHITECTURES[name]
+    if len(architecture.targets) == 1:
+        return [architecture]
+    return [architecture.on(capability) for capability in architecture.targets]
 
 
 def describe(fields: dict[str, Any]) -> str:
@@ -161,13 +178,14 @@ def parser() -> argparse.ArgumentParser:
         help="query heads of a key head, for kernels of few queries; 1 for those of many (default: 1)",
     )
     for option, names, default in (
-        ("--passes", PASSES, list(PASSES)),
+        ("--passes", PASSES, []),
         ("--dtypes", _DTYPES, ["bfloat16"]),
         ("--masks", tuple(MASKS), ["full", "causal"]),
         ("--layouts", LAYOUTS, list(LAYOUTS)),
         ("--features", FEATURES, []),
     ):
-        text = f"out of {', '.join(names)} (default: {' '.join(default) or 'none'})"
+        none = "all that there are" if option == "--passes" else "none"
+        text = f"out of {', '.join(names)} (default: {' '.join(default) or none})"
         warming.add_argument(option, nargs="+", choices=names, metavar=option[2:-1].upper(), default=default, help=text)
     warming.add_argument(
         "--jobs",

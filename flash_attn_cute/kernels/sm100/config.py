@@ -59,6 +59,11 @@ class ForwardConfig:
         return 2 // self.q_parts
 
     @property
+    def polynomial_every(self) -> int:
+        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200."""
+        return 8 if self.target == TARGETS[10, 0] else 0
+
+    @property
     def registers(self) -> Registers:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
@@ -127,7 +132,13 @@ def forward_config(
     """The configuration that serves a call.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
+
+    Raises:
+        ValueError: features that no kernel serves yet.
     """
+    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
     del group
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)

@@ -279,7 +279,7 @@ class ForwardSm100:
         """A warpgroup: a part of every tile's queries, one a thread, from scores to weights."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        rows = _Rows(a, shared, scales, RowSoftmax(scales.log2), part, thread, address)
+        rows = _Rows(a, shared, scales, RowSoftmax(scales.log2, c.polynomial_every), part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:

@@ -128,10 +128,10 @@ class Shared:
         """Where it begins, read every time: one register for all roles would live too long."""
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
 
-    def piece_of_O(self, part: Int32, piece: int, pieces: int) -> cute.Tensor:
-        """Where 64 columns of a part's O are put, (128, 64)."""
+    def piece_of_O(self, part: Int32, piece: int, number: Int32) -> cute.Tensor:
+        """Where 64 columns of a part's O are put, (128, 64); ``number`` counts what has been put so far."""
         if self.sO is not None:
-            return self.sO[None, None, (part * pieces + piece) % O_STAGES]
+            return self.sO[None, None, number % O_STAGES]
         return cute.local_tile(self.sQ[None, None, part], (PART_ROWS, O_COLUMNS), (0, piece))
 
 

@@ -179,7 +179,7 @@ class Epilogue:
         rings.outputs.wait_full(o_step)  # from the tensor cores: O is complete, and Q not needed any more
         tensor_memory.after_sync()
         for piece in cutlass.range_constexpr(pieces):
-            sO = shared.piece_of_O(part, piece, pieces)
+            sO = shared.piece_of_O(part, piece, o_step * pieces + piece)
             if const_expr(not c.o_in_q):
                 if thread < 32:
                     cute.arch.cp_async_bulk_wait_group(O_STAGES - 1, read=True)

@@ -19,6 +19,7 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.weights import MAX_SUM
+from flash_attn_cute.kernels.sm100.exponential import exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
 
@@ -28,8 +29,9 @@ Scores = Callable[[], list[Float32]]
 class RowSoftmax:
     """The running reference of a thread's row, -inf until it has seen a key, and the sum of its weights."""
 
-    def __init__(self, scale_log2: Float32):
+    def __init__(self, scale_log2: Float32, polynomial_every: int):
         self.scale_log2 = scale_log2
+        self.polynomial_every = polynomial_every  # as many pairs of weights; 0: none
         self.reference = cute.make_rmem_tensor(1, Float32)
         self.total = cute.make_rmem_tensor(1, Float32)
 
@@ -97,7 +99,10 @@ class RowSoftmax:
             some = read()
             for i in range(0, len(some), 2):
                 exponents = cute.arch.fma_packed_f32x2((some[i], some[i + 1]), scale, shift)
-                low, high = (cute.math.exp2(x, fastmath=True) for x in exponents)
+                if self.polynomial_every and len(weights) % self.polynomial_every == self.polynomial_every - 1:
+                    low, high = exp2_pair(exponents)
+                else:
+                    low, high = (cute.math.exp2(x, fastmath=True) for x in exponents)
                 weights.append(pack(low, high, dtype))
                 total = cute.arch.add_packed_f32x2(total, (low, high))
         return weights, total[0] + total[1]
