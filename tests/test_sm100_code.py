@@ -23,6 +23,7 @@ from flash_attn_cute.kernels.sm100.config import HEAD_DIMS, SHARED_MEMORY, TARGE
 from flash_attn_cute.kernels.sm100.config import forward_config as config
 from tests.test_cute_plan import DENSE, spec_of
 from tests.test_machine_code import EVERYTHING, machine_code
+from tools.ptx_lint import lint
 
 B200, B300 = TARGETS.values()
 
@@ -65,6 +66,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     """No spills; products, weights, loads and stores as they should be; tensor memory is allocated and freed."""
     (sass,) = machine_code(compiled, tmp_path)["Forward"]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
     c = compiled
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("UTCHMMA", "HGMMA", "LDTM", "STTM", "USETMAXREG")}
     # Loops of four steps, for each part: of scores and output, and of outputs where no tile is known to follow.
