@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
 from examples import context_parallel
-from flash_attn_cute import dispatch, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, dispatch, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
@@ -410,34 +410,66 @@ def disagreements() -> None:
     sharding = balanced(size)
     leaves = Leaves.of(PACKED)
     q, k, v = (sharding.shard(x, rank) for x in (leaves.q, leaves.k, leaves.v))
-    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v}
-    other: dict[str, dict[str, Any]] = {
-        "window_right: expected the same on all ranks of the group, got 0 on ranks 0, 2; None on rank 1": {
-            "causal": False
-        },
-        "sharding: expected the same on all ranks of the group, got layout .* on rank 1": {
-            "sharding": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments[::-1]),
-        },
-        "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape": {"q": q[1:]},
-        "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2": {"sharding": balanced(2)},
-        "dtype: expected the same on all ranks of the group, got .*64 on ranks 0, 2; torch.float32 on rank 1": {
-            "q": q.float(),
-            "k": k.float(),
-            "v": v.float(),
-        },
-        "inputs that require gradients: expected the same": {"k": k.detach()},
-        "method: expected the same on all ranks of the group, got ring on ranks 0, 2; all_gather on rank 1": {
-            "method": "all_gather"
-        },
-        "rank 1 of the group: mask: expected None": {"mask": torch.ones(1, dtype=torch.bool)},
-        "rank 1 of the group: softcap: expected 0": {"softcap": -1.0},
-        "rank 1 of the group: method: expected one of": {"method": "ulysses"},
-        "seqused_k: expected the same": {"seqused_k": [1, 1, 1, 0, 1]},
-    }
-    for message, changes in other.items():
-        given = {**agreed, "method": "ring", **(changes if rank == 1 else {})}
-        with pytest.raises(ValueError, match=message):
+    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v, "method": "ring"}
+    agreed |= {"sharding_k": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments)}
+    sink = torch.zeros(4, dtype=torch.float64)
+    # What rank 1 has of its own, and what all ranks are then told.
+    different: list[tuple[dict[str, Any], str]] = [
+        # options
+        ({"causal": False}, "window_right: {} 0 on ranks 0, 2; None on rank 1$"),
+        ({"window_size": (5, None)}, "window_left: {} None on ranks 0, 2; 5 on rank 1$"),
+        ({"softcap": 2.0}, "softcap: {} 0.0 on ranks 0, 2; 2.0 on rank 1$"),
+        ({"softmax_scale": 0.5}, "softmax_scale: {} None on ranks 0, 2; 0.5 on rank 1$"),
+        ({"deterministic": True}, "deterministic: {} False on ranks 0, 2; True on rank 1$"),
+        ({"zero_padding": False}, "zero_padding: {} True on ranks 0, 2; False on rank 1$"),
+        ({"backend": "portable"}, "backend: {} None on ranks 0, 2; portable on rank 1$"),
+        # methods; of these all_to_all sees the ranks as another grid
+        ({"method": "all_gather"}, "method: {} ring on ranks 0, 2; all_gather on rank 1$"),
+        ({"method": "auto"}, "method: {} ring on ranks 0, 2; auto on rank 1$"),
+        ({"method": "all_to_all"}, "rank 1 of the group: method: expected one that exchanges no heads"),
+        # shapes and dtypes
+        ({"q": q[:, :2]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) on ranks 0, 2; \(2, 2, 8, 8\) on rank 1$"),
+        ({"k": k[:, :1], "v": v[:, :1]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 1, 8, 8\) on rank 1$"),
+        ({"v": v[..., :4]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 2, 8, 4\) on rank 1$"),
+        ({"q": q.float(), "k": k.float(), "v": v.float()}, "dtype: {} .*64 on ranks 0, 2; torch.float32 on rank 1$"),
+        ({"learnable_sink": sink}, "sink: {} None on ranks 0, 2; torch.float64 on rank 1$"),
+        ({"k": k.detach()}, "inputs that require gradients: {} q, k, v on ranks 0, 2; q, v on rank 1$"),
+        # offsets, and who has which rows
+        ({"sharding": Sharding.contiguous([0, 68, 73, 114, 114, 128], size)}, "sharding: {} layout .* on rank 1$"),
+        ({"sharding_k": Sharding.contiguous([0, 70, 73, 113, 114, 128], size)}, "sharding_k: {} layout .* on rank 1$"),
+        (
+            {"sharding": Sharding(sharding.cu_seqlens, 128, sharding.segments[::-1])},
+            "sharding: {} layout .* on rank 1$",
+        ),
+        ({"seqused_q": [1, 1, 1, 0, 1]}, r"seqused_q: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        ({"seqused_k": [1, 1, 1, 0, 1]}, r"seqused_k: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        # what is wrong on one rank alone
+        ({"q": q[1:]}, "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape"),
+        ({"sharding": balanced(2)}, "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2"),
+        ({"mask": torch.ones(1, dtype=torch.bool)}, "rank 1 of the group: mask: expected None"),
+        ({"bias": torch.ones(1)}, "rank 1 of the group: bias: expected None"),
+        (
+            {"block_mask": BlockMask.causal(128, 128)},
+            "rank 1 of the group: block_mask: expected None, .* got BlockMask$",
+        ),
+        ({"softcap": -1.0}, "rank 1 of the group: softcap: expected 0"),
+        ({"method": "ulysses"}, "rank 1 of the group: method: expected one of"),
+        (
+            {"seqused_k": [99, 1, 1, 0, 1]},
+            "rank 1 of the group: seqused_k: expected 0 to 70 rows of document 0, got 99",
+        ),
+    ]
+    for changes, message in different:
+        given = {**agreed, **(changes if rank == 1 else {})}
+        with pytest.raises(ValueError, match=message.format("expected the same on all ranks of the group, got")):
             context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    batch = torch.zeros(2 if rank == 1 else 1, 5, 6, 8)
+    with pytest.raises(ValueError, match=r"batch: expected the same .* 1 on ranks 0, 2; 2 on rank 1$"):
+        context_parallel_attn_func(batch, batch, batch, Sharding.balanced([0, 15], 3), method="ring")
+    # The number of ranks divides these heads: rank 1 could do what it asks for.
+    method = "all_to_all" if rank == 1 else "ring"
+    with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
     for way in WAYS[:2]:
         assert_same(
             together(PACKED, leaves, sharding, None, **way),

@@ -37,6 +37,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -64,6 +65,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -91,6 +93,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -117,6 +120,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
+    block_mask: None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -144,6 +148,7 @@ def context_parallel_attn_func(
         learnable_sink: (nheads,).
         mask: None.
         bias: None.
+        block_mask: None.
         deterministic: the same inputs on as many ranks give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -168,7 +173,7 @@ def context_parallel_attn_func(
         "backend": backend,
         "dropout_p": dropout_p,
     }
-    tensors = (q, k, v, learnable_sink, mask, bias)
+    tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
     out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
     return (out, lse) if return_lse else out
@@ -193,6 +198,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -220,6 +226,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -247,6 +254,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -273,6 +281,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
+    block_mask: None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -320,6 +329,7 @@ def context_parallel_attn_varlen_func(
             like those of all parameters they have to be summed over the ranks.
         mask: None; mask tensors are not supported.
         bias: None; bias tensors are not supported.
+        block_mask: None; block masks are not supported.
         deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -347,7 +357,7 @@ def context_parallel_attn_varlen_func(
         "backend": backend,
         "dropout_p": dropout_p,
     }
-    tensors = (q, k, v, learnable_sink, mask, bias)
+    tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
     out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
     return (out, lse) if return_lse else out
@@ -377,7 +387,7 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         ValueError: a group or a tensor that does not fit the sharding.
     """
     ranks = Ranks.of(group)
-    _check_sharding("sharding", sharding, ranks.place, dense=False)
+    check_sharding("sharding", sharding, ranks.place, dense=False)
     counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]
     rank, _, size = ranks.place
     if x.shape[dim] != counts[rank]:
@@ -408,10 +418,10 @@ def _attend(
         chosen = attention.plan(question, ranks.place, tensors[0].device)
     except (TypeError, ValueError) as error:
         if settings.check_data():
-            agreement.check(ranks, error)
+            agreement.check(Ranks.of(group), error)
         raise
     if settings.check_data():
-        agreement.check(ranks, _statement(tensors, question, options, backend))
+        agreement.check(Ranks.of(group), _statement(tensors, question, options, backend))
     q, k, v, sink, *_ = tensors
     if not dense:
         return attention.attend(q, k, v, sink, chosen, ranks, options, backend)
@@ -422,9 +432,9 @@ def _attend(
 
 
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, sink, mask, bias = tensors
+    q, k, v, sink, *refused = tensors
     q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
-    return q, k, v, sink, mask, bias
+    return q, k, v, sink, *refused
 
 
 def _question(
@@ -438,20 +448,18 @@ def _question(
     dense: bool,
 ) -> attention.Question:
     """All arguments of a rank checked, and what they come to."""
-    q, k, v, sink, mask, bias = tensors
-    if method not in attention.METHODS:
-        raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
-    if method == "all_to_all" and place.outer_size > 1:
-        raise ValueError(
-            "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
-            "(rows are traded for heads along the second one), got 'all_to_all'"
-        )
+    q, k, v, sink, mask, bias, block_mask = tensors
+    check_method(method, place)
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(
                 f"{name}: expected None, tensors with an element a score are not dealt over ranks, "
                 f"got {type(x).__name__}"
             )
+    if block_mask is not None:
+        raise ValueError(
+            f"block_mask: expected None, block masks are not dealt over ranks, got {type(block_mask).__name__}"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor) and x.ndim != (4 if dense else 3):
             dims = "(batch, rows, heads, d)" if dense else "(rows, heads, d)"
@@ -466,7 +474,7 @@ def _question(
     )
     queries, keys = shardings[0], shardings[0] if shardings[1] is None else shardings[1]
     for name, sharding, tensor_name, x in (("sharding", queries, "q", q), ("sharding_k", keys, "k", k)):
-        _check_sharding(name, sharding, place, dense=dense)
+        check_sharding(name, sharding, place, dense=dense)
         rows = sharding.num_rows(place.rank)
         if x.shape[-3] != rows:
             raise ValueError(
@@ -490,7 +498,19 @@ def _question(
     )
 
 
-def _check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
+def check_method(method: str, place: Place) -> None:
+    """Whether there is such a method for a grid of ranks."""
+    if method not in attention.METHODS:
+        raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
+    if method == "all_to_all" and place.outer_size > 1:
+        raise ValueError(
+            "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
+            "(rows are traded for heads along the second one), got 'all_to_all'"
+        )
+
+
+def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
+    """Whether it is one over those ranks and, for a dense batch, of one document."""
     if not isinstance(sharding, Sharding):
         raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
     if sharding.num_ranks != place.size:
