@@ -12,8 +12,9 @@ plain eager code, the backend is called directly, and ``FlashAttention`` is what
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,6 +60,10 @@ _NUM_RESULTS = 6  # before the call come, in the backward operator, its results,
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
+# What serves valid calls in a backend's place, given its name.
+Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], tuple[Tensor, Tensor]]
+_replacement: Replacement | None = None
+
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flash_attn_cute::backward",
@@ -76,6 +81,8 @@ def attention(
     Raises:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
     """
+    if _replacement is not None:
+        return _replacement(inputs, options, backend)
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero.
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
@@ -89,6 +96,17 @@ def attention(
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
         return _record(*leaves, (inputs, options, spec, backend))
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
+
+
+@contextmanager
+def replaced(by: Replacement) -> Iterator[None]:
+    """Has another function serve all calls meanwhile, in every thread: autograd recomputes in threads of its own."""
+    global _replacement
+    before, _replacement = _replacement, by
+    try:
+        yield
+    finally:
+        _replacement = before
 
 
 def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
