@@ -45,11 +45,12 @@ _TENSORS = (
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, Tensor? order, "
     "Tensor? column_spans, Tensor? column_entries, Tensor? contributors"
 )
-_NUMBERS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
-    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, bool in_turn, str backend, "
-    "Tensor? any_scale, Tensor? any_softcap"
+# ``flat_options``
+OPTIONS = (
+    "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
+    "bool zero_padding, bool in_turn, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
+_NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, " + OPTIONS.format(backend="str backend")
 _FIELDS = AttentionInputs._fields
 _NUM_PLAIN = _FIELDS.index("max_seqlen_q")  # tensors of ``AttentionInputs`` but for the block mask's
 _NUM_TENSORS = _NUM_PLAIN + 7  # and with them
@@ -200,6 +201,13 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
 
 
 def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
+    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
+    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *flat_options(options, backend)
+
+
+def flat_options(options: Options, backend: str | None) -> tuple[Any, ...]:
+    """The numbers that end a flattened call, in the order of the schemas, without both bounds."""
     any_scale = any_softcap = None
     if torch.compiler.is_dynamo_compiling():
         any_scale, any_softcap = _if_any(options.softmax_scale), _if_any(options.softcap)
@@ -207,9 +215,18 @@ def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[A
             options = options._replace(softmax_scale=None)
         if any_softcap is not None:
             options = options._replace(softcap=0.0)
-    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
-    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
-    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *options, backend, any_scale, any_softcap
+    return *options, backend, any_scale, any_softcap
+
+
+def options_of(flat: tuple[Any, ...]) -> tuple[Options, str | None]:
+    """The options that these numbers are, and the backend's name."""
+    *numbers, backend, any_scale, any_softcap = flat
+    options = Options(*numbers)
+    if any_scale is not None:
+        options = options._replace(softmax_scale=any_scale.item())
+    if any_softcap is not None:
+        options = options._replace(softcap=any_softcap.item())
+    return options, backend
 
 
 def _if_any(number: float | None) -> Tensor | None:
@@ -229,12 +246,8 @@ def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
     inputs = _inputs_of(call)
-    *numbers, backend, any_scale, any_softcap = call[_NUM_INPUTS:]
-    options = Options(*numbers)
-    if any_scale is not None:
-        options = options._replace(softmax_scale=any_scale.item())
-    if any_softcap is not None:
-        options = options._replace(softcap=any_softcap.item())
+    options, backend = options_of(call[_NUM_INPUTS:])
+    assert backend is not None
     return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, options), inputs
 
 

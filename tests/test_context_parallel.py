@@ -1,5 +1,6 @@
 """Attention over several ranks gives what one process gives."""
 
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
-from examples import context_parallel
-from flash_attn_cute import BlockMask, dispatch, flash_attn_varlen_func
+from examples import context_parallel as example_program
+from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
     attention,
+    context_parallel,
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
     gather,
@@ -352,6 +356,90 @@ def surroundings() -> None:
             dq.sum().backward()
 
 
+class Layer(nn.Module):
+    """Attention over the ranks of a group, between two projections."""
+
+    def __init__(self, group: Any, method: str, dense: bool, nheads_k: int) -> None:
+        super().__init__()
+        self.heads = 4, nheads_k, nheads_k
+        self.inputs = nn.Linear(16, sum(self.heads) * 8, dtype=torch.float64)
+        self.outputs = nn.Linear(4 * 8, 16, dtype=torch.float64)
+        self.sink = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.group, self.method, self.dense = group, method, dense
+
+    def forward(self, x: Tensor, sharding: Sharding) -> Tensor:
+        """(rows, 16) or (batch, rows, 16)."""
+        q, k, v = self.inputs(x).unflatten(-1, (-1, 8)).split(self.heads, -2)
+        attend: Callable[..., Any] = context_parallel_attn_func if self.dense else context_parallel_attn_varlen_func
+        given = {"causal": True, "softcap": 3.0, "learnable_sink": self.sink, "return_lse": True}
+        out, lse = attend(q, k, v, sharding, group=self.group, method=self.method, **given)
+        return self.outputs(out.flatten(-2)) + lse.sum(-2)[..., None]
+
+
+def compiled() -> None:
+    """In one graph and with the same bits, whatever the method; no batch is compiled for anew after the second one."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ways: list[tuple[Any, str, bool, int]] = [
+        (None, "all_gather", True, 2),
+        (dist.group.WORLD, "ring", False, 4),
+        (init_device_mesh("cpu", (size,)), "all_to_all", False, 1),
+        (init_device_mesh("cpu", (size // 2, 2)), "auto", True, 2),
+    ]
+    for way in ways:
+        torch._dynamo.reset()
+        layer, counter = Layer(*way), CompileCounterWithBackend("aot_eager")
+        step: Any = torch.compile(layer, backend=counter, fullgraph=True)
+        for lengths in ([37, 0, 20], [50, 9], [30, 31, 1, 2], [77]):
+            cu = [0, sum(lengths)] if way[2] else [0, *accumulate(lengths)]
+            sharding = Sharding.balanced(cu, size, causal=True)
+            x = torch.randn(*((2,) if way[2] else ()), sharding.num_rows(rank), 16, dtype=torch.float64)
+            leaves = (x.requires_grad_(), *layer.parameters())
+            found, expected = (
+                (y.detach(), *torch.autograd.grad(y.sin().sum(), leaves))
+                for y in (step(x, sharding), layer(x, sharding))
+            )
+            assert all(map(torch.equal, found, expected)), (way, lengths)
+        assert counter.frame_count <= 2, way
+
+
+def compiled_without_a_sharding() -> None:
+    """A compiled program keeps no sharding; it says so if the caller has not kept it."""
+    x = torch.randn(10, 2, 8, requires_grad=True)
+    step: Any = torch.compile(context_parallel_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # the first time compiling leaves cycles behind
+        out = step(x, x, x, Sharding.contiguous([0, 10 * dist.get_world_size()], dist.get_world_size()))
+        gc.collect()
+    with pytest.raises(RuntimeError, match="Sharding of this compiled attention is gone"):
+        out.sum().backward()
+
+
+def compiled_in_context() -> None:
+    """PyTorch's own attention, in a function that has been compiled outside before."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 24, dtype=torch.float64)
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = layer(x).unflatten(-1, (3, 2, 4)).unbind(2)
+        by_head = [y.transpose(1, 2) for y in (q, k, v)]
+        inner = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True).transpose(1, 2)
+        return inner + flash_attn_func(q, k, v, causal=True, window_size=(7, None))
+
+    torch._dynamo.reset()
+    step: Any = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 41, 8, dtype=torch.float64, requires_grad=True)
+    expected = step(x)
+    (grad,) = torch.autograd.grad(expected.sin().sum(), x)
+    rows = x.detach().clone()
+    with context_parallel(None, buffers=[rows], buffer_seq_dims=[1]) as sharding:
+        mine = rows.requires_grad_()
+        out = step(mine)
+        (part,) = torch.autograd.grad(out.sin().sum(), mine)
+        mine.requires_grad_(False)
+    for got, whole in ((out, expected), (part, grad)):
+        torch.testing.assert_close(gather(got, sharding, dim=1), whole, rtol=0, atol=1e-10)
+    assert step(x).equal(expected)
+
+
 def rows_come_together() -> None:
     """Gathering from groups and meshes."""
     size = dist.get_world_size()
@@ -463,6 +551,9 @@ def disagreements() -> None:
         given = {**agreed, **(changes if rank == 1 else {})}
         with pytest.raises(ValueError, match=message.format("expected the same on all ranks of the group, got")):
             context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    compiled: Any = torch.compile(context_parallel_attn_varlen_func, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"window_right: .* 0 on ranks 0, 2; None on rank 1$"):
+        compiled(q, k, v, sharding, causal=rank != 1)
     batch = torch.zeros(2 if rank == 1 else 1, 5, 6, 8)
     with pytest.raises(ValueError, match=r"batch: expected the same .* 1 on ranks 0, 2; 2 on rank 1$"):
         context_parallel_attn_func(batch, batch, batch, Sharding.balanced([0, 15], 3), method="ring")
@@ -484,14 +575,14 @@ def disagreements() -> None:
 
 def example() -> None:
     """Training on all ranks together, and on each alone."""
-    chosen = context_parallel.options(["--steps", "3", "--tokens", "300", "--longest", "100"])
+    chosen = example_program.options(["--steps", "3", "--tokens", "300", "--longest", "100"])
     torch.use_deterministic_algorithms(False)
     expected = None
     for rank in range(dist.get_world_size()):
         alone = dist.new_group([rank])
         if rank == dist.get_rank():
-            expected = context_parallel.train(chosen, alone, torch.device("cpu"))
-    together = context_parallel.train(chosen, None, torch.device("cpu"))
+            expected = example_program.train(chosen, alone, torch.device("cpu"))
+    together = example_program.train(chosen, None, torch.device("cpu"))
     assert together == pytest.approx(expected, rel=1e-4)
     assert len(set(together)) == 3
 
@@ -531,7 +622,16 @@ def backward_without_a_group() -> None:
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
     1: [every_case],
-    2: [every_case, low_precision, surroundings, backward_without_a_group, example, benchmark],
+    2: [
+        every_case,
+        low_precision,
+        surroundings,
+        compiled,
+        compiled_in_context,
+        backward_without_a_group,
+        example,
+        benchmark,
+    ],
     3: [every_case],
     4: [every_case, rows_come_together, nothing_to_do, neighbours],
     8: [every_case],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_cute import ops, settings
-from flash_attn_cute.distributed import api
+from flash_attn_cute.distributed import api, calls
 from flash_attn_cute.distributed.groups import Group, Ranks
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.integrations import sdpa
@@ -59,7 +59,9 @@ def context_parallel(
             or has another number of rows; one not to be restored that is no buffer; a sharding or a method that does
             not fit the mesh. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
     """
-    given, dims, kept = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+    given = [] if buffers is None else list(buffers)
+    dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
     place = Ranks.of(mesh).place
     if len(dims) != len(given):
         raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
@@ -71,8 +73,8 @@ def context_parallel(
         if not given:
             raise ValueError("buffers: expected at least one, whose rows are the sequence, got none and no sharding")
         sharding = _balanced(given[0].shape[dims[0]], place.size)
-    api.check_sharding("sharding", sharding, place, dense=False)
-    api.check_method(method, place)
+    calls.check_sharding("sharding", sharding, place, dense=False)
+    calls.check_method(method, place)
     for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
         if x.shape[dim] != sharding.total:
             raise ValueError(
