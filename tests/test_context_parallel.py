@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
 from examples import context_parallel as example_program
-from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func, ops
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
@@ -33,7 +33,7 @@ from flash_attn_cute.distributed import (
     model,
     rank_of,
 )
-from flash_attn_cute.distributed.groups import Place, Transfer
+from flash_attn_cute.distributed.groups import Place, Transfer, names_of
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
@@ -402,6 +402,19 @@ def compiled() -> None:
         assert counter.frame_count <= 2, way
 
 
+def operators_are_sound() -> None:
+    """Schemas, fakes and derivatives, by PyTorch's own checks."""
+    sharding = Sharding.contiguous([0, 4, 9], 1)
+    leaves = [torch.randn(9, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    options = ops.flat_options(Options(None, None, 0, 0.0, False, True), None)
+    for sink, used in ((None, None), (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([4, 3]))):
+        flat = (*leaves, sink, sharding.handle, None, None, used, names_of(None), "ring", False, *options)
+        torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel, flat)
+        out, lse = torch.ops.flash_attn_cute.context_parallel(*flat)
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in (out, lse, out.cos(), out[..., 0].T, *flat)]
+        torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel_backward, tuple(detached))
+
+
 def compiled_without_a_sharding() -> None:
     """A compiled program keeps no sharding; it says so if the caller has not kept it."""
     x = torch.randn(10, 2, 8, requires_grad=True)
@@ -621,7 +634,7 @@ def backward_without_a_group() -> None:
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
-    1: [every_case],
+    1: [every_case, operators_are_sound],
     2: [
         every_case,
         low_precision,
