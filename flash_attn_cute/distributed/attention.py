@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
@@ -192,11 +193,8 @@ def gradients(
     assert inner is not None
     q_part, k_part, v_part = heads.split_heads(given.q, k, v, rows_q, rows_k, inner)
     out, dout = (heads.part_of(x, rows_q, inner) for x in (given.out, given.dout))
-    lse, dlse = (
-        None if x is None else heads.part_of(x.transpose(0, 1)[..., None], rows_q, inner)[..., 0].transpose(0, 1)
-        for x in (given.lse, given.dlse)
-    )
-    assert lse is not None
+    lse = _lse_part(given.lse, rows_q, inner)
+    dlse = None if given.dlse is None else _lse_part(given.dlse, rows_q, inner)
     part = passes.Given(q_part, out, lse, dout, dlse)
     grads = _gradients(chosen.method, passes.Context(options, backend, outer), part, k_part, v_part)
     dq, dk, dv = (heads.join_heads(x, rows, inner) for x, rows in zip(grads, (rows_q, rows_k, rows_k), strict=True))
@@ -207,6 +205,11 @@ def gradients(
         dsink = torch.zeros_like(sink)
         heads.own_heads(dsink, rows_q).copy_(passes.sink_gradient(heads.own_heads(sink, rows_q), part))
     return dq, dk, dv, dsink
+
+
+def _lse_part(lse: Tensor, rows: heads.Rows, group: ProcessGroup) -> Tensor:
+    """(all heads, rows of this rank) to (heads of this rank, rows of the group), in memory as backends write it."""
+    return heads.part_of(lse.transpose(0, 1)[..., None], rows, group)[..., 0].transpose(0, 1).contiguous()
 
 
 def _gradients(
