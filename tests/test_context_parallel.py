@@ -574,6 +574,12 @@ def disagreements() -> None:
     method = "all_to_all" if rank == 1 else "ring"
     with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
         context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
+    rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
+    with (
+        context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
+        pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
+    ):
+        flash_attn_func(rows, rows, rows, causal=True)
     for way in WAYS[:2]:
         assert_same(
             together(PACKED, leaves, sharding, None, **way),
