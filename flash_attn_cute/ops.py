@@ -12,8 +12,9 @@ plain eager code, the backend is called directly, and ``FlashAttention`` is what
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,11 +45,12 @@ _TENSORS = (
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, Tensor? order, "
     "Tensor? column_spans, Tensor? column_entries, Tensor? contributors"
 )
-_NUMBERS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale, SymInt? window_left, "
-    "SymInt? window_right, float softcap, bool deterministic, bool zero_padding, bool in_turn, str backend, "
-    "Tensor? any_scale, Tensor? any_softcap"
+# ``flat_options``
+OPTIONS = (
+    "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
+    "bool zero_padding, bool in_turn, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
+_NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, " + OPTIONS.format(backend="str backend")
 _FIELDS = AttentionInputs._fields
 _NUM_PLAIN = _FIELDS.index("max_seqlen_q")  # tensors of ``AttentionInputs`` but for the block mask's
 _NUM_TENSORS = _NUM_PLAIN + 7  # and with them
@@ -58,6 +60,10 @@ _NUM_ANY = 2  # any_scale and any_softcap, which end a flattened call
 _NUM_RESULTS = 6  # before the call come, in the backward operator, its results, their gradients and what is wanted
 _NO_TANGENTS = "flash_attn_cute: forward-mode derivatives of attention are not implemented"
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
+
+# What serves valid calls in a backend's place, given its name.
+Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], tuple[Tensor, Tensor]]
+_replacement: Replacement | None = None
 
 torch.library.define("flash_attn_cute::forward", f"({_TENSORS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
@@ -76,6 +82,8 @@ def attention(
     Raises:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
     """
+    if _replacement is not None:
+        return _replacement(inputs, options, backend)
     leaves = (inputs.q, inputs.k, inputs.v, inputs.learnable_sink, inputs.bias)
     # Not all that follows would refuse tangents; some would take them for zero.
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
@@ -89,6 +97,17 @@ def attention(
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
         return _record(*leaves, (inputs, options, spec, backend))
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
+
+
+@contextmanager
+def replaced(by: Replacement) -> Iterator[None]:
+    """Has another function serve all calls meanwhile, in every thread: autograd recomputes in threads of its own."""
+    global _replacement
+    before, _replacement = _replacement, by
+    try:
+        yield
+    finally:
+        _replacement = before
 
 
 def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -182,6 +201,13 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
 
 
 def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
+    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
+    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
+    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *flat_options(options, backend)
+
+
+def flat_options(options: Options, backend: str | None) -> tuple[Any, ...]:
+    """The numbers that end a flattened call, in the order of the schemas, without both bounds."""
     any_scale = any_softcap = None
     if torch.compiler.is_dynamo_compiling():
         any_scale, any_softcap = _if_any(options.softmax_scale), _if_any(options.softcap)
@@ -189,9 +215,18 @@ def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[A
             options = options._replace(softmax_scale=None)
         if any_softcap is not None:
             options = options._replace(softcap=0.0)
-    *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
-    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
-    return *tensors, *tables, max_seqlen_q, max_seqlen_k, *options, backend, any_scale, any_softcap
+    return *options, backend, any_scale, any_softcap
+
+
+def options_of(flat: tuple[Any, ...]) -> tuple[Options, str | None]:
+    """The options that these numbers are, and the backend's name."""
+    *numbers, backend, any_scale, any_softcap = flat
+    options = Options(*numbers)
+    if any_scale is not None:
+        options = options._replace(softmax_scale=any_scale.item())
+    if any_softcap is not None:
+        options = options._replace(softcap=any_softcap.item())
+    return options, backend
 
 
 def _if_any(number: float | None) -> Tensor | None:
@@ -211,12 +246,8 @@ def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
     inputs = _inputs_of(call)
-    *numbers, backend, any_scale, any_softcap = call[_NUM_INPUTS:]
-    options = Options(*numbers)
-    if any_scale is not None:
-        options = options._replace(softmax_scale=any_scale.item())
-    if any_softcap is not None:
-        options = options._replace(softcap=any_softcap.item())
+    options, backend = options_of(call[_NUM_INPUTS:])
+    assert backend is not None
     return dispatch.BACKENDS[backend], AttentionSpec.of(inputs, options), inputs
 
 

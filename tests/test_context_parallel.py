@@ -1,5 +1,6 @@
 """Attention over several ranks gives what one process gives."""
 
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,25 +12,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
-from examples import context_parallel
-from flash_attn_cute import dispatch, flash_attn_varlen_func
+from examples import context_parallel as example_program
+from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func, ops
 from flash_attn_cute.distributed import (
     Segment,
     Sharding,
     attention,
+    context_parallel,
     context_parallel_attn_func,
     context_parallel_attn_varlen_func,
     gather,
     model,
     rank_of,
 )
-from flash_attn_cute.distributed.groups import Place, Transfer
+from flash_attn_cute.distributed.groups import Place, Transfer, names_of
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
@@ -352,6 +356,103 @@ def surroundings() -> None:
             dq.sum().backward()
 
 
+class Layer(nn.Module):
+    """Attention over the ranks of a group, between two projections."""
+
+    def __init__(self, group: Any, method: str, dense: bool, nheads_k: int) -> None:
+        super().__init__()
+        self.heads = 4, nheads_k, nheads_k
+        self.inputs = nn.Linear(16, sum(self.heads) * 8, dtype=torch.float64)
+        self.outputs = nn.Linear(4 * 8, 16, dtype=torch.float64)
+        self.sink = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.group, self.method, self.dense = group, method, dense
+
+    def forward(self, x: Tensor, sharding: Sharding) -> Tensor:
+        """(rows, 16) or (batch, rows, 16)."""
+        q, k, v = self.inputs(x).unflatten(-1, (-1, 8)).split(self.heads, -2)
+        attend: Callable[..., Any] = context_parallel_attn_func if self.dense else context_parallel_attn_varlen_func
+        given = {"causal": True, "softcap": 3.0, "learnable_sink": self.sink, "return_lse": True}
+        out, lse = attend(q, k, v, sharding, group=self.group, method=self.method, **given)
+        return self.outputs(out.flatten(-2)) + lse.sum(-2)[..., None]
+
+
+def compiled() -> None:
+    """In one graph and with the same bits, whatever the method; no batch is compiled for anew after the second one."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ways: list[tuple[Any, str, bool, int]] = [
+        (None, "all_gather", True, 2),
+        (dist.group.WORLD, "ring", False, 4),
+        (init_device_mesh("cpu", (size,)), "all_to_all", False, 1),
+        (init_device_mesh("cpu", (size // 2, 2)), "auto", True, 2),
+    ]
+    for way in ways:
+        torch._dynamo.reset()
+        layer, counter = Layer(*way), CompileCounterWithBackend("aot_eager")
+        step: Any = torch.compile(layer, backend=counter, fullgraph=True)
+        for lengths in ([37, 0, 20], [50, 9], [30, 31, 1, 2], [77]):
+            cu = [0, sum(lengths)] if way[2] else [0, *accumulate(lengths)]
+            sharding = Sharding.balanced(cu, size, causal=True)
+            x = torch.randn(*((2,) if way[2] else ()), sharding.num_rows(rank), 16, dtype=torch.float64)
+            leaves = (x.requires_grad_(), *layer.parameters())
+            found, expected = (
+                (y.detach(), *torch.autograd.grad(y.sin().sum(), leaves))
+                for y in (step(x, sharding), layer(x, sharding))
+            )
+            assert all(map(torch.equal, found, expected)), (way, lengths)
+        assert counter.frame_count <= 2, way
+
+
+def operators_are_sound() -> None:
+    """Schemas, fakes and derivatives, by PyTorch's own checks."""
+    sharding = Sharding.contiguous([0, 4, 9], 1)
+    leaves = [torch.randn(9, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    options = ops.flat_options(Options(None, None, 0, 0.0, False, True), None)
+    for sink, used in ((None, None), (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([4, 3]))):
+        flat = (*leaves, sink, sharding.handle, None, None, used, names_of(None), "ring", False, *options)
+        torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel, flat)
+        out, lse = torch.ops.flash_attn_cute.context_parallel(*flat)
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in (out, lse, out.cos(), out[..., 0].T, *flat)]
+        torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel_backward, tuple(detached))
+
+
+def compiled_without_a_sharding() -> None:
+    """A compiled program keeps no sharding; it says so if the caller has not kept it."""
+    x = torch.randn(10, 2, 8, requires_grad=True)
+    step: Any = torch.compile(context_parallel_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # the first time compiling leaves cycles behind
+        out = step(x, x, x, Sharding.contiguous([0, 10 * dist.get_world_size()], dist.get_world_size()))
+        gc.collect()
+    with pytest.raises(RuntimeError, match="Sharding of this compiled attention is gone"):
+        out.sum().backward()
+
+
+def compiled_in_context() -> None:
+    """PyTorch's own attention, in a function that has been compiled outside before."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 24, dtype=torch.float64)
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = layer(x).unflatten(-1, (3, 2, 4)).unbind(2)
+        by_head = [y.transpose(1, 2) for y in (q, k, v)]
+        inner = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True).transpose(1, 2)
+        return inner + flash_attn_func(q, k, v, causal=True, window_size=(7, None))
+
+    torch._dynamo.reset()
+    step: Any = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 41, 8, dtype=torch.float64, requires_grad=True)
+    expected = step(x)
+    (grad,) = torch.autograd.grad(expected.sin().sum(), x)
+    rows = x.detach().clone()
+    with context_parallel(None, buffers=[rows], buffer_seq_dims=[1]) as sharding:
+        mine = rows.requires_grad_()
+        out = step(mine)
+        (part,) = torch.autograd.grad(out.sin().sum(), mine)
+        mine.requires_grad_(False)
+    for got, whole in ((out, expected), (part, grad)):
+        torch.testing.assert_close(gather(got, sharding, dim=1), whole, rtol=0, atol=1e-10)
+    assert step(x).equal(expected)
+
+
 def rows_come_together() -> None:
     """Gathering from groups and meshes."""
     size = dist.get_world_size()
@@ -410,34 +511,75 @@ def disagreements() -> None:
     sharding = balanced(size)
     leaves = Leaves.of(PACKED)
     q, k, v = (sharding.shard(x, rank) for x in (leaves.q, leaves.k, leaves.v))
-    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v}
-    other: dict[str, dict[str, Any]] = {
-        "window_right: expected the same on all ranks of the group, got 0 on ranks 0, 2; None on rank 1": {
-            "causal": False
-        },
-        "sharding: expected the same on all ranks of the group, got layout .* on rank 1": {
-            "sharding": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments[::-1]),
-        },
-        "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape": {"q": q[1:]},
-        "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2": {"sharding": balanced(2)},
-        "dtype: expected the same on all ranks of the group, got .*64 on ranks 0, 2; torch.float32 on rank 1": {
-            "q": q.float(),
-            "k": k.float(),
-            "v": v.float(),
-        },
-        "inputs that require gradients: expected the same": {"k": k.detach()},
-        "method: expected the same on all ranks of the group, got ring on ranks 0, 2; all_gather on rank 1": {
-            "method": "all_gather"
-        },
-        "rank 1 of the group: mask: expected None": {"mask": torch.ones(1, dtype=torch.bool)},
-        "rank 1 of the group: softcap: expected 0": {"softcap": -1.0},
-        "rank 1 of the group: method: expected one of": {"method": "ulysses"},
-        "seqused_k: expected the same": {"seqused_k": [1, 1, 1, 0, 1]},
-    }
-    for message, changes in other.items():
-        given = {**agreed, "method": "ring", **(changes if rank == 1 else {})}
-        with pytest.raises(ValueError, match=message):
+    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v, "method": "ring"}
+    agreed |= {"sharding_k": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments)}
+    sink = torch.zeros(4, dtype=torch.float64)
+    # What rank 1 has of its own, and what all ranks are then told.
+    different: list[tuple[dict[str, Any], str]] = [
+        # options
+        ({"causal": False}, "window_right: {} 0 on ranks 0, 2; None on rank 1$"),
+        ({"window_size": (5, None)}, "window_left: {} None on ranks 0, 2; 5 on rank 1$"),
+        ({"softcap": 2.0}, "softcap: {} 0.0 on ranks 0, 2; 2.0 on rank 1$"),
+        ({"softmax_scale": 0.5}, "softmax_scale: {} None on ranks 0, 2; 0.5 on rank 1$"),
+        ({"deterministic": True}, "deterministic: {} False on ranks 0, 2; True on rank 1$"),
+        ({"zero_padding": False}, "zero_padding: {} True on ranks 0, 2; False on rank 1$"),
+        ({"backend": "portable"}, "backend: {} None on ranks 0, 2; portable on rank 1$"),
+        # methods; of these all_to_all sees the ranks as another grid
+        ({"method": "all_gather"}, "method: {} ring on ranks 0, 2; all_gather on rank 1$"),
+        ({"method": "auto"}, "method: {} ring on ranks 0, 2; auto on rank 1$"),
+        ({"method": "all_to_all"}, "rank 1 of the group: method: expected one that exchanges no heads"),
+        # shapes and dtypes
+        ({"q": q[:, :2]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) on ranks 0, 2; \(2, 2, 8, 8\) on rank 1$"),
+        ({"k": k[:, :1], "v": v[:, :1]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 1, 8, 8\) on rank 1$"),
+        ({"v": v[..., :4]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 2, 8, 4\) on rank 1$"),
+        ({"q": q.float(), "k": k.float(), "v": v.float()}, "dtype: {} .*64 on ranks 0, 2; torch.float32 on rank 1$"),
+        ({"learnable_sink": sink}, "sink: {} None on ranks 0, 2; torch.float64 on rank 1$"),
+        ({"k": k.detach()}, "inputs that require gradients: {} q, k, v on ranks 0, 2; q, v on rank 1$"),
+        # offsets, and who has which rows
+        ({"sharding": Sharding.contiguous([0, 68, 73, 114, 114, 128], size)}, "sharding: {} layout .* on rank 1$"),
+        ({"sharding_k": Sharding.contiguous([0, 70, 73, 113, 114, 128], size)}, "sharding_k: {} layout .* on rank 1$"),
+        (
+            {"sharding": Sharding(sharding.cu_seqlens, 128, sharding.segments[::-1])},
+            "sharding: {} layout .* on rank 1$",
+        ),
+        ({"seqused_q": [1, 1, 1, 0, 1]}, r"seqused_q: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        ({"seqused_k": [1, 1, 1, 0, 1]}, r"seqused_k: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        # what is wrong on one rank alone
+        ({"q": q[1:]}, "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape"),
+        ({"sharding": balanced(2)}, "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2"),
+        ({"mask": torch.ones(1, dtype=torch.bool)}, "rank 1 of the group: mask: expected None"),
+        ({"bias": torch.ones(1)}, "rank 1 of the group: bias: expected None"),
+        (
+            {"block_mask": BlockMask.causal(128, 128)},
+            "rank 1 of the group: block_mask: expected None, .* got BlockMask$",
+        ),
+        ({"softcap": -1.0}, "rank 1 of the group: softcap: expected 0"),
+        ({"method": "ulysses"}, "rank 1 of the group: method: expected one of"),
+        (
+            {"seqused_k": [99, 1, 1, 0, 1]},
+            "rank 1 of the group: seqused_k: expected 0 to 70 rows of document 0, got 99",
+        ),
+    ]
+    for changes, message in different:
+        given = {**agreed, **(changes if rank == 1 else {})}
+        with pytest.raises(ValueError, match=message.format("expected the same on all ranks of the group, got")):
             context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    compiled: Any = torch.compile(context_parallel_attn_varlen_func, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"window_right: .* 0 on ranks 0, 2; None on rank 1$"):
+        compiled(q, k, v, sharding, causal=rank != 1)
+    batch = torch.zeros(2 if rank == 1 else 1, 5, 6, 8)
+    with pytest.raises(ValueError, match=r"batch: expected the same .* 1 on ranks 0, 2; 2 on rank 1$"):
+        context_parallel_attn_func(batch, batch, batch, Sharding.balanced([0, 15], 3), method="ring")
+    # The number of ranks divides these heads: rank 1 could do what it asks for.
+    method = "all_to_all" if rank == 1 else "ring"
+    with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
+    rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
+    with (
+        context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
+        pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
+    ):
+        flash_attn_func(rows, rows, rows, causal=True)
     for way in WAYS[:2]:
         assert_same(
             together(PACKED, leaves, sharding, None, **way),
@@ -452,14 +594,14 @@ def disagreements() -> None:
 
 def example() -> None:
     """Training on all ranks together, and on each alone."""
-    chosen = context_parallel.options(["--steps", "3", "--tokens", "300", "--longest", "100"])
+    chosen = example_program.options(["--steps", "3", "--tokens", "300", "--longest", "100"])
     torch.use_deterministic_algorithms(False)
     expected = None
     for rank in range(dist.get_world_size()):
         alone = dist.new_group([rank])
         if rank == dist.get_rank():
-            expected = context_parallel.train(chosen, alone, torch.device("cpu"))
-    together = context_parallel.train(chosen, None, torch.device("cpu"))
+            expected = example_program.train(chosen, alone, torch.device("cpu"))
+    together = example_program.train(chosen, None, torch.device("cpu"))
     assert together == pytest.approx(expected, rel=1e-4)
     assert len(set(together)) == 3
 
@@ -498,8 +640,17 @@ def backward_without_a_group() -> None:
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
-    1: [every_case],
-    2: [every_case, low_precision, surroundings, backward_without_a_group, example, benchmark],
+    1: [every_case, operators_are_sound],
+    2: [
+        every_case,
+        low_precision,
+        surroundings,
+        compiled,
+        compiled_in_context,
+        backward_without_a_group,
+        example,
+        benchmark,
+    ],
     3: [every_case],
     4: [every_case, rows_come_together, nothing_to_do, neighbours],
     8: [every_case],

@@ -1,5 +1,6 @@
 """Layouts of documents over ranks: every row once, in balance, and back again."""
 
+import pickle
 import random
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from flash_attn_cute.distributed import Segment, Sharding
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Run
+from flash_attn_cute.distributed.sharding import of_handle
 from tests import oracle
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -223,3 +225,14 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
 def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_copies_are_of_their_own() -> None:
+    """As processes that load data make them for the one that trains."""
+    sharding = Sharding.balanced([0, 5, 12], 2, causal=True)
+    sharding.plans["layer"] = "a plan"
+    copy = pickle.loads(pickle.dumps(sharding))
+    assert (copy.cu_seqlens, copy.total, copy.segments) == (sharding.cu_seqlens, sharding.total, sharding.segments)
+    assert not copy.plans
+    assert of_handle(copy.handle) is copy
+    assert of_handle(sharding.handle) is sharding

@@ -6,13 +6,16 @@ from flash_attn_cute.distributed.api import (
     gather,
     rank_of,
 )
+from flash_attn_cute.distributed.context import context_parallel, context_parallel_unshard
 from flash_attn_cute.distributed.sharding import Segment, Sharding
 
 __all__ = [
     "Segment",
     "Sharding",
+    "context_parallel",
     "context_parallel_attn_func",
     "context_parallel_attn_varlen_func",
+    "context_parallel_unshard",
     "gather",
     "rank_of",
 ]

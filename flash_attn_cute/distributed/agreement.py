@@ -14,6 +14,10 @@ Statement = Mapping[str, str] | TypeError | ValueError
 def check(ranks: Ranks, statement: Statement) -> None:
     """Compares the statements of all ranks, which all have to come here; it costs a collective and a wait.
 
+    Args:
+        ranks: the grid of the group, the same whatever method a rank asks for.
+        statement: of this rank.
+
     Raises:
         TypeError: what a rank has stated; likewise ValueError.
         ValueError: ranks disagree.

@@ -1,21 +1,19 @@
 """The public functions: attention whose rows are dealt over the ranks of a group."""
 
-import hashlib
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute import ops, settings, validate
-from flash_attn_cute.distributed import agreement, attention, model
-from flash_attn_cute.distributed.groups import Group, Place, Ranks, all_gather_rows
-from flash_attn_cute.distributed.sharding import Sharding, numbers
+from flash_attn_cute import ops, validate
+from flash_attn_cute.distributed import calls, operators
+from flash_attn_cute.distributed.calls import Call, Lengths
+from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
+from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.spec import Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
-Lengths: TypeAlias = Sequence[int] | Tensor | None
 
 
 @overload
@@ -37,6 +35,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -64,6 +63,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -91,6 +91,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -117,6 +118,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
+    block_mask: None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -144,6 +146,7 @@ def context_parallel_attn_func(
         learnable_sink: (nheads,).
         mask: None.
         bias: None.
+        block_mask: None.
         deterministic: the same inputs on as many ranks give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -168,7 +171,7 @@ def context_parallel_attn_func(
         "backend": backend,
         "dropout_p": dropout_p,
     }
-    tensors = (q, k, v, learnable_sink, mask, bias)
+    tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
     out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=True)
     return (out, lse) if return_lse else out
@@ -193,6 +196,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -220,6 +224,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -247,6 +252,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
+    block_mask: None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -273,6 +279,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
+    block_mask: None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -320,6 +327,7 @@ def context_parallel_attn_varlen_func(
             like those of all parameters they have to be summed over the ranks.
         mask: None; mask tensors are not supported.
         bias: None; bias tensors are not supported.
+        block_mask: None; block masks are not supported.
         deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -347,7 +355,7 @@ def context_parallel_attn_varlen_func(
         "backend": backend,
         "dropout_p": dropout_p,
     }
-    tensors = (q, k, v, learnable_sink, mask, bias)
+    tensors = (q, k, v, learnable_sink, mask, bias, block_mask)
     lengths = (seqused_q, seqused_k)
     out, lse = _attend(tensors, (sharding, sharding_k), lengths, options, group, method, dense=False)
     return (out, lse) if return_lse else out
@@ -377,7 +385,7 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         ValueError: a group or a tensor that does not fit the sharding.
     """
     ranks = Ranks.of(group)
-    _check_sharding("sharding", sharding, ranks.place, dense=False)
+    calls.check_sharding("sharding", sharding, ranks.place, dense=False)
     counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]
     rank, _, size = ranks.place
     if x.shape[dim] != counts[rank]:
@@ -389,7 +397,6 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
     return sharding.unshard(everything.split(counts)).movedim(0, dim)
 
 
-@torch.compiler.disable  # its collectives go by plans made on the host
 def _attend(
     tensors: tuple[Any, ...],
     shardings: tuple[Sharding, Sharding | None],
@@ -400,139 +407,28 @@ def _attend(
     *,
     dense: bool,
 ) -> tuple[Tensor, Tensor]:
-    ranks = Ranks.of(group, by_heads=method == "all_to_all")
-    tensors, backend = _autocast(tensors), given["backend"]
-    try:
-        options = validate.check_options(**given)
-        question = _question(tensors, shardings, lengths, options, ranks.place, method, dense=dense)
-        chosen = attention.plan(question, ranks.place, tensors[0].device)
-    except (TypeError, ValueError) as error:
-        if settings.check_data():
-            agreement.check(ranks, error)
-        raise
-    if settings.check_data():
-        agreement.check(ranks, _statement(tensors, question, options, backend))
-    q, k, v, sink, *_ = tensors
-    if not dense:
-        return attention.attend(q, k, v, sink, chosen, ranks, options, backend)
-    entries = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = attention.attend(q, k, v, sink, chosen, ranks, options, backend)
-    return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
+    q, k, v, sink, mask, bias, block_mask = tensors
+    backend = given["backend"]
 
+    def options() -> Options:
+        _refuse(mask, bias, block_mask)
+        return validate.check_options(**given)
 
-def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, sink, mask, bias = tensors
     q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
-    return q, k, v, sink, mask, bias
+    arguments = (q, k, v, sink, *shardings, *lengths)
+    if torch.compiler.is_compiling():
+        return operators.attend(arguments, names_of(group), method, dense, options(), backend)
+    return calls.attend(Call(*arguments, dimensions(group), method, dense), options, backend)
 
 
-def _question(
-    tensors: tuple[Any, ...],
-    shardings: tuple[Sharding, Sharding | None],
-    lengths: tuple[Lengths, Lengths],
-    options: Options,
-    place: Place,
-    method: str,
-    *,
-    dense: bool,
-) -> attention.Question:
-    """All arguments of a rank checked, and what they come to."""
-    q, k, v, sink, mask, bias = tensors
-    if method not in attention.METHODS:
-        raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
-    if method == "all_to_all" and place.outer_size > 1:
-        raise ValueError(
-            "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
-            "(rows are traded for heads along the second one), got 'all_to_all'"
-        )
+def _refuse(mask: Any, bias: Any, block_mask: Any) -> None:
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(
                 f"{name}: expected None, tensors with an element a score are not dealt over ranks, "
                 f"got {type(x).__name__}"
             )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor) and x.ndim != (4 if dense else 3):
-            dims = "(batch, rows, heads, d)" if dense else "(rows, heads, d)"
-            raise ValueError(f"{name}: expected shape {dims}, got shape {tuple(x.shape)}")
-    validate.check_dense(
-        *((x if dense or not isinstance(x, Tensor) else x[None]) for x in (q, k, v)),
-        seqused_q=None,
-        seqused_k=None,
-        learnable_sink=sink,
-        mask=None,
-        bias=None,
-    )
-    queries, keys = shardings[0], shardings[0] if shardings[1] is None else shardings[1]
-    for name, sharding, tensor_name, x in (("sharding", queries, "q", q), ("sharding_k", keys, "k", k)):
-        _check_sharding(name, sharding, place, dense=dense)
-        rows = sharding.num_rows(place.rank)
-        if x.shape[-3] != rows:
-            raise ValueError(
-                f"{tensor_name}: expected the {rows} rows of rank {place.rank} of its sharding, "
-                f"got shape {tuple(x.shape)}"
-            )
-    if len(queries.cu_seqlens) != len(keys.cu_seqlens):
+    if block_mask is not None:
         raise ValueError(
-            f"sharding_k: expected the {len(queries.cu_seqlens) - 1} documents of sharding, "
-            f"got {len(keys.cu_seqlens) - 1}"
+            f"block_mask: expected None, block masks are not dealt over ranks, got {type(block_mask).__name__}"
         )
-    return attention.Question(
-        queries,
-        None if keys is queries else keys,
-        q.shape[0] if dense else 1,
-        _on_host("seqused_q", lengths[0]),
-        _on_host("seqused_k", lengths[1]),
-        (options.window_left, options.window_right),
-        method,
-        model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
-    )
-
-
-def _check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
-    if sharding.num_ranks != place.size:
-        raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
-    if dense and sharding.cu_seqlens != (0, sharding.total):
-        raise ValueError(
-            f"{name}: expected one document, an entry of the batch, without padding around it, "
-            f"got cu_seqlens {list(sharding.cu_seqlens)} of {sharding.total} rows"
-        )
-
-
-def _on_host(name: str, lengths: Lengths) -> tuple[int, ...] | None:
-    if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
-        raise ValueError(
-            f"{name}: expected lengths on the host, by which ranks plan what they exchange, "
-            f"got a tensor on {lengths.device}"
-        )
-    return None if lengths is None else numbers(lengths)
-
-
-def _statement(
-    tensors: tuple[Any, ...], question: attention.Question, options: Options, backend: str | None
-) -> dict[str, str]:
-    """Everything on which ranks have to agree."""
-    q, _, _, sink, *_ = tensors
-    names = ("q", "k", "v", "learnable_sink")
-    leaves = [name for name, x in zip(names, tensors, strict=False) if x is not None and x.requires_grad]
-    dealt = {
-        name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
-        for name, x in (("sharding", question.queries), ("sharding_k", question.keys or question.queries))
-    }
-    return {
-        "method": question.method,
-        "heads, d and d_v": str(question.shape[:4]),
-        "batch": str(question.batch),
-        "dtype": str(q.dtype),
-        "device": q.device.type,
-        "sink": "None" if sink is None else str(sink.dtype),
-        **{name: f"layout {digest}" for name, digest in dealt.items()},
-        "seqused_q": str(question.seqused_q),
-        "seqused_k": str(question.seqused_k),
-        **{name: str(value) for name, value in options._asdict().items()},
-        "backend": str(backend),
-        "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
-    }

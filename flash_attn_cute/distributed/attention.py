@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from flash_attn_cute import validate
 from flash_attn_cute.distributed import heads, model, passes
@@ -165,6 +166,54 @@ class _Attention(torch.autograd.Function):
         method, context = ctx.call
         context = context._replace(group=ctx.group())
         given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        dq, dk, dv = method.backward(context, given, k, v)
+        dq, dk, dv = _gradients(method, context, given, k, v)
         dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+        return dq, dk, dv, dsink, None, None
+
+
+def gradients(
+    given: passes.Given,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    chosen: Plan,
+    ranks: Ranks,
+    options: Options,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Those of q, k, v and the sink of an attention that autograd has not recorded, from what ``attend`` got and gave.
+
+    What ranks traded for heads was not kept: they trade it once more.
+    """
+    rows_q, rows_k = chosen.rows_q, chosen.rows_k
+    if rows_q is None or rows_k is None:
+        dsink = None if sink is None else passes.sink_gradient(sink, given)
+        return *_gradients(chosen.method, passes.Context(options, backend, ranks.outer), given, k, v), dsink
+    outer, inner = (None, ranks.outer) if ranks.inner is None else ranks
+    assert inner is not None
+    q_part, k_part, v_part = heads.split_heads(given.q, k, v, rows_q, rows_k, inner)
+    out, dout = (heads.part_of(x, rows_q, inner) for x in (given.out, given.dout))
+    lse = _lse_part(given.lse, rows_q, inner)
+    dlse = None if given.dlse is None else _lse_part(given.dlse, rows_q, inner)
+    part = passes.Given(q_part, out, lse, dout, dlse)
+    grads = _gradients(chosen.method, passes.Context(options, backend, outer), part, k_part, v_part)
+    dq, dk, dv = (heads.join_heads(x, rows, inner) for x, rows in zip(grads, (rows_q, rows_k, rows_k), strict=True))
+    # Of a head that several ranks had.
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    dsink = None
+    if sink is not None:
+        dsink = torch.zeros_like(sink)
+        heads.own_heads(dsink, rows_q).copy_(passes.sink_gradient(heads.own_heads(sink, rows_q), part))
+    return dq, dk, dv, dsink
+
+
+def _lse_part(lse: Tensor, rows: heads.Rows, group: ProcessGroup) -> Tensor:
+    """(all heads, rows of this rank) to (heads of this rank, rows of the group), in memory as backends write it."""
+    return heads.part_of(lse.transpose(0, 1)[..., None], rows, group)[..., 0].transpose(0, 1).contiguous()
+
+
+def _gradients(
+    method: Method, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = method.backward(context, given, k, v)
+    return dq.to(given.q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -6,6 +6,7 @@ from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,30 +28,19 @@ class Ranks(NamedTuple):
     inner: ProcessGroup | None
 
     @classmethod
-    def of(cls, group: Group, *, by_heads: bool = False) -> "Ranks":
-        """The grid of a group: one-dimensional, unless it is a two-dimensional mesh.
+    def of(cls, group: Group) -> "Ranks":
+        """The grid of a group: one-dimensional, unless it is a two-dimensional mesh. Errors are ``dimensions``'s."""
+        return cls.over(dimensions(group))
+
+    @classmethod
+    def over(cls, groups: Sequence[ProcessGroup], *, by_heads: bool = False) -> "Ranks":
+        """The grid of a group's dimensions.
 
         Args:
-            group: the group.
+            groups: one or two.
             by_heads: whether one dimension is to be the second one of the grid, and not the first.
-
-        Raises:
-            TypeError: neither a process group nor a mesh.
-            ValueError: a mesh of more than two dimensions, or a group that this process is not in.
         """
-        if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
-            raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
-        if isinstance(group, DeviceMesh):
-            if group.ndim > 2:
-                raise ValueError(f"group: expected a mesh of one or two dimensions, got {group.ndim}")
-            found = [group.get_group(dim) for dim in range(group.ndim)]
-        else:
-            world: Any = dist.group.WORLD
-            found = [world if group is None else group]
-        for member in found:
-            if member is None or dist.get_rank(member) < 0:
-                raise ValueError("group: expected one that this process is in")
-        used = [member if dist.get_world_size(member) > 1 else None for member in found]
+        used = [group if dist.get_world_size(group) > 1 else None for group in groups]
         if len(used) == 2:
             return cls(*used)
         return cls(None, used[0]) if by_heads else cls(used[0], None)
@@ -74,6 +64,39 @@ class Place(NamedTuple):
     def size(self) -> int:
         """All ranks."""
         return self.outer_size * self.inner_size
+
+
+def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
+    """One process group, or those of a mesh's two dimensions.
+
+    Raises:
+        TypeError: neither a process group nor a mesh.
+        ValueError: a mesh of more than two dimensions, or a group that this process is not in.
+    """
+    if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(f"group: expected a mesh of one or two dimensions, got {group.ndim}")
+        found = [group.get_group(dim) for dim in range(group.ndim)]
+    else:
+        world: Any = dist.group.WORLD
+        found = [world if group is None else group]
+    for member in found:
+        if member is None or dist.get_rank(member) < 0:
+            raise ValueError("group: expected one that this process is in")
+    return tuple(found)
+
+
+@torch.compiler.assume_constant_result  # a program that is compiled for one group has a guard on it
+def names_of(group: Group) -> list[str]:
+    """What the dimensions of a group are called in PyTorch's registry of groups. Errors are ``dimensions``'s."""
+    return [member.group_name for member in dimensions(group)]
+
+
+def named(names: Sequence[str]) -> tuple[ProcessGroup, ...]:
+    """The dimensions of a group from their names."""
+    return tuple(c10d._resolve_process_group(name) for name in names)  # type: ignore[attr-defined,arg-type]
 
 
 def size_of(group: ProcessGroup | None) -> int:

@@ -101,11 +101,16 @@ def split_heads(
     size = rows_q.size
     if k.shape[1] % size:
         k, v = (x.repeat_interleave(size // x.shape[1], 1) for x in (k, v))
-    q_part = _ToHeads.apply(_dealt(q, size).flatten(2), rows_q, group).unflatten(1, (q.shape[1] // size, -1))
+    q_part = part_of(q, rows_q, group)
     d, heads = k.shape[2], k.shape[1] // size
     both = torch.cat((_dealt(k, size).flatten(2), _dealt(v, size).flatten(2)), 2)
     k_part, v_part = _ToHeads.apply(both, rows_k, group).split((heads * d, heads * v.shape[2]), 1)
     return q_part, k_part.unflatten(1, (heads, -1)), v_part.unflatten(1, (heads, -1))
+
+
+def part_of(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+    """(rows of this rank, all heads, d) to (rows of the group, heads of this rank, d); ``join_heads`` inverts it."""
+    return _ToHeads.apply(_dealt(x, rows.size).flatten(2), rows, group).unflatten(1, (x.shape[1] // rows.size, -1))
 
 
 def join_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class Band(NamedTuple):
         return _sum_clamped(start + self.upper + 1, stop + self.upper + 1, seqlen_k) - hidden
 
 
+# Shardings by their handles, as long as somebody keeps them.
+_by_number: "WeakValueDictionary[int, Sharding]" = WeakValueDictionary()
+_numbers = itertools.count()
+
+
 @dataclass(frozen=True, eq=False)
 class Sharding:
     """Which rows of packed documents each rank holds, and in which order.
@@ -67,6 +73,7 @@ class Sharding:
         total: the rows of all ranks together, padding included.
         segments: those of each rank.
         plans: what attention has worked out for this layout and remembers.
+        handle: what stands for this object in compiled programs, which take no objects: an int64 on the CPU.
 
     Raises:
         ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
@@ -76,9 +83,13 @@ class Sharding:
     total: int
     segments: tuple[tuple[Segment, ...], ...]
     plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    handle: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every row is somewhere, once and in order."""
+        number = next(_numbers)
+        _by_number[number] = self
+        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
         row = 0
         for s in sorted(itertools.chain.from_iterable(self.segments), key=lambda s: (s.start, s.stop)):
             if s.start != row:
@@ -94,6 +105,10 @@ class Sharding:
         for rank, segments in enumerate(self.segments):
             if list(segments) != sorted(segments, key=_order):
                 raise ValueError(f"segments: expected those of rank {rank} in order, rows of no document last")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, also those that another process gets, have a handle of their own and work out plans anew."""
+        return Sharding, (self.cu_seqlens, self.total, self.segments)
 
     @classmethod
     def balanced(
@@ -284,6 +299,20 @@ class Sharding:
         starts = range(0, self.num_ranks, size)
         together = (itertools.chain.from_iterable(self.segments[start : start + size]) for start in starts)
         return Sharding(self.cu_seqlens, self.total, tuple(_tidy(segments) for segments in together))
+
+
+def of_handle(handle: Tensor) -> Sharding:
+    """The sharding that a handle stands for.
+
+    Raises:
+        RuntimeError: nobody has kept it.
+    """
+    found = _by_number.get(int(handle))
+    if found is None:
+        raise RuntimeError(
+            "the Sharding of this compiled attention is gone before its backward pass; the caller has to keep it"
+        )
+    return found
 
 
 def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:

@@ -1,0 +1,190 @@
+"""A call as every rank makes it, checked and planned: what eager code and the operator of compiled code share."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flash_attn_cute import settings, validate
+from flash_attn_cute.distributed import agreement, attention, model, passes
+from flash_attn_cute.distributed.groups import Place, Ranks
+from flash_attn_cute.distributed.sharding import Sharding, numbers
+from flash_attn_cute.spec import Options
+
+Lengths: TypeAlias = Sequence[int] | Tensor | None
+
+
+class Call(NamedTuple):
+    """The arguments of a rank, but for options; sizes, layouts and lengths are not checked yet."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    sharding: Sharding
+    sharding_k: Sharding | None  # None: the same
+    seqused_q: Lengths
+    seqused_k: Lengths
+    groups: tuple[ProcessGroup, ...]  # one, or those of a mesh's two dimensions
+    method: str
+    dense: bool
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, k and v of (rows, heads, d), entries of a dense batch one behind another."""
+        q, k, v = self[:3]
+        return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)) if self.dense else (q, k, v)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The grid that the method sees."""
+        return Ranks.over(self.groups, by_heads=self.method == "all_to_all")
+
+
+def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
+    """Out and lse of this rank's rows, differentiable.
+
+    Args:
+        call: this rank's arguments.
+        checked: gives the options, or raises what is wrong with the rest of the arguments.
+        backend: the name of one, or None.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; of any rank, if ranks are to be compared.
+        ValueError: an argument of the wrong shape, strides, device or value, likewise; or ranks disagree.
+    """
+    ranks = call.ranks
+    try:
+        options = checked()
+        question = _question(call, options, ranks.place)
+        chosen = attention.plan(question, ranks.place, call.q.device)
+    except (TypeError, ValueError) as error:
+        if settings.check_data():
+            agreement.check(Ranks.over(call.groups), error)
+        raise
+    if settings.check_data():
+        agreement.check(Ranks.over(call.groups), _statement(call, question, options, backend))
+    out, lse = attention.attend(*call.packed, call.sink, chosen, ranks, options, backend)
+    if not call.dense:
+        return out, lse
+    entries = call.q.shape[:2]
+    return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
+
+
+def gradients(
+    call: Call, options: Options, backend: str | None, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Those of q, k, v and the sink of a call that autograd has not recorded."""
+    ranks = call.ranks
+    chosen = attention.plan(_question(call, options, ranks.place), ranks.place, call.q.device)
+    q, k, v = call.packed
+    if call.dense:
+        out, dout = out.flatten(0, 1), dout.flatten(0, 1)
+        lse = lse.transpose(0, 1).flatten(1)
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    given = passes.Given(q, out, lse, dout, dlse)
+    dq, dk, dv, dsink = attention.gradients(given, k, v, call.sink, chosen, ranks, options, backend)
+    return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
+
+
+def _question(call: Call, options: Options, place: Place) -> attention.Question:
+    """All arguments of a rank checked, and what they come to."""
+    q, k, v, sink, sharding, sharding_k, *_ = call
+    dense = call.dense
+    check_method(call.method, place)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.ndim != (4 if dense else 3):
+            dims = "(batch, rows, heads, d)" if dense else "(rows, heads, d)"
+            raise ValueError(f"{name}: expected shape {dims}, got shape {tuple(x.shape)}")
+    validate.check_dense(
+        *((x if dense or not isinstance(x, Tensor) else x[None]) for x in (q, k, v)),
+        seqused_q=None,
+        seqused_k=None,
+        learnable_sink=sink,
+        mask=None,
+        bias=None,
+    )
+    queries, keys = sharding, sharding if sharding_k is None else sharding_k
+    for name, sharding, tensor_name, x in (("sharding", queries, "q", q), ("sharding_k", keys, "k", k)):
+        check_sharding(name, sharding, place, dense=dense)
+        rows = sharding.num_rows(place.rank)
+        if x.shape[-3] != rows:
+            raise ValueError(
+                f"{tensor_name}: expected the {rows} rows of rank {place.rank} of its sharding, "
+                f"got shape {tuple(x.shape)}"
+            )
+    if len(queries.cu_seqlens) != len(keys.cu_seqlens):
+        raise ValueError(
+            f"sharding_k: expected the {len(queries.cu_seqlens) - 1} documents of sharding, "
+            f"got {len(keys.cu_seqlens) - 1}"
+        )
+    return attention.Question(
+        queries,
+        None if keys is queries else keys,
+        q.shape[0] if dense else 1,
+        _on_host("seqused_q", call.seqused_q),
+        _on_host("seqused_k", call.seqused_k),
+        (options.window_left, options.window_right),
+        call.method,
+        model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
+    )
+
+
+def check_method(method: str, place: Place) -> None:
+    """Whether there is such a method for a grid of ranks."""
+    if method not in attention.METHODS:
+        raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
+    if method == "all_to_all" and place.outer_size > 1:
+        raise ValueError(
+            "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
+            "(rows are traded for heads along the second one), got 'all_to_all'"
+        )
+
+
+def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
+    """Whether it is one over those ranks and, for a dense batch, of one document."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
+    if sharding.num_ranks != place.size:
+        raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
+    if dense and sharding.cu_seqlens != (0, sharding.total):
+        raise ValueError(
+            f"{name}: expected one document, an entry of the batch, without padding around it, "
+            f"got cu_seqlens {list(sharding.cu_seqlens)} of {sharding.total} rows"
+        )
+
+
+def _on_host(name: str, lengths: Lengths) -> tuple[int, ...] | None:
+    if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
+        raise ValueError(
+            f"{name}: expected lengths on the host, by which ranks plan what they exchange, "
+            f"got a tensor on {lengths.device}"
+        )
+    return None if lengths is None else numbers(lengths)
+
+
+def _statement(call: Call, question: attention.Question, options: Options, backend: str | None) -> dict[str, str]:
+    """Everything on which ranks have to agree."""
+    named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
+    leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
+    dealt = {
+        name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
+        for name, x in (("sharding", question.queries), ("sharding_k", question.keys or question.queries))
+    }
+    return {
+        "method": question.method,
+        "heads, d and d_v": str(question.shape[:4]),
+        "batch": str(question.batch),
+        "dtype": str(call.q.dtype),
+        "device": call.q.device.type,
+        "sink": "None" if call.sink is None else str(call.sink.dtype),
+        **{name: f"layout {digest}" for name, digest in dealt.items()},
+        "seqused_q": str(question.seqused_q),
+        "seqused_k": str(question.seqused_k),
+        **{name: str(value) for name, value in options._asdict().items()},
+        "backend": str(backend),
+        "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
+    }

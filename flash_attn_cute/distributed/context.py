@@ -1,0 +1,185 @@
+"""PyTorch's ``context_parallel`` with this package's attention: ranks share buffers, and calls see all rows."""
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_cute import ops, settings
+from flash_attn_cute.distributed import api, calls
+from flash_attn_cute.distributed.groups import Group, Ranks
+from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.integrations import sdpa
+from flash_attn_cute.spec import AttentionInputs, Options
+
+
+@contextmanager
+def context_parallel(
+    mesh: Group,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[Tensor] | None = None,
+    sharding: Sharding | None = None,
+    method: str = "auto",
+) -> Iterator[Sharding]:
+    """Deals the rows of buffers over ranks, and has all attention inside run over the ranks; a context manager.
+
+    It takes the arguments of ``torch.distributed.tensor.experimental.context_parallel`` and can stand in its place, as
+    in torchtitan's ``create_context_parallel_ctx``. What runs over the ranks is
+    ``torch.nn.functional.scaled_dot_product_attention``, where it is called by this name, and every function of this
+    package, its integrations included, in all threads. Each call has to be on this rank's rows; masks, biases and block
+    masks are refused. What else there is, FlexAttention for one, sees this rank's rows alone.
+
+    Inside, each buffer is this rank's rows of what it was, in other memory; afterwards it is what it was, unless it is
+    in ``no_restore_buffers``. Rows are dealt in balance for causal attention, whatever their number. Forward and
+    backward pass belong inside: activation checkpointing calls attention once more.
+
+    Args:
+        mesh: the ranks, a device mesh of one or two dimensions or a process group; None: all processes.
+        buffers: tensors with all rows of the sequence, the same on every rank: tokens, targets, positions or rotary
+            embeddings. None of them requires a gradient.
+        buffer_seq_dims: the dimension of rows of each buffer.
+        no_restore_buffers: those of the buffers that stay as they are inside.
+        sharding: who has which rows; None: ``Sharding.balanced`` for one causal sequence as long as the first buffer.
+            One of packed documents serves packed calls, whose ``cu_seqlens`` are those of all rows.
+        method: as in ``context_parallel_attn_varlen_func``.
+
+    Yields:
+        The sharding, with which ``gather`` puts results together.
+
+    Raises:
+        TypeError: a buffer that is no tensor, a sharding that is none, or neither a process group nor a mesh.
+        ValueError: neither buffers nor a sharding; not as many dimensions as buffers; a buffer that requires gradients
+            or has another number of rows; one not to be restored that is no buffer; a sharding or a method that does
+            not fit the mesh. Inside, calls raise what ``context_parallel_attn_varlen_func`` raises.
+    """
+    given = [] if buffers is None else list(buffers)
+    dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    place = Ranks.of(mesh).place
+    if len(dims) != len(given):
+        raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
+    for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
+        _check_buffer(f"buffers[{i}]", x, dim)
+    if any(all(x is not buffer for buffer in given) for x in kept):
+        raise ValueError("no_restore_buffers: expected some of buffers, got another tensor")
+    if sharding is None:
+        if not given:
+            raise ValueError("buffers: expected at least one, whose rows are the sequence, got none and no sharding")
+        sharding = _balanced(given[0].shape[dims[0]], place.size)
+    calls.check_sharding("sharding", sharding, place, dense=False)
+    calls.check_method(method, place)
+    for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
+        if x.shape[dim] != sharding.total:
+            raise ValueError(
+                f"buffers[{i}]: expected {sharding.total} rows in dimension {dim}, got shape {tuple(x.shape)}"
+            )
+    shards = [sharding.shard(x, place.rank, dim) for x, dim in zip(given, dims, strict=True)]
+    with ExitStack() as restored:
+        for x, shard in zip(given, shards, strict=True):
+            if all(x is not other for other in kept):
+                restored.callback(_hold, x, x.detach())
+            # Memory of its own: targets are often a view of the same rows as tokens, one further on.
+            _hold(x, shard)
+        restored.enter_context(ops.replaced(_OverRanks(sharding, mesh, method).attend))
+        # Looked up there by whoever calls it, other functions of PyTorch included.
+        restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]
+        yield sharding
+
+
+def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
+    """All rows in their order, on every rank, of results from within ``context_parallel``, as PyTorch's does it.
+
+    For the default sharding, which it works out from the number of rows: that costs a collective and a wait. ``gather``
+    takes any sharding, and does not have to ask. No gradient goes through it.
+
+    Args:
+        mesh: as in ``context_parallel``.
+        buffers: tensors that have this rank's rows, all of the same number.
+        seq_dims: the dimension of rows of each.
+
+    Raises:
+        TypeError: neither a process group nor a mesh.
+        ValueError: not as many dimensions as buffers, or rows of another number than the sharding gives this rank.
+    """
+    if len(seq_dims) != len(buffers):
+        raise ValueError(f"seq_dims: expected {len(buffers)}, one a buffer, got {len(seq_dims)}")
+    if not buffers:
+        return []
+    ranks = Ranks.of(mesh)
+    rows = torch.tensor(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
+    for group in ranks:
+        if group is not None:
+            dist.all_reduce(rows, group=group)
+    sharding = _balanced(int(rows), ranks.place.size)
+    return [api.gather(x, sharding, mesh, dim=dim) for x, dim in zip(buffers, seq_dims, strict=True)]
+
+
+@functools.lru_cache(maxsize=16)
+def _balanced(rows: int, num_ranks: int) -> Sharding:
+    """One object for all batches of a length, which remembers what attention has worked out for it."""
+    return Sharding.balanced([0, rows], num_ranks, causal=True)
+
+
+class _OverRanks(NamedTuple):
+    """What serves calls over the ranks of a group, on rows dealt by a sharding."""
+
+    sharding: Sharding
+    group: Group
+    method: str
+
+    def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+        """Out and lse of a call on this rank's rows."""
+        given: dict[str, Any] = {
+            "seqused_q": inputs.seqused_q,
+            "seqused_k": inputs.seqused_k,
+            "softmax_scale": options.softmax_scale,
+            "window_size": (options.window_left, options.window_right),
+            "softcap": options.softcap,
+            "learnable_sink": inputs.learnable_sink,
+            "mask": inputs.mask,
+            "bias": inputs.bias,
+            "block_mask": inputs.block_mask,
+            "deterministic": options.deterministic,
+            "return_lse": True,
+            "zero_padding": options.zero_padding,
+            "backend": backend,
+            **self._asdict(),
+        }
+        if not inputs.packed:
+            return api.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given)
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            _check_offsets(name, getattr(inputs, name), self.sharding)
+        return api.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given)
+
+
+def _hold(x: Tensor, other: Tensor) -> None:
+    """Makes x a view of all that the other one is."""
+    x.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
+
+
+def _check_buffer(name: str, x: Any, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.requires_grad:
+        raise ValueError(f"{name}: expected a tensor that requires no gradient, got one that does")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}: expected a dimension {dim} of rows, got shape {tuple(x.shape)}")
+
+
+def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:
+    """Whether packed sequences are the documents of a sharding; what is on a GPU is waited for only by request."""
+    expected = len(sharding.cu_seqlens)
+    if offsets.shape[0] != expected:
+        raise ValueError(f"{name}: expected the {expected} offsets of the sharding, got {offsets.shape[0]}")
+    if torch.compiler.is_compiling() or (offsets.is_cuda and not settings.check_data()):
+        return
+    if tuple(offsets.tolist()) != sharding.cu_seqlens:
+        raise ValueError(f"{name}: expected those of the sharding, {list(sharding.cu_seqlens)}, got {offsets.tolist()}")
