@@ -1,0 +1,106 @@
+"""Blackwell designs by name: flash-attn-4's, with what was published of them, and ours.
+
+Published: TFLOP/s of flash-attn-4 on a B200, bfloat16, 8k tokens in a sequence, 32k in all (Zadouri et al., 2026).
+"""
+
+from dataclasses import dataclass, replace
+
+from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
+from tools.sm100_model.launch import Order, Prediction, Shape, predict
+from tools.sm100_model.machine import B200, Machine
+from tools.sm100_model.sm import Maker
+
+_TOKENS, _SEQLEN, _COLUMNS = 32768, 8192, 2048
+_HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
+
+
+@dataclass(frozen=True)
+class Case:
+    """A design at work on a shape."""
+
+    design: ForwardDesign | BackwardDesign
+    causal: bool
+    published: float | None = None  # TFLOP/s
+
+    @property
+    def shape(self) -> Shape:
+        """8k tokens in a sequence, 32k in all, and as many heads as make 2048 columns of v."""
+        d, d_v = self.design.d, self.design.d_v
+        backward = isinstance(self.design, BackwardDesign)
+        return Shape(_TOKENS // _SEQLEN, _SEQLEN, _COLUMNS // d_v, d, d_v, self.causal, backward)
+
+    def make(self, machine: Machine = B200) -> Maker:
+        """Makes a CTA to simulate."""
+        if isinstance(self.design, BackwardDesign):
+            return Maker(Backward, self.design, machine)
+        return Maker(Forward, self.design, machine)
+
+    def predict(self, machine: Machine = B200) -> Prediction:
+        """What it takes."""
+        design, shape, make = self.design, self.shape, self.make(machine)
+        if isinstance(design, ForwardDesign):
+            return predict(shape, machine, make, Order(8, last_first=True))
+        inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
+        memory = inputs + 1.5 * sums  # delta, and dQ rounded
+        if not design.overwrites:
+            memory += sums  # zeros
+        if not design.in_turn:
+            return predict(shape, machine, make, Order(1, last_first=False), memory=memory, launches=3)
+        # flash-attn-4 hands a block over when it is at the next one.
+        hand_over = 2.0 * machine.load + (0.0 if design.turns_ahead else _STEP)
+        order = Order(_HEADS_TOGETHER, last_first=True)
+        return predict(shape, machine, make, order, hand_over=hand_over, memory=memory, launches=3)
+
+    def tflops(self, prediction: Prediction, machine: Machine = B200) -> float:
+        """At the clock that power leaves it."""
+        return prediction.tflops(machine.clock(prediction.busy["tensor cores"]))
+
+
+_STEP = 4600.0  # clocks of a block of flash-attn-4's backward pass
+
+
+def _fa4_forward(d: int, causal: bool) -> ForwardDesign:
+    return ForwardDesign(
+        d, d, polynomials=0.125 if causal else 0.1875, persistent=not causal, stages=10 if d == 64 else 3
+    )
+
+
+_FA4_1, _FA4_2 = BackwardDesign(128, 128), BackwardDesign(128, 128, pair=True)
+PUBLISHED = {
+    "forward full": Case(_fa4_forward(128, False), False, 1535),
+    "forward causal": Case(_fa4_forward(128, True), True, 1418),
+    "backward 1-CTA full": Case(_FA4_1, False, 1248),
+    "backward 1-CTA causal": Case(_FA4_1, True, 1118),
+    "backward 2-CTA full": Case(_FA4_2, False, 1360),
+    "backward 2-CTA causal": Case(_FA4_2, True, 1209),
+    "deterministic 1-CTA full": Case(replace(_FA4_1, in_turn=True), False, 980),
+    "deterministic 1-CTA causal": Case(replace(_FA4_1, in_turn=True), True, 934),
+    "deterministic 2-CTA full": Case(replace(_FA4_2, in_turn=True), False, 1167),
+    "deterministic 2-CTA causal": Case(replace(_FA4_2, in_turn=True), True, 1097),
+    "forward 2-CTA full, best": Case(replace(_fa4_forward(128, False), pair=True, stages=6), False, 1610),
+    "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
+}
+
+# The first version as planned: three stages of keys and values, P handed over whole, maxima not looked for.
+PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
+OURS = replace(PLANNED, early=True, stages=5)
+_BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
+DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
+    "forward as planned": PLANNED,
+    "+ five stages": replace(PLANNED, stages=5),
+    "+ P in two parts": OURS,
+    "+ an eighth of exp2 as polynomials": replace(OURS, polynomials=0.125),
+    "+ 2-CTA": replace(OURS, polynomials=0.125, pair=True, stages=10),
+    "the last with maxima": replace(OURS, polynomials=0.125, pair=True, stages=10, maxima=True),
+    "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=10, polynomials=0.125),
+    "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3),
+    "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True),
+    "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True),
+    "backward 1-CTA": _BACKWARD,
+    "backward 1-CTA, no order": replace(_BACKWARD, in_turn=False, overwrites=False),
+    "backward 2-CTA": replace(_BACKWARD, pair=True),
+    "backward 2-CTA, no order": replace(_BACKWARD, pair=True, in_turn=False, overwrites=False),
+    "backward 2-CTA, warpgroups meet": replace(_BACKWARD, pair=True, meets=True),
+    "backward 2-CTA, one warp waits and adds": replace(_BACKWARD, pair=True, turns_ahead=False),
+    "backward d = 64": replace(_BACKWARD, d=64, d_v=64, own_columns=True),
+}
