@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.sm100_model import timeline
-from tools.sm100_model.designs import DESIGNS, PUBLISHED, Case
+from tools.sm100_model.designs import CHANGES, DESIGNS, PUBLISHED, Case
 from tools.sm100_model.launch import Shape, steady_state
-from tools.sm100_model.machine import B200, B300, Machine
+from tools.sm100_model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from tools.sm100_model.record import hopper_pass, rows
 from tools.sm100_model.sm import Maker
 
-_MACHINES = {"B200": B200, "B300": B300}
+_MACHINES = {"B200": (B200, B200_BY_POWER), "B300": (B300, replace(B200_BY_POWER, exp2=B300.exp2))}
 _HOPPER = {
     "hopper forward full": Shape(4, 8192, 16, 128, 128),
     "hopper forward causal": Shape(4, 8192, 16, 128, 128, causal=True),
@@ -31,6 +31,7 @@ def main() -> None:
     commands.add_parser("sensitivity", help="the same with other constants")
     designs = commands.add_parser("designs", help="our kernels for Blackwell")
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
+    commands.add_parser("changes", help="what one change does to them")
     shows = commands.add_parser("timeline", help="a stretch of a kernel's steady state")
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
@@ -41,6 +42,7 @@ def main() -> None:
         "published": _published,
         "sensitivity": _sensitivity,
         "designs": lambda: _designs(_MACHINES[given.machine]),
+        "changes": _changes,
         "timeline": lambda: _timeline(given.name, given.clocks, given.png),
     }
     for line in lines[given.command]():
@@ -72,25 +74,41 @@ def _record() -> Iterator[str]:
 
 
 def _published() -> Iterator[str]:
-    yield from _table("pass", "published, TFLOP/s", "predicted", "error", "GHz", "clocks a step", "bound")
+    yield from _table(
+        "pass",
+        "published, TFLOP/s",
+        "predicted",
+        "error",
+        "clocks a step",
+        "bound",
+        "by power",
+        "error",
+        "GHz",
+        "clocks a step",
+    )
     for name, case in PUBLISHED.items():
-        p = case.predict()
         assert case.published is not None
-        predicted, ghz = case.tflops(p), B200.clock(p.busy["tensor cores"])
-        yield (
-            f"| {name} | {case.published:.0f} | {predicted:.0f} | {predicted / case.published - 1:+.1%} | {ghz:.2f} "
-            f"| {p.step:.0f} | {p.bound} {p.busy[p.bound]:.0%} |"
-        )
+        cells = [name, f"{case.published:.0f}"]
+        for machine in (B200, B200_BY_POWER):
+            p = case.predict(machine)
+            predicted = case.tflops(p, machine)
+            cells += [f"{predicted:.0f}", f"{predicted / case.published - 1:+.1%}"]
+            if machine is B200:
+                cells += [f"{p.step:.0f}", f"{p.bound} {p.busy[p.bound]:.0%}"]
+            else:
+                cells += [f"{machine.clock(p.busy['tensor cores']):.2f}", f"{p.step:.0f}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _sensitivity() -> Iterator[str]:
     machines = {
         "as it is": B200,
-        **{f"dispatch {x}": replace(B200, dispatch=x) for x in (1.2, 2.1)},
+        **{f"dispatch {x}": replace(B200, dispatch=x) for x in (1.2, 1.6)},
         **{f"handover {x:.0f}": replace(B200, handover=x) for x in (50.0, 150.0)},
-        **{f"load {x:.0f}": replace(B200, load=x) for x in (600.0, 1000.0)},
-        **{f"gemm {x:.0f}": replace(B200, gemm=x * 1e12) for x in (1600.0,)},
-        "adds 15, together 15": replace(B200, adds=15.0, adds_together=15.0),
+        **{f"load {x:.0f}": replace(B200, load=x) for x in (700.0, 1200.0)},
+        "adds 15": replace(B200, adds=15.0, adds_together=15.0),
+        "L2 35 when all read": replace(B200, l2_together=H200.l2_together),
+        "power alone": replace(B200, gemm=B200_BY_POWER.gemm),
     }
     yield from _table("error of", *machines)
     for name, case in PUBLISHED.items():
@@ -99,19 +117,35 @@ def _sensitivity() -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{x:+.1%}' for x in errors)} |"
 
 
-def _designs(machine: Machine) -> Iterator[str]:
+def _designs(machines: tuple[Machine, Machine]) -> Iterator[str]:
     yield from _table(
-        "design", "full, TFLOP/s", "causal", "GHz", "at 1.85 GHz", "clocks a step", "units, clocks a step"
+        "design", "full / causal, TFLOP/s", "by power", "clocks a step", "by power", "busiest units, clocks a step"
     )
     for name, design in DESIGNS.items():
-        full, causal = (Case(design, causal).predict(machine) for causal in (False, True))
-        busiest = sorted(full.busy.items(), key=lambda x: -x[1])[:4]
-        units = ", ".join(f"{unit} {share * full.step:.0f}" for unit, share in busiest)
-        at = [Case(design, causal).tflops(p, machine) for causal, p in ((False, full), (True, causal))]
-        yield (
-            f"| {name} | {at[0]:.0f} | {at[1]:.0f} | {machine.clock(full.busy['tensor cores']):.2f} "
-            f"| {full.tflops(1.85):.0f} / {causal.tflops(1.85):.0f} | {full.step:.0f} | {units} |"
-        )
+        rates, steps, units = [], [], ""
+        for machine in machines:
+            cases = [Case(design, causal) for causal in (False, True)]
+            full, causal = (case.predict(machine) for case in cases)
+            rates.append(" / ".join(f"{c.tflops(p, machine):.0f}" for c, p in zip(cases, (full, causal), strict=True)))
+            steps.append(f"{full.step:.0f}")
+            if not units:
+                busiest = sorted(full.busy.items(), key=lambda x: -x[1])[:3]
+                units = ", ".join(f"{unit} {share * full.step:.0f}" for unit, share in busiest)
+        yield f"| {' | '.join([name, *rates, *steps, units])} |"
+
+
+def _changes() -> Iterator[str]:
+    yield from _table("change", "full / causal", "by power", "clocks a step", "by power")
+    for name, designs in CHANGES.items():
+        gains, steps = [], []
+        for machine in (B200, B200_BY_POWER):
+            rates = [
+                [case.tflops(case.predict(machine), machine) for case in (Case(design, False), Case(design, True))]
+                for design in designs
+            ]
+            gains.append(" / ".join(f"{after / before - 1:+.1%}" for before, after in zip(*rates, strict=True)))
+            steps.append(" to ".join(f"{Case(design, False).predict(machine).step:.0f}" for design in designs))
+        yield f"| {' | '.join([name, *gains, *steps])} |"
 
 
 def _timeline(name: str, clocks: float, png: Path | None) -> Iterator[str]:

@@ -143,6 +143,7 @@ class Forward:
         number = 0
         elements = _BLOCK / _QUARTERS
         each = 0.5 + (1 - c.polynomials) + _POLYNOMIAL * c.polynomials + 0.5
+        hands_over = _QUARTERS - (2 if c.early else 1)  # the quarter behind which P is
         for num, masked in walks:
             for i in range(num):
                 if c.tiles == 1 and i % 2 != g:
@@ -156,27 +157,19 @@ class Forward:
                     yield self.maxima[g].wait_empty(number - 1)
                     self.maxima[g].arrive(number - 1)
                 for quarter in range(_QUARTERS):
-                    last = quarter + 1 == _QUARTERS
-                    # Without maxima, sums tell whether the reference fits, before P is handed over.
-                    more = 0.0 if c.maxima else elements / 2
-                    if not c.maxima and quarter + 2 == _QUARTERS and c.early:
-                        more += elements / 2 + 15
-                    if not c.maxima and last:
-                        more += 0 if c.early else 15
-                    yield from sm.compute(
-                        me,
-                        "P",
-                        each * elements + more,
-                        elements * (1 - c.polynomials),
-                        tmem=2.0 * _BLOCK * elements,
-                        goes_on=True,
-                    )
-                    if last and c.early:
+                    instructions = each * elements
+                    if not c.maxima:  # sums tell whether the reference fits, before P is handed over,
+                        instructions += elements / 2
+                        if quarter == hands_over:  # and of a quarter that is still to come its maximum
+                            instructions += 15 + (elements / 2 if c.early else 0.0)
+                    unit, stored = elements * (1 - c.polynomials), 2.0 * _BLOCK * elements
+                    yield from sm.compute(me, "P", instructions, unit, tmem=stored, goes_on=True)
+                    if quarter == hands_over:
                         yield sm.machine.handover  # stores are complete
-                        self.p_last[g].arrive()
-                    elif last or (c.early and quarter + 2 == _QUARTERS):
-                        yield sm.machine.handover
                         self.p_ready[g].arrive()
+                    elif quarter + 1 == _QUARTERS:
+                        yield sm.machine.handover
+                        self.p_last[g].arrive()
                 if c.maxima:
                     yield from sm.compute(me, "sum", _BLOCK / 2 + 20, goes_on=True)
 
@@ -220,7 +213,6 @@ class BackwardDesign:
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
     q_stages: int = 2
-    do_stages: int = 1
 
 
 class Backward:
@@ -233,7 +225,7 @@ class Backward:
         self.rows, self.columns, self.persistent = _BLOCK * self.ctas, _BLOCK, design.persistent
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", 1)
-        self.q, self.do = sm.ring("Q", c.q_stages, empty=2), sm.ring("dO", c.do_stages, empty=2)
+        self.q, self.do = sm.ring("Q", c.q_stages, empty=2), sm.ring("dO", 1, empty=2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
         self.p: Barrier = sm.simulation.barrier(2, "P")
         self.ds: Barrier = sm.simulation.barrier(2, "dS")

@@ -81,26 +81,40 @@ PUBLISHED = {
     "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
 }
 
-# The first version as planned: three stages of keys and values, P handed over whole, maxima not looked for.
+# Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
 PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
-OURS = replace(PLANNED, early=True, stages=5)
+_OURS = replace(PLANNED, early=True, stages=5, polynomials=0.125)
+_PAIR = replace(_OURS, pair=True, stages=10)
 _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
+_BACKWARD_PAIR = replace(_BACKWARD, pair=True)
+_NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
-    "+ five stages": replace(PLANNED, stages=5),
-    "+ P in two parts": OURS,
-    "+ an eighth of exp2 as polynomials": replace(OURS, polynomials=0.125),
-    "+ 2-CTA": replace(OURS, polynomials=0.125, pair=True, stages=10),
-    "the last with maxima": replace(OURS, polynomials=0.125, pair=True, stages=10, maxima=True),
+    "forward": _OURS,
+    "forward 2-CTA": _PAIR,
     "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=10, polynomials=0.125),
     "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3),
     "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True),
     "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True),
     "backward 1-CTA": _BACKWARD,
-    "backward 1-CTA, no order": replace(_BACKWARD, in_turn=False, overwrites=False),
-    "backward 2-CTA": replace(_BACKWARD, pair=True),
-    "backward 2-CTA, no order": replace(_BACKWARD, pair=True, in_turn=False, overwrites=False),
-    "backward 2-CTA, warpgroups meet": replace(_BACKWARD, pair=True, meets=True),
-    "backward 2-CTA, one warp waits and adds": replace(_BACKWARD, pair=True, turns_ahead=False),
+    "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
+    "backward 2-CTA": _BACKWARD_PAIR,
+    "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),
     "backward d = 64": replace(_BACKWARD, d=64, d_v=64, own_columns=True),
+}
+
+# What one change alone does to a design.
+CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | BackwardDesign]] = {
+    "forward: P handed over in two parts": (PLANNED, replace(PLANNED, early=True)),
+    "forward: five stages, O leaving through the place of Q": (PLANNED, replace(PLANNED, stages=5)),
+    "forward: an eighth of exp2 as polynomials": (PLANNED, replace(PLANNED, polynomials=0.125)),
+    "forward: P in two parts and five stages": (PLANNED, replace(PLANNED, early=True, stages=5)),
+    "forward: all three": (PLANNED, _OURS),
+    "forward: 2-CTA, ten stages of half the keys": (PLANNED, replace(PLANNED, pair=True, stages=10)),
+    "forward: 2-CTA on top of all three": (_OURS, _PAIR),
+    "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
+    "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
+    "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),
+    "backward: a warp waits for turns (in the plan)": (replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR),
+    "the same, 1-CTA": (replace(_BACKWARD, turns_ahead=False), _BACKWARD),
 }

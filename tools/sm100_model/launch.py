@@ -99,7 +99,7 @@ def cost_of(make: Maker, masked: int = 0) -> Cost:
 
     A CTA that has but one tile costs what it takes to start another one, too: ``START_CTA``.
     """
-    short, long = 8, 20
+    short, long = 6, 14
     if not make().persistent:
         one, other = (make().run([Walk(n, masked)]).simulation.now for n in (short, long))
         step = (other - one) / (long - short)

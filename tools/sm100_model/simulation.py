@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Unit:
 
     def clocks(self, start: float, end: float) -> float:
         """For how many clocks between two times it was busy."""
-        return sum(max(0.0, min(end, i.end) - max(start, i.start)) for i in self.busy)
+        return math.fsum(max(0.0, min(end, i.end) - max(start, i.start)) for i in self.busy)
 
 
 class Barrier:
