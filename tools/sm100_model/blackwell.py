@@ -34,6 +34,7 @@ class ForwardDesign:
     early: bool = True  # products with P begin when three quarters of it are stored
     persistent: bool = True
     stages: int = 3  # of keys or values
+    o_over_q: bool = False  # O leaves through the place of Q, which can be loaded again when it has left
     tiles: int = 2  # of 128 queries: with one, two warpgroups take its blocks in turn
     pair: bool = False  # two CTAs compute products together, and each holds half of the keys
 
@@ -48,7 +49,7 @@ class Forward:
         self.rows, self.columns, self.persistent = _BLOCK * design.tiles * self.ctas, _BLOCK, design.persistent
         sm = self.sm
         tiles = range(design.tiles)
-        self.q = [sm.ring(f"Q{t}", 1) for t in tiles]
+        self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
         self.kv = sm.ring("KV", design.stages)
         self.s_full = [sm.simulation.barrier(1, f"S{g}") for g in range(2)]
         self.p_ready = [sm.simulation.barrier(2 if design.maxima else 1, f"P{g}") for g in range(2)]
@@ -190,11 +191,13 @@ class Forward:
         """A warpgroup: O to global memory."""
         c = self.design
         for tile in range(len(walks)):
-            for o in self.o:
+            for o, q in zip(self.o, self.q, strict=True):
                 yield o.wait_full(tile)
                 size = _BLOCK * c.d_v
                 yield from self.sm.compute("epilogue", "O", 1.5 * c.d_v + 50, shared=2.0 * size, tmem=4.0 * size)
                 o.release(tile)
+                if c.o_over_q:
+                    self.sm.simulation.after(self.sm.machine.load / 2, partial(q.release, tile))
 
 
 @dataclass(frozen=True)

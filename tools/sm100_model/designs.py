@@ -83,7 +83,8 @@ PUBLISHED = {
 
 # Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
 PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
-_OURS = replace(PLANNED, early=True, stages=5, polynomials=0.125)
+_FIVE = replace(PLANNED, stages=5, o_over_q=True)
+_OURS = replace(_FIVE, early=True, polynomials=0.125)
 _PAIR = replace(_OURS, pair=True, stages=10)
 _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
 _BACKWARD_PAIR = replace(_BACKWARD, pair=True)
@@ -93,9 +94,9 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward": _OURS,
     "forward 2-CTA": _PAIR,
     "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=10, polynomials=0.125),
-    "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3),
-    "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True),
-    "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True),
+    "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3, o_over_q=True),
+    "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True, o_over_q=True),
+    "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True, o_over_q=True),
     "backward 1-CTA": _BACKWARD,
     "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
     "backward 2-CTA": _BACKWARD_PAIR,
@@ -106,11 +107,11 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
 # What one change alone does to a design.
 CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | BackwardDesign]] = {
     "forward: P handed over in two parts": (PLANNED, replace(PLANNED, early=True)),
-    "forward: five stages, O leaving through the place of Q": (PLANNED, replace(PLANNED, stages=5)),
+    "forward: five stages, O leaving through the place of Q": (PLANNED, _FIVE),
     "forward: an eighth of exp2 as polynomials": (PLANNED, replace(PLANNED, polynomials=0.125)),
-    "forward: P in two parts and five stages": (PLANNED, replace(PLANNED, early=True, stages=5)),
+    "forward: P in two parts and five stages": (PLANNED, replace(_FIVE, early=True)),
     "forward: all three": (PLANNED, _OURS),
-    "forward: 2-CTA, ten stages of half the keys": (PLANNED, replace(PLANNED, pair=True, stages=10)),
+    "forward: 2-CTA, ten stages of half the keys": (PLANNED, replace(_FIVE, pair=True, stages=10)),
     "forward: 2-CTA on top of all three": (_OURS, _PAIR),
     "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
     "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),

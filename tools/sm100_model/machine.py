@@ -16,8 +16,8 @@ class Machine:
     """A GPU.
 
     Known from its documentation: ``sms``, ``ghz``, ``tensor``, ``exp2``, ``shared``. Measured on the H200
-    (``benchmarks/notes``): ``l2_together``, ``adds``, ``adds_together``, ``dram``. Assumed: ``l2``, ``tmem``, ``wake``, and
-    of Blackwell what was measured on Hopper. Fitted: ``dispatch``, ``handover``, ``load``.
+    (``benchmarks/notes``): ``l2_together``, ``adds``, ``adds_together``, ``dram``. Assumed: ``l2``, ``tmem``, ``wake``,
+    and of Blackwell what was measured on Hopper. Fitted: ``dispatch``, ``handover``, ``load``.
     """
 
     name: str
