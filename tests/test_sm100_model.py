@@ -1,0 +1,262 @@
+"""The model of kernels' pipelines: its rules, what was measured and published, and the page that tells of it."""
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tools.sm100_model import __main__ as command_line
+from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
+from tools.sm100_model.designs import DESIGNS, PUBLISHED, Case
+from tools.sm100_model.launch import Cost, Order, Shape, Tile, schedule, steady_state, tiles_of
+from tools.sm100_model.machine import B200, B200_BY_POWER, H200, Machine
+from tools.sm100_model.record import Row, hopper_pass, rows
+from tools.sm100_model.simulation import DeadlockError, Needs, Products, Ring, Simulation, Unit
+from tools.sm100_model.sm import Kernel, Maker, Walk
+from tools.sm100_model.timeline import picture
+
+PAGE = (Path(__file__).parents[1] / "docs/blackwell-model.md").read_text()
+
+SHAPES = {
+    "forward": Shape(4, 8192, 16, 128, 128),
+    "forward d = 64": Shape(4, 8192, 32, 64, 64, causal=True),
+    "forward d = 256": Shape(4, 8192, 8, 256, 256),
+    "backward": Shape(4, 8192, 16, 128, 128, backward=True),
+    "backward d = 64": Shape(4, 8192, 32, 64, 64, causal=True, backward=True),
+    "backward (192, 128)": Shape(4, 8192, 16, 192, 128, backward=True),
+}
+MAKERS = {
+    **{f"hopper {name}": hopper_pass(shape).make for name, shape in SHAPES.items()},
+    **{f"published {name}": case.make() for name, case in PUBLISHED.items()},
+    **{name: Case(design, causal=False).make() for name, design in DESIGNS.items()},
+}
+
+
+def clocks_a_block(kernel: Kernel, blocks: int = 40) -> dict[str, float]:
+    sm = kernel.run([Walk(blocks)])
+    return {unit.name: unit.clocks(0, sm.simulation.now) / blocks for unit in sm.units}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_units(make: Maker) -> None:
+    """No unit does two things at a time, or more than there is time for; and every walk ends."""
+    kernel = make()
+    sm = kernel.run([Walk(5, 2), Walk(4)] if kernel.persistent else [Walk(9, 2)])
+    end = sm.simulation.now
+    for unit in sm.units:
+        assert all(before.end <= after.start for before, after in pairwise(unit.busy))
+        assert unit.clocks(0, end) <= end
+        assert not unit.busy or unit.busy[-1].end <= end
+    assert sm.tensor.clocks(0, end) > 0.3 * end
+
+
+@pytest.mark.parametrize(
+    ("kernel", "clocks"),
+    [
+        (Forward(ForwardDesign(128, 128), B200), {"tensor cores": 2048, "exp2": 2048, "shared memory": 1536 + 512}),
+        (Forward(ForwardDesign(64, 64), B200), {"tensor cores": 1024, "exp2": 2048, "shared memory": 768 + 256}),
+        (Forward(ForwardDesign(128, 128, pair=True), B200), {"tensor cores": 2048, "shared memory": 1024 + 256}),
+        (Forward(ForwardDesign(192, 128), B200), {"tensor cores": 2560, "shared memory": 2048 + 640}),
+        (Backward(BackwardDesign(128, 128), B200), {"tensor cores": 2560, "exp2": 1024}),
+        (Backward(BackwardDesign(192, 128), B200), {"tensor cores": 3328, "exp2": 1024}),
+    ],
+)
+def test_clocks_a_block(kernel: Kernel, clocks: dict[str, float]) -> None:
+    """Those counted by hand from rates: operands, and behind the plus what TMA writes."""
+    found = clocks_a_block(kernel)
+    of_a_tile = 4 * 2 * 128 * 192 / 128 / 40  # more than what Q and the results take
+    for name, expected in clocks.items():
+        assert found[name] == pytest.approx(expected, abs=of_a_tile)
+
+
+def test_shared_memory_of_the_backward_pass() -> None:
+    """Operands 2048, dS 256, dQ in and out 1024; TMA writes 512 and 8, lse and delta 256."""
+    clocks = clocks_a_block(Backward(BackwardDesign(128, 128), B200))
+    assert clocks["shared memory"] == pytest.approx(2048 + 256 + 1024 + 512 + 8 + 256, rel=0.02)
+
+
+def test_pieces_share_a_unit() -> None:
+    """Two that work at the same time take as long as both one after the other, and end together."""
+    simulation, unit, ends = Simulation(), Unit("any"), []
+
+    def works(who: str) -> Needs:
+        yield from simulation.work(who, "work", {unit: 640.0})
+        ends.append(simulation.now)
+
+    for who in ("a", "b"):
+        simulation.start(who, works(who))
+    assert simulation.run() == 1280
+    assert ends == [1280 - 64, 1280]
+
+
+def test_products_are_computed_in_order_of_issue_and_their_operands_are_read_ahead() -> None:
+    simulation, tensor, shared, ends = Simulation(), Unit("tensor"), Unit("shared"), []
+    products = Products(simulation, tensor, shared, latency=7.0)
+
+    def issues() -> Needs:
+        first, second = products.issue("a", "A", 128, 128), products.issue("b", "B", 128, 64)
+        for done in (first, second):
+            yield done
+            ends.append(simulation.now)
+
+    simulation.start("issuer", issues())
+    simulation.run()
+    assert ends == [64 + 128 + 7, 64 + 256 + 7]
+    assert [i.what for i in tensor.busy] == ["A", "B"]
+
+
+def test_a_barrier_nobody_arrives_at() -> None:
+    """The control of all other tests that end: it is told who waits, and where."""
+    simulation = Simulation()
+    ring = Ring(simulation, "tiles", 2, full=2)
+
+    def waits() -> Needs:
+        ring.arrive(0)
+        yield ring.wait_full(0)
+
+    simulation.start("consumer", waits())
+    with pytest.raises(DeadlockError, match="consumer at tiles full"):
+        simulation.run()
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        # S of the next block comes before dK of this one, which has Q.
+        Backward(BackwardDesign(128, 128, q_stages=1), B200),
+        # S of the next block comes before the other tile's product with V, which has the stage.
+        Forward(ForwardDesign(128, 128, stages=1), B200),
+    ],
+)
+def test_kernels_with_a_stage_too_few(kernel: Kernel) -> None:
+    with pytest.raises(DeadlockError, match=r"mma at (Q|KV) full"):
+        kernel.run([Walk(4)])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles(backward: bool, causal: bool) -> None:
+    """Every visible pair of a block of rows and one of columns once."""
+    shape = Shape(2, 1000, 3, 64, 64, causal, backward)
+    order = Order(4, last_first=True, sections=1, reverses_last=backward)
+    tiles = list(tiles_of(shape, 128, 64, order))
+    assert len(tiles) == 8 * 6
+    met = {(tile.head, block) for tile in tiles for block in tile.blocks}
+    assert met == {(head, block) for head in range(6) for block in range(16)}
+    num = sum(len(tile.blocks) for tile in tiles)
+    assert num == (6 * (16 + 14 + 12 + 10 + 8 + 6 + 4 + 2) if causal else 6 * 8 * 16)
+    assert {tile.masked for tile in tiles} == ({2} if causal else {0})
+
+
+def test_schedule() -> None:
+    """Tiles go to who is free; additions to a block have the order of tiles."""
+    tiles = [Tile(0, range(4), 0)] * 3
+    cost = Cost(start=0.0, tile=10.0, step=100.0)
+    assert schedule(tiles, 1, cost).end == 3 * 410
+    assert schedule(tiles, 2, cost).end == 2 * 410
+    assert schedule(tiles, 3, cost).end == 410
+    ordered = schedule(tiles, 3, cost, hand_over=30.0)
+    assert ordered.end == 410 + 2 * 30
+    assert ordered.waited * 3 == pytest.approx(30 + 60)
+    walking_back = [Tile(0, range(4), 0), Tile(0, range(4)[::-1], 0)]
+    assert schedule(walking_back, 2, cost, hand_over=0.0).end == 410 + 3 * 100
+
+
+RECORD = [row for suite in ("forward", "backward", "lengths", "bias") for row in rows(suite)]
+TOO_SHORT = "backward 16x128 512 causal"  # tiles of at most eight steps, and by the model 15 % too fast
+
+
+@pytest.mark.parametrize("row", RECORD, ids=lambda row: f"{row.suite} {row.name}")
+def test_hopper_as_measured(row: Row) -> None:
+    """Within 10 % of the time."""
+    error = row.error(hopper_pass(row.shape).predict())
+    assert abs(error) < (0.2 if row.name == TOO_SHORT else 0.1)
+
+
+def test_the_record_has_rows_of_all_kinds() -> None:
+    assert len(RECORD) >= 40
+    kinds = {(row.shape.d, row.shape.causal, row.shape.backward) for row in RECORD}
+    assert kinds == {
+        (d, causal, backward) for d in (64, 128, 256) for causal in (False, True) for backward in (False, True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [
+        (Shape(4, 8192, 16, 128, 128), 0.97),
+        (Shape(4, 8192, 16, 128, 128, causal=True), 0.89),
+        (Shape(16, 2048, 16, 128, 128, causal=True), 0.77),
+        (Shape(4, 8192, 32, 64, 64), 0.71),
+        (Shape(4, 8192, 8, 256, 256), 0.96),
+    ],
+)
+def test_tensor_cores_as_the_profiler_saw_them(shape: Shape, share: float) -> None:
+    """Active for so much of the clocks (benchmarks/notes/forward.md): whatever the clock was."""
+    assert hopper_pass(shape).predict().tensor == pytest.approx(share, rel=0.1)
+
+
+def test_clocks_of_a_step_in_clusters() -> None:
+    """3900 to 4200, by stamps (benchmarks/notes/backward-cluster.md)."""
+    assert 3900 < hopper_pass(Shape(4, 8192, 8, 256, 256, backward=True)).predict().step < 4200
+
+
+KINDS = ("forward", "backward 1-CTA", "backward 2-CTA", "deterministic 1-CTA")
+
+
+@pytest.mark.parametrize("machine", [B200, B200_BY_POWER], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_flash_attn_4_as_published(kind: str, mask: str, machine: Machine) -> None:
+    """Within 10 %, at d = 128."""
+    case = PUBLISHED[f"{kind} {mask}"]
+    assert case.published is not None
+    assert case.tflops(case.predict(machine), machine) == pytest.approx(case.published, rel=0.1)
+
+
+def test_clock() -> None:
+    """It is a gemm's for who keeps the tensor cores as busy, more for who does not, and at most the GPU's."""
+    assert H200.clock(0.915, 495e12) == pytest.approx(1.0, rel=0.01)
+    assert H200.clock(0.6, 495e12) > H200.clock(0.9, 495e12)
+    assert B200_BY_POWER.clock(0.01) == B200.ghz
+    assert H200.clock(0.9) == H200.ghz  # of no gemm is anything known
+
+
+@pytest.mark.parametrize("command", ["record", "published", "designs"])
+def test_the_page_has_what_the_command_prints(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sm100_model", command])
+    command_line.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 8
+    assert [line for line in printed if line not in PAGE.splitlines()] == []
+
+
+def test_timelines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sm100_model", "timeline", "our backward 2-CTA"])
+    command_line.main()
+    lanes = capsys.readouterr().out.splitlines()
+    assert {line.split("|")[0].strip() for line in lanes[:-1]} >= {"tensor cores", "compute 0", "compute 1", "drain"}
+    for line in lanes[:-1]:
+        _, drawn, share = line.split("|")
+        assert len(drawn) == 120
+        assert 0 <= int(share.strip(" %")) <= 100
+        assert set(drawn) - {" "}
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra plot brings")
+    picture(*steady_state(MAKERS["hopper forward"]), tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_turns_that_are_waited_for_cost_more() -> None:
+    """A warp of their own has them cost little; who drains dQ and waits itself loses more."""
+    apart, alone = DESIGNS["backward 1-CTA"], DESIGNS["backward 1-CTA, no order"]
+    assert isinstance(apart, BackwardDesign)
+    took = [Case(design, causal=False).predict().clocks for design in (alone, apart, replace(apart, turns_ahead=False))]
+    assert took[1] < 1.03 * took[0]
+    assert took[2] > 1.08 * took[1]

@@ -1,0 +1,440 @@
+"""Blackwell kernels as processes: flash-attn-4's published design, and ours.
+
+One warp issues all products; they read operands from shared memory, P and dS from tensor memory, and write accumulators
+there. A thread has a row of the scores, so that a step has 128 elements a thread forward and 64 backward.
+
+flash-attn-4's roles, orders and barriers are those of its sources and of "FlashAttention-4" (Zadouri, Hoehnerbach,
+Shah, Liu, Thakkar and Dao, 2026). What threads compute was counted by operation: instructions on pairs of
+floats count once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tools.sm100_model.machine import B200, Machine
+from tools.sm100_model.simulation import Barrier, Needs
+from tools.sm100_model.sm import Sm, Walk
+
+_POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
+_MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
+_BLOCK = 128  # rows of a tile in tensor memory, keys of a block
+_PIECE = 16384.0  # bytes of dQ that are added together
+_QUARTERS = 4  # of P, which are stored one by one
+
+
+@dataclass(frozen=True)
+class ForwardDesign:
+    """What forward kernels differ in."""
+
+    d: int
+    d_v: int
+    polynomials: float = 0.0  # share of the exponentials
+    maxima: bool = True  # every block's are looked for, and a correction warpgroup compares them
+    early: bool = True  # products with P begin when three quarters of it are stored
+    persistent: bool = True
+    stages: int = 3  # of keys or values
+    o_over_q: bool = False  # O leaves through the place of Q, which can be loaded again when it has left
+    tiles: int = 2  # of 128 queries: with one, two warpgroups take its blocks in turn
+    pair: bool = False  # two CTAs compute products together, and each holds half of the keys
+
+
+class Forward:
+    """A CTA with two softmax warpgroups."""
+
+    def __init__(self, design: ForwardDesign, machine: Machine = B200) -> None:
+        self.design = design
+        self.sm = Sm(machine)
+        self.ctas = 2 if design.pair else 1
+        self.rows, self.columns, self.persistent = _BLOCK * design.tiles * self.ctas, _BLOCK, design.persistent
+        sm = self.sm
+        tiles = range(design.tiles)
+        self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
+        self.kv = sm.ring("KV", design.stages)
+        self.s_full = [sm.simulation.barrier(1, f"S{g}") for g in range(2)]
+        self.p_ready = [sm.simulation.barrier(2 if design.maxima else 1, f"P{g}") for g in range(2)]
+        self.p_last = [sm.simulation.barrier(1, f"last of P{g}") for g in range(2)]
+        self.maxima = [sm.ring(f"maxima {g}", 1) for g in range(2)]
+        self.o = [sm.ring(f"O{t}", 1) for t in tiles]
+
+    def run(self, walks: Sequence[Walk]) -> Sm:
+        """Tiles, one after the other."""
+        simulation = self.sm.simulation
+        simulation.start("load", self.load(walks))
+        simulation.start("mma", self.mma(walks))
+        for g in range(2):
+            simulation.start(f"softmax {g}", self.softmax(g, walks))
+        if self.design.maxima:
+            simulation.start("correction", self.correction(walks))
+        simulation.start("epilogue", self.epilogue(walks))
+        simulation.run()
+        return self.sm
+
+    def load(self, walks: Sequence[Walk]) -> Needs:
+        """A warp: Q, K and V."""
+        c, fill = self.design, 0
+        part = 0.5 if c.pair else 1.0
+        for tile, (num, _) in enumerate(walks):
+            for q in self.q:
+                yield q.wait_empty(tile)
+                self.sm.load("Q", 2 * _BLOCK * c.d, q, tile)
+            for _ in range(num):
+                for what, columns in (("K", c.d), ("V", c.d_v)):
+                    yield self.kv.wait_empty(fill)
+                    self.sm.load(what, part * 2 * _BLOCK * columns, self.kv, fill)
+                    fill += 1
+
+    def mma(self, walks: Sequence[Walk]) -> Needs:
+        """A warp: S of the next block behind the output of this one, tile by tile."""
+        c, block = self.design, 0
+        issued = [0, 0]  # products with P, a buffer
+        for tile, (num, _) in enumerate(walks):
+            for i in range(num + 1):
+                if c.tiles == 1 and i < num:
+                    yield from self._scores(tile, i, num, block)
+                if i > 0:
+                    yield self.kv.wait_full(2 * (block + i - 1) + 1)
+                for t in range(c.tiles):
+                    if i > 0:
+                        g = t if c.tiles == 2 else (i - 1) % 2
+                        issued[g] += 1
+                        yield from self._output(tile, t, g, i - 1, num, issued[g], block)
+                    if c.tiles == 2 and i < num:
+                        yield from self._scores(tile, i, num, block, t)
+            block += num
+
+    def _scores(self, tile: int, i: int, num: int, block: int, t: int = 0) -> Needs:
+        """The i-th S of a tile."""
+        c, m, sm = self.design, self.sm.machine, self.sm
+        if i == 0:
+            yield self.q[t].wait_full(tile)
+        fill = 2 * (block + i)
+        yield self.kv.wait_full(fill)
+        then = [self.s_full[t if c.tiles == 2 else i % 2].arrive]
+        if t + 1 == c.tiles:
+            then.append(lambda: self.kv.release(fill))
+        if i + 1 == num:
+            then.append(lambda: self.q[t].release(tile))
+        keys = _BLOCK // 2 if c.pair else _BLOCK
+        operands = m.bytes_shared(2.0 * c.d * (_BLOCK + keys))
+        sm.products.issue("mma", f"S{t}", m.product(_BLOCK, _BLOCK, c.d), operands, then)
+
+    def _output(self, tile: int, t: int, g: int, i: int, num: int, number: int, block: int) -> Needs:
+        """The i-th product with P of a tile, in two parts if P comes in two."""
+        c, m, sm = self.design, self.sm.machine, self.sm
+        if i == 0:
+            yield self.o[t].wait_empty(tile)
+        columns = c.d_v / 2 if c.pair else c.d_v
+        clocks, operands = m.product(_BLOCK, c.d_v, _BLOCK), m.bytes_shared(2.0 * _BLOCK * columns)
+        yield self.p_ready[g].phase(number)
+        first = 1 - 1 / _QUARTERS if c.early else 1.0
+        then = []
+        if t + 1 == c.tiles:
+            then.append(lambda: self.kv.release(2 * (block + i) + 1))
+        if i + 1 == num:
+            then.append(lambda: self.o[t].arrive(tile))
+        sm.products.issue("mma", f"O{t}", clocks * first, operands * first, () if c.early else then)
+        if c.early:
+            yield self.p_last[g].phase(number)
+            sm.products.issue("mma", f"O{t}", clocks * (1 - first), operands * (1 - first), then)
+
+    def softmax(self, g: int, walks: Sequence[Walk]) -> Needs:
+        """A warpgroup: a row a thread."""
+        c, sm, me = self.design, self.sm, f"softmax {g}"
+        number = 0
+        elements = _BLOCK / _QUARTERS
+        each = 0.5 + (1 - c.polynomials) + _POLYNOMIAL * c.polynomials + 0.5
+        hands_over = _QUARTERS - (2 if c.early else 1)  # the quarter behind which P is
+        for num, masked in walks:
+            for i in range(num):
+                if c.tiles == 1 and i % 2 != g:
+                    continue
+                number += 1
+                yield self.s_full[g].phase(number)
+                hides = _MASK * _BLOCK if i < masked else 0.0
+                looks = _BLOCK / 2 if c.maxima or i == 0 else 0.0
+                yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * _BLOCK * _BLOCK)
+                if c.maxima:
+                    yield self.maxima[g].wait_empty(number - 1)
+                    self.maxima[g].arrive(number - 1)
+                for quarter in range(_QUARTERS):
+                    instructions = each * elements
+                    if not c.maxima:  # sums tell whether the reference fits, before P is handed over,
+                        instructions += elements / 2
+                        if quarter == hands_over:  # and of a quarter that is still to come its maximum
+                            instructions += 15 + (elements / 2 if c.early else 0.0)
+                    unit, stored = elements * (1 - c.polynomials), 2.0 * _BLOCK * elements
+                    yield from sm.compute(me, "P", instructions, unit, tmem=stored, goes_on=True)
+                    if quarter == hands_over:
+                        yield sm.machine.handover  # stores are complete
+                        self.p_ready[g].arrive()
+                    elif quarter + 1 == _QUARTERS:
+                        yield sm.machine.handover
+                        self.p_last[g].arrive()
+                if c.maxima:
+                    yield from sm.compute(me, "sum", _BLOCK / 2 + 20, goes_on=True)
+
+    def correction(self, walks: Sequence[Walk]) -> Needs:
+        """A warpgroup: votes whether O is to be scaled, which it hardly ever is."""
+        number = 0
+        for num, _ in walks:
+            for i in range(num):
+                for g in range(2) if self.design.tiles == 2 else [i % 2]:
+                    step = number if self.design.tiles == 2 else number // 2
+                    yield self.maxima[g].wait_full(step)
+                    yield from self.sm.compute("correction", "vote", 25)
+                    self.maxima[g].release(step)
+                    self.p_ready[g].arrive()
+                number += 1
+
+    def epilogue(self, walks: Sequence[Walk]) -> Needs:
+        """A warpgroup: O to global memory."""
+        c = self.design
+        for tile in range(len(walks)):
+            for o, q in zip(self.o, self.q, strict=True):
+                yield o.wait_full(tile)
+                size = _BLOCK * c.d_v
+                yield from self.sm.compute("epilogue", "O", 1.5 * c.d_v + 50, shared=2.0 * size, tmem=4.0 * size)
+                o.release(tile)
+                if c.o_over_q:
+                    self.sm.simulation.after(self.sm.machine.load / 2, partial(q.release, tile))
+
+
+@dataclass(frozen=True)
+class BackwardDesign:
+    """What backward kernels differ in. A tile is 128 keys a CTA, a block 128 queries."""
+
+    d: int
+    d_v: int
+    pair: bool = False  # two CTAs compute products together, and exchange halves of dS
+    in_turn: bool = False
+    # A warp of its own looks for turns ahead of time and tells of additions, so that who drains dQ waits for neither.
+    turns_ahead: bool = False
+    # Both compute warpgroups meet at barriers: before P is stored over S and behind that, behind each half of dP.
+    meets: bool = True
+    overwrites: bool = False  # the first to add to a block, so that nobody needs to zero them
+    own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
+    persistent: bool = False
+    q_stages: int = 2
+
+
+class Backward:
+    """A CTA with two compute warpgroups, 64 queries each, and one that drains dQ."""
+
+    def __init__(self, design: BackwardDesign, machine: Machine = B200) -> None:
+        self.design = design
+        self.sm = Sm(machine)
+        self.ctas = 2 if design.pair else 1
+        self.rows, self.columns, self.persistent = _BLOCK * self.ctas, _BLOCK, design.persistent
+        sm, c = self.sm, design
+        self.keys = sm.ring("K and V", 1)
+        self.q, self.do = sm.ring("Q", c.q_stages, empty=2), sm.ring("dO", 1, empty=2)
+        self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
+        self.p: Barrier = sm.simulation.barrier(2, "P")
+        self.ds: Barrier = sm.simulation.barrier(2, "dS")
+        self.dq = sm.ring("dQ", 1)
+        self.s_loaded: Barrier = sm.simulation.barrier(2, "S is read")
+        self.meeting, self.met = sm.simulation.barrier(2, "compute warpgroups"), [0, 0]
+        self.ds_exchanged: Barrier = sm.simulation.barrier(1, "dS of the other CTA")
+        self.ds_free: Barrier = sm.simulation.barrier(1, "room for dS")
+        self.staging = sm.ring("staging", 2)
+        self.sums = sm.ring("dK and dV", 1)
+
+    def run(self, walks: Sequence[Walk]) -> Sm:
+        """Tiles, one after the other."""
+        simulation = self.sm.simulation
+        simulation.start("load", self.load(walks))
+        simulation.start("mma", self.mma(walks))
+        for g in range(2):
+            simulation.start(f"compute {g}", self.compute(g, walks))
+        simulation.start("drain", self.drain(walks))
+        simulation.start("add", self.add(walks))
+        simulation.run()
+        return self.sm
+
+    def load(self, walks: Sequence[Walk]) -> Needs:
+        """A warp: keys and values once, Q and dO block by block. A pair loads each block for both its uses."""
+        c, step = self.design, 0
+        for tile, (num, _) in enumerate(walks):
+            yield self.keys.wait_empty(tile)
+            self.sm.load("K and V", 2 * _BLOCK * (c.d + c.d_v) * (1.5 if c.pair else 1), self.keys, tile)
+            for _ in range(num):
+                yield self.q.wait_empty(step)
+                self.sm.load("Q", 2 * _BLOCK * c.d + 512, self.q, step)
+                yield self.do.wait_empty(step)
+                self.sm.load("dO", 2 * _BLOCK * c.d_v + 512, self.do, step)
+                step += 1
+
+    def mma(self, walks: Sequence[Walk]) -> Needs:
+        """A warp: S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1); a pair's dQ waits for the other CTA, behind dP."""
+        step = 0
+        for tile, (num, _) in enumerate(walks):
+            yield self.keys.wait_full(tile)
+            for i in range(num + 1):
+                if i < num:
+                    yield from self._scores(step)
+                if i > 0:
+                    yield from self._dK(step - 1)
+                    if not self.design.pair:
+                        yield from self._dQ(tile, step - 1, i == num)
+                if i < num:
+                    yield from self._dP(step)
+                if i > 0 and self.design.pair:
+                    yield from self._dQ(tile, step - 1, i == num)
+                if i < num:
+                    yield from self._dV(tile, step, i == 0)
+                    step += 1
+
+    def _shared(self, columns: float) -> float:
+        """Clocks of shared memory for an operand of 128 rows; of those on the right a pair's CTA holds half."""
+        return self.sm.machine.bytes_shared(2.0 * _BLOCK * columns)
+
+    @property
+    def _right(self) -> float:
+        return 0.5 if self.design.pair else 1.0
+
+    def _scores(self, step: int) -> Needs:
+        c, m = self.design, self.sm.machine
+        yield self.q.wait_full(step)
+        yield self.s.wait_empty(step)
+        if c.pair and not c.own_columns and step > 0:
+            yield self.dq.wait_empty(step - 1)  # of dQ(step - 2), which lies where S does
+        self.sm.products.issue(
+            "mma",
+            "S",
+            m.product(_BLOCK, _BLOCK, c.d),
+            self._shared(c.d) * (1 + self._right),
+            [lambda: self.s.arrive(step)],
+        )
+
+    def _dK(self, step: int) -> Needs:
+        c, m = self.design, self.sm.machine
+        yield self.ds.phase(step + 1)
+        then = [lambda: self.q.release(step)]
+        self.sm.products.issue("mma", "dK", m.product(_BLOCK, c.d, _BLOCK), self._shared(c.d) * self._right, then)
+
+    def _dQ(self, tile: int, step: int, is_last: bool) -> Needs:
+        c, m = self.design, self.sm.machine
+        if c.pair:
+            yield self.ds_exchanged.phase(step + 1)
+            if not c.own_columns and not is_last:
+                yield self.s_loaded.phase(step + 2)  # S(step + 1) lies where dQ will
+        yield self.dq.wait_empty(step)
+        then = [lambda: self.dq.arrive(step), self.ds_free.arrive]
+        if is_last:
+            then += [lambda: self.keys.release(tile), lambda: self.sums.arrive(tile)]
+        # A pair's CTA has 64 queries and the keys of both.
+        operands = self._shared(_BLOCK) + self._shared(c.d)
+        self.sm.products.issue("mma", "dQ", m.product(_BLOCK, c.d, _BLOCK), operands, then)
+
+    def _dP(self, step: int) -> Needs:
+        c, m = self.design, self.sm.machine
+        yield self.do.wait_full(step)
+        yield self.dp.wait_empty(step)
+        if not c.pair and not c.own_columns:
+            yield self.dq.wait_empty(step)  # of dQ(step - 1), which lies where dP does
+        self.sm.products.issue(
+            "mma",
+            "dP",
+            m.product(_BLOCK, _BLOCK, c.d_v),
+            self._shared(c.d_v) * (1 + self._right),
+            [lambda: self.dp.arrive(step)],
+        )
+
+    def _dV(self, tile: int, step: int, is_first: bool) -> Needs:
+        c, m = self.design, self.sm.machine
+        yield self.p.phase(step + 1)
+        if is_first:
+            yield self.sums.wait_empty(tile)
+        then = [lambda: self.do.release(step)]
+        self.sm.products.issue("mma", "dV", m.product(_BLOCK, c.d_v, _BLOCK), self._shared(c.d_v) * self._right, then)
+
+    def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
+        """A warpgroup: a key a thread, half of the queries."""
+        c, sm, me = self.design, self.sm, f"compute {g}"
+        elements, step = _BLOCK / 2, 0
+        half = 128 * elements  # elements of the warpgroup
+        for tile, (num, masked) in enumerate(walks):
+            for i in range(num):
+                yield self.s.wait_full(step)
+                each = 0.5 + 1.0 + 0.5 + (_MASK if i < masked else 0.0)
+                # lse and delta are read by all threads alike: a word a clock and query.
+                read = 4 * 128.0 * elements / 4
+                yield from sm.compute(me, "load S", 10, shared=read, tmem=4.0 * half)
+                self.s_loaded.arrive()
+                yield from self.meet(g)
+                yield from sm.compute(me, "P", each * elements + 30, elements, tmem=2.0 * half, goes_on=True)
+                yield sm.machine.handover  # stores are complete
+                yield from self.meet(g)
+                self.s.release(step)
+                self.p.arrive()
+                if g == 0:
+                    self.q.release(step)
+                yield self.dp.wait_full(step)
+                for _ in range(2):
+                    yield from sm.compute(me, "dS", elements + 20, shared=read / 2, tmem=3.0 * half)
+                    yield from self.meet(g)
+                if step > 0:
+                    yield self.ds_free.phase(step)
+                yield from sm.compute(me, "write dS", 0.25 * elements + 20, shared=2.0 * half, goes_on=True)
+                yield sm.machine.handover
+                yield from self.meet(g)
+                self.dp.release(step)
+                self.ds.arrive()
+                if g == 0:
+                    self.do.release(step)
+                    if c.pair:
+                        sm.simulation.start("exchange", self._exchange())
+                step += 1
+            yield self.sums.wait_full(tile)
+            size = 128.0 * (c.d + c.d_v) / 2
+            yield from sm.compute(me, "dK and dV", 1.5 * (c.d + c.d_v) / 2 + 100, shared=2 * size, tmem=4 * size)
+            if g == 0:
+                self.sums.release(tile)
+
+    def meet(self, g: int) -> Needs:
+        """A named barrier of both compute warpgroups."""
+        if self.design.meets:
+            self.met[g] += 1
+            self.meeting.arrive()
+            yield self.meeting.phase(self.met[g])
+
+    def _exchange(self) -> Needs:
+        """Half of dS to the other CTA, as half of its comes here."""
+        sm = self.sm
+        yield sm.machine.load / 2
+        yield from sm.simulation.work("exchange", "dS", {sm.shared: 2 * sm.machine.bytes_shared(_BLOCK * _BLOCK)})
+        self.ds_exchanged.arrive()
+
+    @property
+    def _pieces(self) -> int:
+        """Of 16 KB, in which a block of dQ is put out: half of the queries, if the CTA is one of a pair."""
+        c = self.design
+        return max(1, round(c.d * 4 * _BLOCK / _PIECE / (2 if c.pair else 1)))
+
+    def drain(self, walks: Sequence[Walk]) -> Needs:
+        """A warpgroup: dQ from tensor memory into shared memory."""
+        c, sm, piece = self.design, self.sm, 0
+        for step in range(sum(w.blocks for w in walks)):
+            yield self.dq.wait_full(step)
+            yield from sm.compute("drain", "load dQ", 20, tmem=_PIECE * self._pieces)
+            self.dq.release(step)
+            for i in range(self._pieces):
+                yield self.staging.wait_empty(piece)
+                yield from sm.compute("drain", "write dQ", 16, shared=_PIECE, goes_on=True)
+                if i == 0 and c.in_turn and not c.turns_ahead:
+                    yield sm.machine.load  # the counter is read: nobody adds before
+                yield 2 * sm.machine.wake  # a fence and a named barrier
+                self.staging.arrive(piece)
+                piece += 1
+
+    def add(self, walks: Sequence[Walk]) -> Needs:
+        """A thread: tells TMA to add what has been put out."""
+        c, sm = self.design, self.sm
+        for piece in range(self._pieces * sum(w.blocks for w in walks)):
+            yield self.staging.wait_full(piece)
+            yield from sm.add("add", "dQ", _PIECE)
+            if c.in_turn and not c.turns_ahead:  # room is made when all has been added, and not when it has been read
+                sm.simulation.after(sm.machine.load, partial(self.staging.release, piece))
+            else:
+                self.staging.release(piece)

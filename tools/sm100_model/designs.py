@@ -1,0 +1,121 @@
+"""Blackwell designs by name: flash-attn-4's, with what was published of them, and ours.
+
+Published: TFLOP/s of flash-attn-4 on a B200, bfloat16, 8k tokens in a sequence, 32k in all (Zadouri et al., 2026).
+"""
+
+from dataclasses import dataclass, replace
+
+from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
+from tools.sm100_model.launch import Order, Prediction, Shape, predict
+from tools.sm100_model.machine import B200, Machine
+from tools.sm100_model.sm import Maker
+
+_TOKENS, _SEQLEN, _COLUMNS = 32768, 8192, 2048
+_HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
+
+
+@dataclass(frozen=True)
+class Case:
+    """A design at work on a shape."""
+
+    design: ForwardDesign | BackwardDesign
+    causal: bool
+    published: float | None = None  # TFLOP/s
+
+    @property
+    def shape(self) -> Shape:
+        """8k tokens in a sequence, 32k in all, and as many heads as make 2048 columns of v."""
+        d, d_v = self.design.d, self.design.d_v
+        backward = isinstance(self.design, BackwardDesign)
+        return Shape(_TOKENS // _SEQLEN, _SEQLEN, _COLUMNS // d_v, d, d_v, self.causal, backward)
+
+    def make(self, machine: Machine = B200) -> Maker:
+        """Makes a CTA to simulate."""
+        if isinstance(self.design, BackwardDesign):
+            return Maker(Backward, self.design, machine)
+        return Maker(Forward, self.design, machine)
+
+    def predict(self, machine: Machine = B200) -> Prediction:
+        """What it takes."""
+        design, shape, make = self.design, self.shape, self.make(machine)
+        if isinstance(design, ForwardDesign):
+            return predict(shape, machine, make, Order(8, last_first=True))
+        inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
+        memory = inputs + 1.5 * sums  # delta, and dQ rounded
+        if not design.overwrites:
+            memory += sums  # zeros
+        if not design.in_turn:
+            return predict(shape, machine, make, Order(1, last_first=False), memory=memory, launches=3)
+        # flash-attn-4 hands a block over when it is at the next one.
+        hand_over = 2.0 * machine.load + (0.0 if design.turns_ahead else _STEP)
+        order = Order(_HEADS_TOGETHER, last_first=True)
+        return predict(shape, machine, make, order, hand_over=hand_over, memory=memory, launches=3)
+
+    def tflops(self, prediction: Prediction, machine: Machine = B200) -> float:
+        """At the clock that power leaves it."""
+        return prediction.tflops(machine.clock(prediction.busy["tensor cores"]))
+
+
+_STEP = 4600.0  # clocks of a block of flash-attn-4's backward pass
+
+
+def _fa4_forward(d: int, causal: bool) -> ForwardDesign:
+    return ForwardDesign(
+        d, d, polynomials=0.125 if causal else 0.1875, persistent=not causal, stages=10 if d == 64 else 3
+    )
+
+
+_FA4_1, _FA4_2 = BackwardDesign(128, 128), BackwardDesign(128, 128, pair=True)
+PUBLISHED = {
+    "forward full": Case(_fa4_forward(128, False), False, 1535),
+    "forward causal": Case(_fa4_forward(128, True), True, 1418),
+    "backward 1-CTA full": Case(_FA4_1, False, 1248),
+    "backward 1-CTA causal": Case(_FA4_1, True, 1118),
+    "backward 2-CTA full": Case(_FA4_2, False, 1360),
+    "backward 2-CTA causal": Case(_FA4_2, True, 1209),
+    "deterministic 1-CTA full": Case(replace(_FA4_1, in_turn=True), False, 980),
+    "deterministic 1-CTA causal": Case(replace(_FA4_1, in_turn=True), True, 934),
+    "deterministic 2-CTA full": Case(replace(_FA4_2, in_turn=True), False, 1167),
+    "deterministic 2-CTA causal": Case(replace(_FA4_2, in_turn=True), True, 1097),
+    "forward 2-CTA full, best": Case(replace(_fa4_forward(128, False), pair=True, stages=6), False, 1610),
+    "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
+}
+
+# Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
+PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
+_FIVE = replace(PLANNED, stages=5, o_over_q=True)
+_OURS = replace(_FIVE, early=True, polynomials=0.125)
+_PAIR = replace(_OURS, pair=True, stages=10)
+_BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
+_BACKWARD_PAIR = replace(_BACKWARD, pair=True)
+_NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
+DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
+    "forward as planned": PLANNED,
+    "forward": _OURS,
+    "forward 2-CTA": _PAIR,
+    "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=10, polynomials=0.125),
+    "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3, o_over_q=True),
+    "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True, o_over_q=True),
+    "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True, o_over_q=True),
+    "backward 1-CTA": _BACKWARD,
+    "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
+    "backward 2-CTA": _BACKWARD_PAIR,
+    "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),
+    "backward d = 64": replace(_BACKWARD, d=64, d_v=64, own_columns=True),
+}
+
+# What one change alone does to a design.
+CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | BackwardDesign]] = {
+    "forward: P handed over in two parts": (PLANNED, replace(PLANNED, early=True)),
+    "forward: five stages, O leaving through the place of Q": (PLANNED, _FIVE),
+    "forward: an eighth of exp2 as polynomials": (PLANNED, replace(PLANNED, polynomials=0.125)),
+    "forward: P in two parts and five stages": (PLANNED, replace(_FIVE, early=True)),
+    "forward: all three": (PLANNED, _OURS),
+    "forward: 2-CTA, ten stages of half the keys": (PLANNED, replace(_FIVE, pair=True, stages=10)),
+    "forward: 2-CTA on top of all three": (_OURS, _PAIR),
+    "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
+    "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
+    "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),
+    "backward: a warp waits for turns (in the plan)": (replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR),
+    "the same, 1-CTA": (replace(_BACKWARD, turns_ahead=False), _BACKWARD),
+}

@@ -1,0 +1,135 @@
+"""The Hopper kernels as a call launches them, and the record of what they took."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from flash_attn_cute.backends.cute.plan import Shapes, plan_backward, plan_forward
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.spec import AttentionSpec
+from tools.sm100_model.hopper import BackwardCluster, BackwardCta, Forward
+from tools.sm100_model.launch import Order, Prediction, Shape, predict
+from tools.sm100_model.machine import H200
+from tools.sm100_model.sm import Maker
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+CALL = 35e-6  # fitted: seconds of a call beyond its tiles, with caches that hold none of its inputs
+HAND_OVER = 3300.0  # clocks, 2 us: notes/determinism.md
+
+
+class HopperPass(NamedTuple):
+    """A pass as the package launches it."""
+
+    shape: Shape
+    make: Maker
+    order: Order
+    hand_over: float | None = None
+    memory: float = 0.0
+    launches: int = 1
+
+    def predict(self) -> Prediction:
+        """What it takes."""
+        return predict(
+            self.shape,
+            H200,
+            self.make,
+            self.order,
+            hand_over=self.hand_over,
+            memory=self.memory,
+            launches=self.launches,
+        )
+
+
+def hopper_pass(shape: Shape) -> HopperPass:
+    """The configuration, the order of tiles and the kernels beside it that the package would launch."""
+    spec = AttentionSpec(
+        dtype=torch.bfloat16,
+        nheads=shape.heads,
+        nheads_k=shape.heads,
+        head_dim=shape.d,
+        head_dim_v=shape.d_v,
+        packed=False,
+        has_seqused_q=False,
+        has_seqused_k=False,
+        has_sink=False,
+        has_mask=False,
+        has_bias=False,
+        has_block_mask=False,
+        softmax_scale=1.0,
+        window_left=None,
+        window_right=0 if shape.causal else None,
+        softcap=0.0,
+        deterministic=False,
+        zero_padding=True,
+    )
+    rows = shape.batch, shape.seqlen, shape.heads, shape.d
+    shapes = Shapes(rows, rows, num_sequences=0, max_seqlen_q=shape.seqlen)
+    sm90 = ARCHITECTURES["sm90"]
+    if not shape.backward:
+        forward = plan_forward(sm90, spec, shapes, H200.sms)
+        order = Order(forward.numbers.heads_in_cache, last_first=True)
+        return HopperPass(shape, Maker(Forward, forward.config, H200), order)
+    backward = plan_backward(sm90, spec, shapes, H200.sms)
+    config, numbers = backward.config, backward.numbers
+    order = Order(numbers.heads_in_cache, config.features.deterministic, numbers.sections, config.reverses_last)
+    inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
+    memory = inputs + 1.5 * sums  # delta, and dQ rounded
+    if config.ctas_a_tile == 1:
+        # dQ is rounded by the same kernel, when no tile is left.
+        return HopperPass(shape, Maker(BackwardCta, config, H200), order, HAND_OVER, memory, launches=2)
+    memory += sums  # sums begin with zeros
+    return HopperPass(shape, Maker(BackwardCluster, config, H200), order, memory=memory, launches=3)
+
+
+class Row(NamedTuple):
+    """A case of the record, with what it took."""
+
+    suite: str
+    name: str
+    shape: Shape
+    seconds: float  # the median
+    gemm: float  # FLOP/s of the gemm of the same rounds
+
+    @property
+    def tflops(self) -> float:
+        """FLOP of visible pairs a second."""
+        return self.shape.flop / self.seconds / 1e12
+
+    def ghz(self, prediction: Prediction) -> float:
+        """The clock at which the kernel ran, from that of the gemm."""
+        return H200.clock(prediction.busy["tensor cores"], self.gemm)
+
+    def error(self, prediction: Prediction) -> float:
+        """Time predicted over time measured, less 1."""
+        return (prediction.seconds(self.ghz(prediction)) + CALL) / self.seconds - 1
+
+
+def rows(suite: str) -> Iterator[Row]:
+    """The dense rows of ``benchmarks/results/SUITE-cuda-bfloat16.json`` with as many heads of keys as of queries."""
+    record = json.loads((RESULTS / f"{suite}-cuda-bfloat16.json").read_text())
+    for case in record["cases"]:
+        found = re.fullmatch(r"(?:(forward|backward) )?(\d+)x(\d+) (\d+k?) (causal|full|plain)", case["name"])
+        sizes = re.match(r"q(?:, k and v)? \((\d+), (\d+), ", case["detail"])
+        if found is None or sizes is None or suite == "both":
+            continue
+        shape = Shape(
+            batch=int(sizes[1]),
+            seqlen=int(sizes[2]),
+            heads=int(found[2]),
+            d=int(found[3]),
+            d_v=int(found[3]),
+            causal=found[5] == "causal",
+            backward=(found[1] or suite) == "backward",
+        )
+        yield Row(
+            suite,
+            case["name"],
+            shape,
+            statistics.median(case["times"]["flash_attn_cute"]),
+            statistics.median(case["rates"]["gemm"]),
+        )
