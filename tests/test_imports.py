@@ -125,14 +125,13 @@ def test_the_rule_can_fail() -> None:
 
 
 def test_import_is_cheap(tmp_path: Path) -> None:
-    """Under 50 ms on top of torch, its bytecode being there, without cutlass and without touching CUDA."""
+    """Under 50 ms of a core on top of torch, its bytecode being there, without cutlass and without touching CUDA."""
     code = """
 import sys, time
 import torch, torch.library
-best = 1e9
-start = time.perf_counter()
+start = time.process_time()
 import flash_attn_cute
-elapsed = time.perf_counter() - start
+elapsed = time.process_time() - start
 assert not any(name.split('.')[0] == 'cutlass' for name in sys.modules)
 assert not any(name.startswith('flash_attn_cute.integrations') for name in sys.modules)
 assert not torch.cuda.is_initialized()
@@ -140,7 +139,7 @@ print(elapsed)
 """
     bytecode = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bytecode) for _ in range(3)
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bytecode) for _ in range(5)
     ]
     assert all(run.returncode == 0 for run in runs), runs[0].stderr
     assert min(float(run.stdout) for run in runs) < 0.05
