@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn_cute.backends.cute.plan import Shapes, plan_backward, plan_forward
-from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.spec import AttentionSpec
+from flash_attn_cute import explain
 from tools.sm100_model.hopper import BackwardCluster, BackwardCta, Forward
 from tools.sm100_model.launch import Order, Prediction, Shape, predict
 from tools.sm100_model.machine import H200
@@ -47,35 +45,17 @@ class HopperPass(NamedTuple):
 
 def hopper_pass(shape: Shape) -> HopperPass:
     """The configuration, the order of tiles and the kernels beside it that the package would launch."""
-    spec = AttentionSpec(
-        dtype=torch.bfloat16,
-        nheads=shape.heads,
-        nheads_k=shape.heads,
-        head_dim=shape.d,
-        head_dim_v=shape.d_v,
-        packed=False,
-        has_seqused_q=False,
-        has_seqused_k=False,
-        has_sink=False,
-        has_mask=False,
-        has_bias=False,
-        has_block_mask=False,
-        softmax_scale=1.0,
-        window_left=None,
-        window_right=0 if shape.causal else None,
-        softcap=0.0,
-        deterministic=False,
-        zero_padding=True,
+    q, v = (
+        torch.empty(shape.batch, shape.seqlen, shape.heads, d, dtype=torch.bfloat16, device="meta")
+        for d in (shape.d, shape.d_v)
     )
-    rows = shape.batch, shape.seqlen, shape.heads, shape.d
-    shapes = Shapes(rows, rows, num_sequences=0, max_seqlen_q=shape.seqlen)
-    sm90 = ARCHITECTURES["sm90"]
+    told = explain(q, q, v, causal=shape.causal, gpu="sm90")
+    assert told.forward is not None
+    assert told.backward is not None
     if not shape.backward:
-        forward = plan_forward(sm90, spec, shapes, H200.sms)
-        order = Order(forward.numbers.heads_in_cache, last_first=True)
-        return HopperPass(shape, Maker(Forward, forward.config, H200), order)
-    backward = plan_backward(sm90, spec, shapes, H200.sms)
-    config, numbers = backward.config, backward.numbers
+        order = Order(told.forward.numbers.heads_in_cache, last_first=True)
+        return HopperPass(shape, Maker(Forward, told.forward.config, H200), order)
+    config, numbers = told.backward.config, told.backward.numbers
     order = Order(numbers.heads_in_cache, config.features.deterministic, numbers.sections, config.reverses_last)
     inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
     memory = inputs + 1.5 * sums  # delta, and dQ rounded
