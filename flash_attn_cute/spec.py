@@ -73,12 +73,13 @@ class BlockTables(NamedTuple):
     """What a backend reads of a block mask; see ``sparsity``.
 
     ``order`` (batch or 1, key heads or 1, blocks_k), int32: blocks of keys in the order in which they are launched.
-    ``columns`` is None where nothing is differentiated.
+    ``columns`` is None where nothing is differentiated. ``intervals`` are a backend's own (``backends.packing.Seen``).
     """
 
     rows: BlockRows
     order: Tensor
     columns: BlockColumns | None
+    intervals: tuple[Tensor, Tensor] | None = None
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """Its seven tensors, for operators."""

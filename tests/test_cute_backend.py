@@ -100,6 +100,16 @@ CALLS = {
         ),
         bias=torch.randn(8, 70, 90, dtype=torch.bfloat16),
     ),
+    "packed, block mask": inputs_of(
+        *PACKED,
+        **OFFSETS,
+        seqused_k=ints(3, 4),
+        learnable_sink=torch.randn(8),
+        block_mask=BlockMask.causal(140, 180).tables(torch.device("cpu"), backward=True),
+    ),
+    "padded, block mask": inputs_of(
+        *DENSE, seqused_q=ints(3, 70), block_mask=BlockMask.causal(70, 90).tables(torch.device("cpu"), backward=True)
+    ),
     "narrow values": inputs_of((2, 70, 8, 192), (2, 90, 8, 192), (2, 90, 8, 128)),
     "strided": inputs_of(
         *PACKED,

@@ -39,6 +39,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "two head dims": {"head_dim": 192, "head_dim_v": 128, "nheads": 4, "nheads_k": 2},
     "d256 deterministic": {"head_dim": 256, "deterministic": True, "nheads": 4, "nheads_k": 2},
     "d256 softcap bias": {"head_dim": 256, "softcap": 2.0, "bias": (0, 1, 1, 1)},
+    "causal": {"head_dim": 128, "causal": True, "nheads": 4, "nheads_k": 2},
+    "window": {"head_dim": 64, "window_size": (70, 30)},
 }
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
 
@@ -81,6 +83,38 @@ def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
         torch.manual_seed(count)
         call = drawn(rng, tensors)
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "d64": {"head_dim": 64, "causal": True},
+    "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
+    "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
+    "d128 causal": {"head_dim": 128, "causal": True, "seqused": True, "nheads": 4, "nheads_k": 2},
+    "softcap": {"head_dim": 96, "softcap": 3.0, "seqused": True},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "d256 seqused": {"head_dim": 256, "seqused": True, "window_size": (None, 10)},
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuzz_seconds: float) -> None:
+    """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
+    if not packed:
+        options = options | {"seqused": True}
+    for count, rng in draws(f"{options} {packed}", 3 * fuzz_seconds):
+        torch.manual_seed(count)
+        lengths_q, lengths_k = ([rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in range(2))
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"} | options
+        call = random_call(lengths_q, lengths_k, packed=packed, **given)
+        (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+        if not rows_q or not rows_k:
+            continue
+        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, nheads, nheads_k])
+        made = random_mask(rows_q, rows_k, rng, sets)
+        call = replace(call, block_mask=with_any_order(on_gpu(made), rng, nheads_k), shown=made.shown.cuda())
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
 
 
 @needs_hopper
@@ -212,26 +246,31 @@ def test_what_it_does_not_serve_is_told() -> None:
     """By name, whatever the machine; without a request for these kernels others serve it."""
     mask = BlockMask.causal(300, 300)
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
-    used = torch.tensor([200], dtype=torch.int32)
-    hidden = torch.ones(300, 300, dtype=torch.bool)
+    used, bias = torch.tensor([200], dtype=torch.int32), torch.randn(300, 300)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"seqused_k": used}, "block_mask beside seqused"),
-        ({"mask": hidden}, "block_mask beside mask"),
-        ({"causal": True}, "block_mask beside a window (block_mask & BlockMask.window(...) is one mask)"),
+        ({"mask": torch.ones(300, 300, dtype=torch.bool)}, "block_mask beside mask"),
+        ({"seqused_q": used, "bias": bias}, "block_mask and bias beside cu_seqlens, seqused or a window of these"),
     ]
     for options, told in cases:
         explained = explain(q, q, q, block_mask=mask, gpu="sm90", **options)
         assert explained.backend == "portable"
         assert told in explained.passed_over["sm90"]
-    offsets = torch.tensor([0, 300], dtype=torch.int32)
-    packed: dict[str, Any] = {
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_k": offsets,
-        "max_seqlen_q": 300,
-        "max_seqlen_k": 300,
-    }
-    explained = explain(q[0], q[0], q[0], block_mask=mask, gpu="sm90", **packed)
-    assert "block_mask beside cu_seqlens" in explained.passed_over["sm90"]
+
+
+@pytest.mark.parametrize("options", [{}, {"seqused_k": torch.tensor([200], dtype=torch.int32)}, {"causal": True}])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, Any]) -> None:
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    offsets: dict[str, Any] = {}
+    if packed:
+        cu = torch.tensor([0, 300], dtype=torch.int32)
+        q, offsets = q[0], {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    explained = explain(q, q, q, block_mask=BlockMask.causal(300, 300), gpu="sm90", **offsets, **options)
+    assert explained.backend == "sm90"
+    for planned in (explained.forward, explained.backward):
+        assert planned is not None
+        assert not planned.packed
+        assert planned.config.features.intervals == (packed or bool(options))
 
 
 def test_order_only_where_tiles_wait_little() -> None:

@@ -116,3 +116,27 @@ def test_backends_agree_on_what_is_told(form: dict[str, Any]) -> None:
             results.append((out, lse, *grads[:3]))
         for a, b in zip(*results, strict=True):
             assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_intervals_are_what_rows_see(form: dict[str, Any]) -> None:
+    """Of each query and, the other way round, of each key; rows that no sequence owns come back as zeros."""
+    for seed in range(200):
+        draw = random.Random(f"{seed} {form}")
+        sides = draw.choice([None, 0, 3, 2**31 - 2]), draw.choice([None, 0, 3, 2**31 - 2])
+        call = random_call(*random_lengths(draw, form), **form, window_size=sides)
+        inputs = inputs_of(call)
+        spec = AttentionSpec.of(inputs, Options(None, *sides, 0.0, True, True))
+        _, dense, seen = packing.as_one_batch(spec, inputs)
+        entries, rows_q, rows_k = dense.q.shape[0], dense.q.shape[1], dense.k.shape[1]
+        pairs = visible_pairs(call).view(entries, rows_q, entries, rows_k)
+        pairs = torch.stack([pairs[b, :, b] for b in range(entries)]) if entries else pairs.new_zeros(0, rows_q, rows_k)
+        for intervals, shown in ((seen.keys, pairs), (seen.queries, pairs.mT)):
+            assert intervals.dtype == torch.int32
+            place = torch.arange(shown.shape[2])
+            assert torch.equal((place >= intervals[..., :1]) & (place < intervals[..., 1:]), shown)
+        for x, given, real in ((dense.q, inputs.q, pairs.any(2)), (dense.k, inputs.k, seen.real_k)):
+            assert (x[~real] == 0).all()
+            assert torch.equal(x[real], given.view_as(x)[real])
+        for own, real in zip(call.real_rows(), (seen.real_q, seen.real_k), strict=True):
+            assert torch.equal(own.view_as(real), real)

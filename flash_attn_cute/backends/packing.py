@@ -1,9 +1,11 @@
 """Calls told in other packed sequences than the user's: same rows, same results, fewer things for kernels to know."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
 def as_packed(inputs: AttentionInputs) -> AttentionInputs:
@@ -74,3 +76,104 @@ def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> Atten
 
 def _in_turn(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((a, b), 1).flatten()
+
+
+class Seen(NamedTuple):
+    """What rows of a dense batch see of each other beside a block mask: intervals, and which of them are real at all.
+
+    ``keys`` (batch, seqlen_q, 2) int32 holds of each query the first key that it sees and the one behind the last,
+    ``queries`` (batch, seqlen_k, 2) of each key the same of queries. ``real_q`` (batch, seqlen_q) and ``real_k`` are
+    bool.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    real_q: Tensor
+    real_k: Tensor
+
+
+def needs_intervals(spec: AttentionSpec) -> bool:
+    """Whether a block mask is not all that says what queries see."""
+    has_window = spec.window_left is not None or spec.window_right is not None
+    return spec.has_block_mask and (spec.packed or spec.has_seqused or has_window)
+
+
+def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[AttentionSpec, AttentionInputs, Seen]:
+    """Sequences, lengths and windows beside a block mask as intervals: packed rows are one entry of a dense batch.
+
+    A block mask is one of all rows, wherever sequences begin. As its blocks hold rows of several sequences, and
+    padding, q, k and v come back with zeros in the padding, and q also where the window leaves nothing to see. The host
+    waits for nothing.
+    """
+    q, k, v = (x[None] if spec.packed else x for x in (inputs.q, inputs.k, inputs.v))
+    sequences_q = _sequences(q, inputs.cu_seqlens_q, inputs.seqused_q)
+    sequences_k = _sequences(k, inputs.cu_seqlens_k, inputs.seqused_k)
+    left, right = spec.window_left, spec.window_right
+    keys, real_q = _intervals(q, sequences_q, sequences_k, spec.packed, left, right)
+    queries, real_k = _intervals(k, sequences_k, sequences_q, spec.packed, right, left)
+    tables = inputs.block_mask
+    dense = inputs._replace(
+        block_mask=None if tables is None else tables._replace(intervals=(keys, queries)),
+        q=zeroed(q, sees(keys)),
+        k=zeroed(k, real_k),
+        v=zeroed(v, real_k),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+    )
+    spec = spec._replace(packed=False, has_seqused_q=False, has_seqused_k=False, window_left=None, window_right=None)
+    return spec, dense, Seen(keys, queries, real_q, real_k)
+
+
+def sees(intervals: Tensor) -> Tensor:
+    """Which rows see anything; what others hold must reach nothing."""
+    return intervals[..., 0] < intervals[..., 1]
+
+
+def zeroed(x: Tensor, real: Tensor) -> Tensor:
+    """The rows of (batch, rows, heads, d) that are real, and zeros."""
+    return torch.where(real[..., None, None], x, 0)
+
+
+class _Sequences(NamedTuple):
+    """Where sequences begin among the rows of an entry, and how many real rows each has: (sequences,), int32."""
+
+    start: Tensor
+    length: Tensor
+
+
+def _sequences(x: Tensor, offsets: Tensor | None, used: Tensor | None) -> _Sequences:
+    """Those of x (batch, rows, heads, d): one an entry, or packed ones, behind which an empty one owns what is left."""
+    batch, rows = x.shape[:2]
+    if offsets is None:
+        start = torch.zeros(batch, dtype=torch.int32, device=x.device)
+        return _Sequences(start, torch.full_like(start, rows) if used is None else used)
+    length = torch.cat((offsets, offsets[-1:])).diff()
+    if used is not None:
+        length = torch.minimum(length, torch.cat((used, used.new_zeros(1))))
+    return _Sequences(offsets, length)
+
+
+def _intervals(
+    x: Tensor, own: _Sequences, other: _Sequences, packed: bool, before: int | None, behind: int | None
+) -> tuple[Tensor, Tensor]:
+    """What rows of x see of the other side's, ``Seen.keys``, and which of them are real.
+
+    A row sees others up to so many positions before its own, and behind it, if the last rows stand side by side.
+    """
+    batch, rows = x.shape[:2]
+    row = torch.arange(rows, dtype=torch.int32, device=x.device)
+    if packed:
+        sequence = (torch.searchsorted(own.start, row, right=True) - 1).clamp(min=0)[None]
+    else:
+        sequence = torch.arange(batch, device=x.device)[:, None]
+    position, length, others = row - own.start[sequence], own.length[sequence], other.length[sequence]
+    real = (position >= 0) & (position < length)
+    place, most = position + others - length, 2**30  # so wide a window shows all rows that there can be
+    first = torch.zeros_like(place) if before is None else (place - min(before, most)).clamp(min=0)
+    end = others if behind is None else torch.minimum(place + min(behind, most) + 1, others)
+    seen = torch.stack((first, torch.maximum(first, end)), -1) + other.start[sequence][..., None]
+    return torch.where(real[..., None], seen, 0), real

@@ -70,6 +70,7 @@ _USED_K = Argument(INTS, when="features.seqused_k")
 _MASK = Argument(MASK, when="features.mask")  # 0: hidden
 _BIAS = Argument(BIAS, when="features.bias")
 _ANY_BIAS = replace(_BIAS, kind=replace(BIAS, strided=True))
+_SEEN = Argument(Kind("Int32", rank=1, align=8), when="features.intervals")
 _OF_LISTS = Argument(INT, when="features.listed")
 _OF_BLOCKS = Argument(INT, when="features.block_mask")
 _TABLE = Argument(INTS, when="features.block_mask")
@@ -121,6 +122,7 @@ class ForwardArguments(NamedTuple):
     mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     blocks: BlockArguments
+    mSeen: Annotated[Any, _SEEN]  # (batch, query, first key and that behind the last), flattened
     numbers: ForwardNumbers
 
 
@@ -173,6 +175,7 @@ class BackwardArguments(NamedTuple):
     # how many tiles add to each block of queries, of lists that differ.
     mLaunchOrder: Annotated[Any, _TABLE]
     mContributors: Annotated[Any, replace(_TABLE, kind=replace(INTS, strided=True))]
+    mSeen: Annotated[Any, _SEEN]  # (batch, key, first query and that behind the last), flattened
     numbers: BackwardNumbers
 
 

@@ -16,11 +16,15 @@ from flash_attn_cute.backends.base import Gradients, PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.packing import (
+    as_one_batch,
     as_packed,
     dense_has_blind,
     may_have_blind,
+    needs_intervals,
     over_scores,
+    sees,
     with_blind_apart,
+    zeroed,
 )
 from flash_attn_cute.kernels.arguments import (
     BackwardArguments,
@@ -77,10 +81,10 @@ class CuteBackend:
                 where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
                 reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
         if spec.has_block_mask:
-            beside = {"cu_seqlens": spec.packed, "seqused": spec.has_seqused, "mask": spec.has_mask}
-            reasons += [f"block_mask beside {what}" for what, given in beside.items() if given]
-            if spec.window_left is not None or spec.window_right is not None:
-                reasons.append("block_mask beside a window (block_mask & BlockMask.window(...) is one mask)")
+            if spec.has_mask:
+                reasons.append("block_mask beside mask")
+            if spec.has_bias and needs_intervals(spec):
+                reasons.append("block_mask and bias beside cu_seqlens, seqused or a window of these")
         if not _HAS_COMPILER and not self._is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
@@ -109,6 +113,9 @@ class CuteBackend:
             blocks: of a block mask, which is not among the inputs: batch entries and heads that differ, and those
                 whose launch orders do.
         """
+        intervals = needs_intervals(spec)
+        if intervals:
+            spec, inputs, _ = as_one_batch(spec, inputs)
         bias, inputs = inputs.bias if need_dbias else None, over_scores(inputs)
         has_queries, has_keys = inputs.q.numel() > 0, inputs.k.numel() > 0
         forward = backward = None
@@ -116,13 +123,13 @@ class CuteBackend:
             given = as_packed(inputs) if spec.has_seqused and not spec.packed else inputs
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
             few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
-            layout = _layout(given, blocks=blocks)
+            layout = _layout(given, blocks=blocks)._replace(intervals=intervals)
             shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, layout)
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences and self.architecture.is_complete:
             repacked = _runs_packed(spec, inputs) and not spec.packed
-            layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)
+            layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
             given = as_packed(inputs) if repacked else inputs
             num_sequences = _num_sequences(given)
             if may_have_blind(given, spec.window_right):
@@ -166,6 +173,12 @@ class CuteBackend:
         return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        if needs_intervals(spec):
+            one_spec, one, seen = as_one_batch(spec, inputs)
+            out, lse = self._forward(one_spec, one)
+            if spec.has_sink:  # which is what lse holds of padding
+                lse.masked_fill_(~seen.real_q[:, None], -torch.inf)
+            return (out[0], lse[0]) if spec.packed else (out, lse)
         q, k = inputs.q, inputs.k
         inputs = over_scores(inputs)
         if spec.head_dim == spec.head_dim_v:  # twice as fast as new_empty
@@ -198,6 +211,13 @@ class CuteBackend:
         need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
+        if needs_intervals(spec):
+            one_spec, one, seen = as_one_batch(spec, inputs)
+            if spec.packed:
+                out, lse, dout, dlse = out[None], lse[None], dout[None], None if dlse is None else dlse[None]
+            dout = zeroed(dout, sees(seen.keys))
+            found = self._backward(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink)
+            return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
         # Twice as fast as new_empty.
         dq, dk, dv = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
@@ -262,6 +282,7 @@ class CuteBackend:
                 mWorkspace=workspace,
                 mNextTile=next_tile() if launch.takes_tiles else None,
                 blocks=_rows_of(inputs, launch.plan.config),
+                mSeen=_seen(inputs, 0),
                 numbers=launch.plan.numbers,
             )
         )
@@ -517,7 +538,8 @@ def _layout(
         )
         varies = batch, heads, queries
     sets = () if blocks is None else tuple(map(tuple, blocks))
-    return plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *sets)
+    layout = plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *sets)
+    return layout if tables is None or tables.intervals is None else layout._replace(intervals=True)
 
 
 def _is_paired(x: Tensor) -> bool:
@@ -537,7 +559,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     """From the side of keys, with the configuration's blocks of queries; and what else a backward pass needs of it."""
     tables = inputs.block_mask
     if tables is None:
-        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None}
+        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mSeen": None}
     columns = tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
     is_half = config.tile_m == HALF
@@ -545,7 +567,14 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
         "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles, config),
         "mLaunchOrder": tables.order.flatten(),
         "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
+        "mSeen": _seen(inputs, 1),
     }
+
+
+def _seen(inputs: AttentionInputs, side: int) -> Tensor | None:
+    """What queries (0) or keys (1) see beside a block mask, if that is not all."""
+    tables = inputs.block_mask
+    return None if tables is None or tables.intervals is None else tables.intervals[side].flatten()
 
 
 def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor, config: Any) -> BlockArguments:

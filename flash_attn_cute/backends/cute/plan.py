@@ -48,6 +48,7 @@ class ScoreLayout(NamedTuple):
     mask_varies: tuple[bool, bool, bool] = (False, False, False)  # over the batch, heads and queries
     block_lists: tuple[int, int] = (1, 1)  # of a block mask, over the batch and heads: 1, or those that differ
     block_orders: tuple[int, int] = (1, 1)  # its launch orders, over the batch and key heads
+    intervals: bool = False  # beside it each row sees one interval alone
 
     def mask_blocks(self, keys: int) -> int:
         """Blocks of so many keys of the mask."""
@@ -112,6 +113,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         uniform_mask=spec.has_mask and not scores.mask_varies[2] and not _has_window(spec),
         uniform_bias=scores.uniform_bias,
         strided_bias=scores.strided_bias,
+        intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
         # Up to d = 128 an order costs nothing where tiles do not wait; clusters are faster without.

@@ -64,7 +64,15 @@ from flash_attn_cute.kernels.sm90.forward_shared import (
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
 from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, add_bias_rows, cap, hide, hide_by_bits
+from flash_attn_cute.kernels.sm90.scores import (
+    Place,
+    add_bias_rows,
+    cap,
+    hide,
+    hide_by_bits,
+    hide_unseen,
+    read_seen,
+)
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -334,10 +342,14 @@ class ForwardSm90:
         f = self.config.features
         blocks = QueryTile.read(self.config, work.shared.tiles[None, stage]).blocks
         if const_expr(f.listed):
-            entry = self._told_of_entry(work, v_state.count)
-            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count)
+            entry, seen = self._told_of_entry(work, v_state.count), None
+            if const_expr(f.intervals):
+                tile = Tile.read(self.config, work.shared.tiles[None, stage])
+                first_row = tile.first_query + self.queries * work.warpgroup
+                seen = read_seen(work.arguments.mSeen, tile.batch, tile.q.length, first_row, work.cS)
+            self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, seen)
             for _ in cutlass.range(1, blocks.num, unroll=1):
-                self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state)
+                self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
                 k_state.advance()
                 v_state.advance()
         else:
@@ -366,6 +378,7 @@ class ForwardSm90:
         edges: cutlass.Constexpr,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
+        seen: cute.Tensor | None = None,
     ) -> None:
         """One block of the steady state: its scores, and the output of the block before it.
 
@@ -384,7 +397,7 @@ class ForwardSm90:
         shared.pipe_K.consumer_release(k_state)
         warpgroup.wait_group(0)
         shared.pipe_V.consumer_release(v_state)
-        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1)
+        self._softmax_step(work, stage, entry, edges, False, v_state.count + 1, seen)
 
     @cute.jit
     def _acquire_tensor_cores(self, work: "_Work") -> None:
@@ -427,6 +440,7 @@ class ForwardSm90:
         edges: cutlass.Constexpr,
         is_first: cutlass.Constexpr,
         step: Int32,
+        seen: cute.Tensor | None = None,
     ) -> None:
         """Scores to weights: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
@@ -452,6 +466,9 @@ class ForwardSm90:
         if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if entry.code >= 0:
                 hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
+        if const_expr(c.features.intervals):
+            first_column = entry.block * c.tile_n
+            hide_unseen(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(work.scales.log2))
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit

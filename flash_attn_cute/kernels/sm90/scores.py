@@ -170,6 +170,49 @@ def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> No
 
 
 @cute.jit
+def read_seen(mSeen: cute.Tensor, entry: Int32, length: Int32, first_row: Int32, cS: cute.Tensor) -> cute.Tensor:
+    """(first and behind the last, row): which columns this thread's rows see of an entry of the batch.
+
+    Args:
+        mSeen: of all rows of all entries, ``length`` each; rows behind the last one see what that does.
+        entry: which.
+        length: its rows.
+        first_row: the warpgroup's.
+        cS: (row, column) coordinates of its scores.
+    """
+    coordinates = rows_and_columns(cS)
+    seen = cute.make_rmem_tensor((2, cute.size(coordinates, mode=[0])), Int32)
+    for r in cutlass.range_constexpr(cute.size(coordinates, mode=[0])):
+        row = cutlass.min(first_row + coordinates[r, 0][0], length - 1)
+        cute.autovec_copy(cute.local_tile(mSeen, (2,), (entry * length + row,)), seen[None, r])
+    return seen
+
+
+@cute.jit
+def hide_unseen(
+    acc_S: cute.Tensor, cS: cute.Tensor, seen: cute.Tensor, first_column: Int32, columns: int, nothing: Float32
+) -> None:
+    """Hides scores that are not in their row's interval, by selection.
+
+    Args:
+        acc_S: a warpgroup's scores.
+        cS: their (row, column) coordinates.
+        seen: see ``read_seen``.
+        first_column: of the block.
+        columns: of the block.
+        nothing: what hidden scores become.
+    """
+    scores, first_of_thread = rows_and_columns(acc_S), rows_and_columns(cS)[0, 0][1]
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        start, stop = seen[0, r] - first_column, seen[1, r] - first_column
+        if start > 0 or stop < columns:
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                column = first_of_thread + (c // 2 * 8 + c % 2)
+                score = cutlass.select_(column < stop, scores[r, c], nothing)
+                scores[r, c] = cutlass.select_(column >= start, score, nothing)
+
+
+@cute.jit
 def hide(
     acc_S: cute.Tensor,
     cS: cute.Tensor,
@@ -291,6 +334,7 @@ def weigh(
     lse: cutlass.Constexpr,
     elements: cutlass.Constexpr = (),
     words: cute.Tensor | None = None,
+    seen: cute.Tensor | None = None,
 ) -> None:
     """Scores to weights.
 
@@ -302,6 +346,7 @@ def weigh(
         lse: tells a group's lse, in base 2, or with a bias natural.
         elements: of a bias, ``Transposed``, or what reads it when those before it are not needed any more.
         words: bits that tell, under a mask, what is hidden.
+        seen: intervals of queries that keys see, if they have any (``read_seen``).
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     scales, nothing = scores.scales, hidden(scores.scales.log2)
@@ -321,6 +366,8 @@ def weigh(
         else:
             edges = Edges(left=f.right, right=f.left)
             hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
+    if const_expr(f.intervals):
+        hide_unseen(acc_S, scores.cS, seen, place().first_column, config.tile_m, nothing)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
         four = lse(i // 8)

@@ -65,7 +65,7 @@ from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_k
 from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_transposed, weigh
+from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_seen, read_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _THREADS = 512
@@ -404,6 +404,9 @@ class BackwardClusterSm90:
                     words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
                 else:
                     hides = tile.blocks.crosses_left(m_block)
+                seen = None
+                if const_expr(c.features.intervals):
+                    seen = read_seen(a.mSeen, tile.batch, tile.k.length, self._first_key(tile), scores.cS)
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 elements: tuple[Any, ...] = ()
@@ -421,6 +424,7 @@ class BackwardClusterSm90:
                     lambda i, lse=lse: self._four(lse, quad, i),
                     elements,
                     words,
+                    seen,
                 )
                 shared.q.release_in_both(step)  # to warps 0: scores and lse have been read
                 shared.p.wait_empty(step)  # warpgroup 2 has read the last weights

@@ -86,6 +86,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     Scores,
     SharedTransposed,
     differentiate,
+    read_seen,
     read_transposed,
     store_transposed,
     weigh,
@@ -388,7 +389,7 @@ class BackwardCtaSm90:
         """
         shared, stage = work.shared, work.shared.q.stage(step)
         blocks = tile.blocks
-        m_block, words, code = blocks.at(n), None, None
+        m_block, words, code, seen = blocks.at(n), None, None, None
         if is_first:
             shared.k.wait_full(walk)  # from warp 0
             self._read_K(work, walk)
@@ -399,6 +400,10 @@ class BackwardCtaSm90:
         if const_expr(self.config.features.listed):
             m_block, nth, code = shared.told_of_scores(step)
             words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
+        if const_expr(self.config.features.intervals):
+            keys = shared.tile_again(self.config, work.arguments, walk)
+            first_row = keys.first_key + 64 * work.warpgroup
+            seen = read_seen(work.arguments.mSeen, keys.batch, keys.k.length, first_row, work.scores.cS)
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, walk))
@@ -433,6 +438,7 @@ class BackwardCtaSm90:
             lambda i: self._stats(work, 0, stage, i),
             elements,
             words,
+            seen,
         )
         if const_expr(self.config.bias_pitch):
             shared.bias.ring.release(step)  # to warp 3
