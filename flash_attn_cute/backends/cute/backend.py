@@ -537,7 +537,7 @@ def _layout(
             size > 1 and step != 0 for size, step in zip(mask.shape[:3], mask.stride(), strict=False)
         )
         varies = batch, heads, queries
-    sets = () if blocks is None else tuple(map(tuple, blocks))
+    sets: Any = () if blocks is None else tuple(map(tuple, blocks))
     layout = plan.ScoreLayout(rows_a_slot, is_float32, strided, paired, uniform, own_gradients, keys, varies, *sets)
     return layout if tables is None or tables.intervals is None else layout._replace(intervals=True)
 

@@ -344,7 +344,7 @@ class ForwardSm90:
         if const_expr(f.listed):
             entry, seen = self._told_of_entry(work, v_state.count), None
             if const_expr(f.intervals):
-                tile = Tile.read(self.config, work.shared.tiles[None, stage])
+                tile = QueryTile.read(self.config, work.shared.tiles[None, stage])
                 first_row = tile.first_query + self.queries * work.warpgroup
                 seen = read_seen(work.arguments.mSeen, tile.batch, tile.q.length, first_row, work.cS)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, seen)
