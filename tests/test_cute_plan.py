@@ -184,7 +184,7 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     shapes = shapes._replace(q=(*shapes.q[:-2], nheads, head_dim), k=(*shapes.k[:-2], 2, head_dim))
     planned = plan_backward(SM90, spec, shapes, 132)
     blocks_q, blocks_k = planned.numbers.num_m_blocks, planned.numbers.num_n_blocks
-    parts = planned.config.parts(nheads, blocks_q, 2, blocks_k, None)
+    parts = planned.config.parts(nheads, blocks_q, 1, 2, blocks_k, None)
     assert next(iter(parts)) == "mStats"
     assert math.prod(parts["mStats"]) == math.prod(planned.stats_shape)
     used = {name: 4 * math.prod(shape) for name, shape in parts.items()}

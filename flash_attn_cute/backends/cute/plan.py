@@ -31,6 +31,9 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
+# Sums of a block of dQ to which the tiles of an irregular block mask add in turn: with two the waits are half as long;
+# what more of them take to and from memory is more than waits they spare (``benchmarks/notes/block-masks.md``).
+_SUMS_IRREGULAR = 2
 _MAX_SPLITS = 16  # of what a tile of a bias's gradient is the sum of
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
@@ -161,8 +164,9 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
+    sums = _SUMS_IRREGULAR if config.spreads_sums and not spec.in_turn and not spec.has_mask else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
-    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * config.tile_d)
+    bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     if config.features.deterministic and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
@@ -183,6 +187,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     numbers = BackwardNumbers(
         **_numbers(spec, shapes, sharing),
         num_m_blocks=num_m_blocks,
+        sums=sums if config.spreads_sums else None,
         num_n_blocks=num_n_blocks,
         heads_in_cache=heads_in_cache,
         orders_batch=shapes.scores.block_orders[0] if spec.has_block_mask else None,
@@ -198,7 +203,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         blocks = shapes.scores.mask_blocks(config.tile_n)
         sets = sharing[0] * sharing[1]
         mask = MaskSizes(sets, sharing[2], tiles_q, blocks, num_n_blocks if shapes.packed else blocks)
-    size = config.workspace_size(spec.nheads, num_m_blocks, spec.nheads_k, num_n_blocks, mask, shares)
+    size = config.workspace_size(spec.nheads, num_m_blocks, sums, spec.nheads_k, num_n_blocks, mask, shares)
     return BackwardPlan(config, numbers, size, stats_shape=(2, spec.nheads, num_m_blocks * config.tile_m))
 
 

@@ -252,6 +252,11 @@ class BackwardConfig(Sm90Config):
         return self.features.deterministic
 
     @property
+    def spreads_sums(self) -> bool:
+        """Whether a block of dQ may have several sums, to which tiles add in turn: fewer wait for each other."""
+        return self.ctas_a_tile == 1 and self.features.deterministic and self.features.listed
+
+    @property
     def columns_dQ(self) -> int:
         """Columns of a part of a block of dQ, which one warpgroup or CTA computes."""
         raise NotImplementedError
@@ -267,13 +272,14 @@ class BackwardConfig(Sm90Config):
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True)
 
     def parts(
-        self, heads: Any, num_m_blocks: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
+        self, heads: Any, num_m_blocks: Any, sums: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
     ) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
 
         Args:
             heads: of queries; like all others an int, or the kernels' Int32.
             num_m_blocks: blocks of queries a head.
+            sums: of a block of dQ.
             heads_k: of keys.
             num_n_blocks: tiles of keys a head.
             mask: what there is of the tables that are made of a mask; None without one.
@@ -281,10 +287,10 @@ class BackwardConfig(Sm90Config):
         counters, counters_k = self.counters
         parts: dict[str, tuple[Any, ...]] = {
             "mStats": (2, heads, num_m_blocks, self.tile_m),
-            "mdQaccum": (heads, num_m_blocks, self.tile_m * self.tile_d),
+            "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
         }
         if self.counts_additions:
-            parts["mTurnsQ"] = counters, heads, num_m_blocks
+            parts["mTurnsQ"] = counters, heads, num_m_blocks * sums
         if mask is not None:
             rows = mask.sets * mask.rows
             parts |= self.mask_tile.parts(rows, mask.blocks)
@@ -298,19 +304,27 @@ class BackwardConfig(Sm90Config):
         return parts
 
     def workspace_size(
-        self, heads: int, num_m_blocks: int, heads_k: int, num_n_blocks: int, mask: MaskSizes | None, shares: bool
+        self,
+        heads: int,
+        num_m_blocks: int,
+        sums: int,
+        heads_k: int,
+        num_n_blocks: int,
+        mask: MaskSizes | None,
+        shares: bool,
     ) -> int:
         """Bytes of workspace.
 
         Args:
             heads: as in ``parts``.
             num_m_blocks: as in ``parts``.
+            sums: as in ``parts``.
             heads_k: as in ``parts``.
             num_n_blocks: as in ``parts``.
             mask: as in ``parts``.
             shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
         """
-        parts = self.parts(heads, num_m_blocks, heads_k, num_n_blocks, mask)
+        parts = self.parts(heads, num_m_blocks, sums, heads_k, num_n_blocks, mask)
         if not shares:
             parts.pop("mdKVaccum", None)
         return workspace_bytes(parts)

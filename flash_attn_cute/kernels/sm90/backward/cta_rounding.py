@@ -2,7 +2,8 @@
 
 Mma warps that find no tile left take blocks of queries instead, one by one, from a counter, wait until all tiles that
 see a block have added to it, and round it. So SMs that would be idle at the end are not, and no kernel follows. Tiles
-wait for nobody who rounds, so they all come to their end, and with them these waits.
+wait for nobody who rounds, so they all come to their end, and with them these waits. If a block has several sums, these
+are added up, the first one first.
 """
 
 import cutlass
@@ -17,7 +18,7 @@ from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.sm90.backward.lists import num_adding_of
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
 
 _AT_ONCE = 4
 
@@ -48,9 +49,16 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
             else:
                 num_adding = _num_adding(c, a, work, rows.length)
         if num_adding > 0:
-            turns.wait_for_all(ws.mTurnsQ, work.head, work.block, num_adding)
+            first, num_sums = work.block, None
+            if const_expr(c.spreads_sums):
+                sums = sums_of(c, a)
+                first, num_sums = work.block * sums, cutlass.min(sums, num_adding)
+                for i in cutlass.range(num_sums, unroll=1):
+                    turns.wait_for_all(ws.mTurnsQ, work.head, first + i, cute.ceil_div(num_adding - i, sums))
+            else:
+                turns.wait_for_all(ws.mTurnsQ, work.head, first, num_adding)
             round_block(
-                ws.mdQaccum[work.head, work.block, None],
+                ws.mdQaccum[work.head, first, None],
                 gdQ,
                 work.first_row,
                 rows,
@@ -61,6 +69,7 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
                 lane,
                 32,
                 _AT_ONCE,
+                num_sums,
             )
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)

@@ -22,7 +22,7 @@ _START, _STOP = BLOCKS_FIELD, BLOCKS_FIELD + 3  # of a tile's blocks, among its 
 class StepFields(NamedTuple):
     """What warp 0 tells of a step. The last three are told under a mask alone, for the mma warpgroups."""
 
-    block: Int32  # of dQ, counted over all heads
+    block: Int32  # of dQ, counted over all heads, or if it has several sums, which of all
     turn: Int32  # the tile's, to add to it
     m_block: Int32
     nth: Int32  # head of the tile

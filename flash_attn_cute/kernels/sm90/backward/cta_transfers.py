@@ -17,7 +17,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
 from flash_attn_cute.kernels.sm90.backward.lists import entry_of, list_of
 from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 
@@ -63,7 +63,10 @@ class Transfers:
                         else:
                             m_block, code = tile.blocks.nth(i), None
                             turn = tile.turn(c, m_block)
-                        block = head * ws.mdQaccum.shape[1] + tile.first_block + m_block
+                        block = head * ws.mStats.shape[2] + tile.first_block + m_block
+                        if const_expr(c.spreads_sums):
+                            sums = sums_of(c, a)
+                            block, turn = block * sums + turn % sums, turn // sums
                         told = StepFields(block, turn, m_block, nth, code)
                         self._load_queries(ws, tile, tma, shared, head, m_block, told, step)
                         if step == first_step:

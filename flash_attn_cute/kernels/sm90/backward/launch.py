@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
 from flash_attn_cute.kernels.sm90.backward.lists import KeyLists, mask_sizes
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles
 
@@ -95,6 +95,8 @@ class BackwardPassSm90:
     def _workspace(self, a: BackwardArguments) -> Workspace:
         """The workspace in its parts; None for those that the configuration does without."""
         n, sizes = a.numbers, mask_sizes(self.config, a)
-        shapes = self.config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, sizes)
+        shapes = self.config.parts(
+            a.mQ.shape[-2], n.num_m_blocks, sums_of(self.config, a), a.mK.shape[-2], n.num_n_blocks, sizes
+        )
         given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
         return Workspace(**(dict.fromkeys(Workspace._fields) | given))

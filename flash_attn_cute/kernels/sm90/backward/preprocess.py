@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
 from flash_attn_cute.kernels.sm90.backward.lists import order_row
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted
+from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted, sums_of
 from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
 _THREADS = 256
@@ -28,6 +28,7 @@ class Preprocess:
     """
 
     def __init__(self, config: BackwardConfig):
+        self.config = config
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
         self.has_order = config.features.deterministic
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
@@ -84,9 +85,10 @@ class Preprocess:
         if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
-        if const_expr(ws.mTurnsQ is not None):  # noqa: SIM102 (as above)
-            if thread < ws.mTurnsQ.shape[0]:
-                ws.mTurnsQ[thread, work.head, work.block] = Int32(0)
+        if const_expr(ws.mTurnsQ is not None):
+            counters, sums = ws.mTurnsQ.shape[0], sums_of(self.config, a)
+            if thread < counters * sums:
+                ws.mTurnsQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(0)
         if const_expr(not self.has_order):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)

@@ -1,8 +1,10 @@
 """Gradients from the float32 workspace: scaled, rounded, and zero in the padding."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -22,6 +24,7 @@ def round_block(
     thread: Int32,
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
+    num_sums: Int32 | None = None,
 ) -> None:
     """A block that has been added to, eight columns of two rows a thread at a time.
 
@@ -37,13 +40,23 @@ def round_block(
         thread: which one this is.
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
+        num_sums: how many of the block's there are, the others behind ``sums``; None: one.
     """
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
-        found = [_read(sums, begin + i * num_threads, scale, gdX.element_type, tile_d, columns) for i in range(at_once)]
-        for both, row, vector in found:
+        units = [_Unit.of(begin + i * num_threads, columns) for i in range(at_once)]
+        found = [unit.read(sums, columns) for unit in units]
+        if const_expr(num_sums is not None):
+            for nth in cutlass.range(1, num_sums, unroll=1):
+                other = cute.domain_offset((Int64(nth) * cute.size(sums),), sums)
+                for both, more in zip(found, [unit.read(other, columns) for unit in units], strict=True):
+                    for numbers, added in zip(both, more, strict=True):
+                        for j in cutlass.range_constexpr(8):
+                            numbers[j] = numbers[j] + added[j]
+        for unit, both in zip(units, found, strict=True):
+            row, vector = unit.place(tile_d, columns)
             if vector * 8 < gdX.shape[1]:
-                for n, rounded in enumerate(both):
-                    within = first_row + row + 8 * n
+                for n, numbers in enumerate(both):
+                    within, rounded = first_row + row + 8 * n, _rounded(numbers, scale, gdX.element_type)
                     for j in cutlass.range_constexpr(4):
                         rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
                     if within < stop:
@@ -51,20 +64,36 @@ def round_block(
                         cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
 
 
-def _read(
-    sums: cute.Tensor, unit: Int32, scale: Float32, dtype: type, tile_d: int, columns: int
-) -> tuple[list[cute.Tensor], Int32, Int32]:
-    """Eight columns of two rows of a block, eight apart, rounded; the first row, and which columns.
+class _Unit(NamedTuple):
+    """Eight columns of two rows of a block, eight apart: in which part, which row of it first, which columns of it.
 
     Threads that follow each other have vectors of columns that do, so that rows are written whole.
     """
-    vectors, parts_a_row = columns // 8, tile_d // columns
-    group, row, part = unit % vectors, unit // vectors % 32, unit // vectors // 32
-    row = row // 8 * 16 + row % 8
-    both = []
-    for numbers in read_rows(cute.local_tile(sums, (64 * columns,), (part,)), row, group):
-        rounded = cute.make_rmem_tensor(4, Int32)
-        for j in range(4):
-            rounded[j] = pack(numbers[2 * j] * scale, numbers[2 * j + 1] * scale, dtype)
-        both.append(rounded)
-    return both, part // parts_a_row * 64 + row, group + part % parts_a_row * vectors
+
+    part: Int32
+    row: Int32
+    group: Int32
+
+    @staticmethod
+    def of(index: Int32, columns: int) -> "_Unit":
+        """That of a thread; parts are of so many columns."""
+        vectors = columns // 8
+        row = index // vectors % 32
+        return _Unit(index // vectors // 32, row // 8 * 16 + row % 8, index % vectors)
+
+    def read(self, sums: cute.Tensor, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """From the workspace, into registers."""
+        return read_rows(cute.local_tile(sums, (64 * columns,), (self.part,)), self.row, self.group)
+
+    def place(self, tile_d: int, columns: int) -> tuple[Int32, Int32]:
+        """The first row within the block, and which vector of its columns."""
+        parts_a_row = tile_d // columns
+        return self.part // parts_a_row * 64 + self.row, self.group + self.part % parts_a_row * (columns // 8)
+
+
+def _rounded(numbers: cute.Tensor, scale: Float32, dtype: type) -> cute.Tensor:
+    """Eight numbers in four registers."""
+    rounded = cute.make_rmem_tensor(4, Int32)
+    for j in range(4):
+        rounded[j] = pack(numbers[2 * j] * scale, numbers[2 * j + 1] * scale, dtype)
+    return rounded

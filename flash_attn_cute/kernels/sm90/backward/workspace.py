@@ -16,14 +16,18 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import add_four
+from flash_attn_cute.kernels.sm90.config import BackwardConfig
 
 
 class Workspace(NamedTuple):
     """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
 
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
-    mdQaccum: cute.Tensor  # (heads, blocks, tile_m * tile_d)
+    mdQaccum: (
+        cute.Tensor
+    )  # (heads, sums, tile_m * tile_d): those of a block follow each other, one if not ``spreads_sums``
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
     # Of a block mask those that are not in the workspace.
@@ -33,9 +37,14 @@ class Workspace(NamedTuple):
     mAdding: cute.Tensor | None  # (row,): how many tiles add
     mLists: cute.Tensor | None  # (list, first entry and how many)
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
-    # (parts, heads, blocks): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
+    # (parts, heads, sums): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
     mTurnsQ: cute.Tensor | None
     mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
+
+
+def sums_of(config: BackwardConfig, a: BackwardArguments) -> Int32 | int:
+    """How many sums a block of dQ has. A tile adds to that of its turn's number modulo theirs."""
+    return a.numbers.sums if config.spreads_sums else 1
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
