@@ -78,7 +78,10 @@ ARCHITECTURES = {
             targets=sm100.TARGETS,
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
-            passes={"forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments)},
+            passes={
+                "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
+                "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
+            },
             num_sms=148,  # a B200
             lacking=sm100.LACKING,
         ),
