@@ -36,8 +36,10 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     scores   1       steps     1, commit of S                 8, compute: P is there
     dp       1       steps     1, commit of dP                8, compute: dS is there, twice
     dq       1       steps     1, commit of dQ                4, drain: dQ is read
-    pieces   2       pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
+    pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
     dv, dk   1       tiles     1, commit of the last one      4 a piece, compute: dV, or dK, is read
+
+Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier.
 
 The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
 

@@ -55,7 +55,8 @@ class Rings:
     scores: Ring
     dp: Ring
     dq: Ring
-    pieces: Ring
+    pieces_even: Ring  # of even steps; the others are behind
+    pieces_odd: Ring
     dv: Ring
     dk: Ring
 
@@ -64,7 +65,8 @@ class Rings:
         """Of each, by its name."""
         c = config
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
-        return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, "pieces": DQ_STAGES, "dv": 1, "dk": 1}
+        pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
+        return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, **pieces, "dv": 1, "dk": 1}
 
     @staticmethod
     def at(config: BackwardConfig, barriers: cute.Pointer) -> "Rings":
@@ -86,9 +88,19 @@ class Rings:
         for ring in (self.scores, self.dp):
             ring.init(full=1, empty=compute)  # a commit; what is made of it is there
         self.dq.init(full=1, empty=drain)  # a commit
-        self.pieces.init(full=drain, empty=1)
+        for ring in (self.pieces_even, self.pieces_odd):
+            ring.init(full=drain, empty=1)
         for ring in (self.dv, self.dk):
             ring.init(full=1, empty=4 * config.pieces_dK)  # a commit; the warps that have read it
+
+    def pieces(self, step: Int32) -> Ring:
+        """Those of dQ's pieces of steps that an adding warp has: every other one."""
+        return Ring(self.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
+
+
+def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
+    """That of a step's i-th piece among those of every other step."""
+    return step // ADDING_WARPS * config.pieces_dQ + i
 
 
 def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:

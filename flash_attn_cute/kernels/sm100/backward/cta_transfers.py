@@ -16,9 +16,9 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Shared
+from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
-from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
 
 
 class Tma(NamedTuple):
@@ -116,14 +116,21 @@ class Transfers:
                 tensor_memory.before_sync()
                 rings.dq.release(step)  # to the mma warp: what lies in its place may be computed
                 for i in cutlass.range_constexpr(c.pieces_dQ):
-                    piece = step * c.pieces_dQ + i
-                    rings.pieces.wait_empty(piece)  # from an adding warp: what was there has been read
-                    sums = by_fours(shared.dQ[None, rings.pieces.stage(piece)].iterator, DQ_COLUMNS)
+                    self._await_place(rings, step, i)
+                    sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, DQ_COLUMNS)
                     put(numbers[i * DQ_COLUMNS : (i + 1) * DQ_COLUMNS], sums, thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    rings.pieces.arrive(piece)  # to the adding warp whose step it is
+                    rings.pieces(step).arrive(piece_number(c, step, i))  # to the adding warp whose step it is
                 step += 1
             walk += 1
+
+    def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
+        """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
+
+        The next step is of the same adding warp as the last one, and of its pieces the i-th is to follow on that one.
+        """
+        owner = step if i >= DQ_STAGES else step + 1
+        rings.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
 
     @cute.jit
     def add(self, a: BackwardArguments, ws: Workspace, shared: Shared, which: Int32) -> None:
@@ -137,23 +144,23 @@ class Transfers:
                         tile = shared.tile_again(c, a, walk)
                         m_block = tile.blocks.nth(i)
                         block = (tile.head + nth) * ws.mdQaccum.shape[1] + tile.first_block + m_block
-                        self._add_block(ws, shared, step, block, tile.turn(c, m_block))
+                        self._add_block(ws, shared, which, step, block, tile.turn(c, m_block))
                     step += 1
             shared.tiles.release(walk)  # to the producer
             walk += 1
 
     @cute.jit
-    def _add_block(self, ws: Workspace, shared: Shared, step: Int32, block: Int32, turn: Int32) -> None:
+    def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring, num = self.config, shared.rings.pieces, PART_ROWS * DQ_COLUMNS
+        c, ring, num = self.config, shared.rings.pieces(which), PART_ROWS * DQ_COLUMNS
         counter = turns.counter(ws.mTurnsQ, 0, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         target = cute.domain_offset((0, Int64(block), 0), ws.mdQaccum).iterator.toint()
         for i in cutlass.range_constexpr(c.pieces_dQ):
-            piece = step * c.pieces_dQ + i
+            piece = piece_number(c, step, i)
             ring.wait_full(piece)  # from the drain warps
-            source = shared.dQ[None, ring.stage(piece)].iterator
+            source = shared.dQ[None, i % DQ_STAGES].iterator
             with cute.arch.elect_one():
                 if turn == 0:
                     store_from_shared(target + 4 * num * i, source, 4 * num)
@@ -164,7 +171,7 @@ class Transfers:
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 ring.release(piece - 1)  # to the drain warps
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        ring.release(step * c.pieces_dQ + c.pieces_dQ - 1)  # to the drain warps
+        ring.release(piece_number(c, step, c.pieces_dQ - 1))  # to the drain warps
         cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
         with cute.arch.elect_one():
             turns.count(counter)
