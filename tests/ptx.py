@@ -182,6 +182,9 @@ class _Decoder:
 
     def decode(self, statement: str) -> tuple[str, Any, Any]:
         """What kind of instruction it is, its predicate (register, whether negated), and what belongs to its kind."""
+        half = re.fullmatch(r"\{ .*mov\.b32 \{low, high\}, (%\w+); cvt\.f32\.f16 (%\w+), (low|high); \}", statement)
+        if half is not None:  # inline assembly with registers of its own (``common.assembly.unpack``)
+            return "run", None, self.compute([half[2], half[1]], ["u32"], functools.partial(_half, half[3] == "high"))
         m = re.match(r"^(?:@(!?)(%\w+)\s+)?([\w.:]+)\s*(.*)$", statement)
         if m is None:
             raise FaultError(f"not an instruction: {statement}")
@@ -375,6 +378,12 @@ def _convert(d: _Decoder, name: str, operands: list[str]) -> Instruction:
         return d.compute(operands, ["f32"] * 2, lambda high, low: _rounded(high, d) << 16 | _rounded(low, d))
     kind, given = name.split(".")[-2:]
     return d.compute(operands, [given], lambda x: x.astype(_TYPES[kind]))
+
+
+def _half(is_high: bool, x: Array) -> Array:
+    """One of two float16 numbers of a register."""
+    bits = (x >> 16 if is_high else x & 0xFFFF).astype(np.uint16)
+    return bits.view(np.float16).astype(np.float32)
 
 
 def _rounded(x: Array, decoder: _Decoder) -> Array:

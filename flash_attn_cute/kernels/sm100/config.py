@@ -187,7 +187,6 @@ class BackwardConfig(BackwardSizes):
     ctas_a_tile: ClassVar[int] = 1
     tile_n: ClassVar[int] = PART_ROWS
     counts_additions: ClassVar[bool] = True
-    registers: ClassVar[BackwardRegisters] = BackwardRegisters(drain=152, compute=136, others=88)
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -202,6 +201,13 @@ class BackwardConfig(BackwardSizes):
     def stages(self) -> int:
         """Blocks of queries in flight."""
         return self.q_stages
+
+    @property
+    def registers(self) -> BackwardRegisters:
+        """512 in sum, at most, over four warpgroups: who drains dQ holds a row of it."""
+        if self.tile_d == 64:
+            return BackwardRegisters(drain=96, compute=168, others=80)
+        return BackwardRegisters(drain=152, compute=160, others=40)
 
     @property
     def counters(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -96,6 +97,13 @@ class Rings:
     def pieces(self, step: Int32) -> Ring:
         """Those of dQ's pieces of steps that an adding warp has: every other one."""
         return Ring(self.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
+
+    @cute.jit
+    def put_out(self, config: cutlass.Constexpr, step: Int32, i: cutlass.Constexpr) -> None:
+        """By a drain warp: a step's i-th piece of dQ is there."""
+        for which, ring in enumerate((self.pieces_even, self.pieces_odd)):
+            if step % ADDING_WARPS == which:
+                ring.arrive(piece_number(config, step, i))  # to the adding warp whose step it is
 
 
 def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:

@@ -120,7 +120,7 @@ class Transfers:
                     sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, DQ_COLUMNS)
                     put(numbers[i * DQ_COLUMNS : (i + 1) * DQ_COLUMNS], sums, thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    rings.pieces(step).arrive(piece_number(c, step, i))  # to the adding warp whose step it is
+                    rings.put_out(c, step, i)
                 step += 1
             walk += 1
 
