@@ -33,6 +33,7 @@ _ALL = np.ones(32, bool)
 _WRAP = 1 << 30  # of a ragged view (``kernels.common.tma``)
 _COLUMNS = 512  # of tensor memory
 _NUM_WARPS = 16
+_MOST_ROUNDS = 200_000  # of warps and engines, in a launch: many times what any test takes
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("b32", "u32"), np.uint32),
     **dict.fromkeys(("b64", "u64"), np.uint64),
@@ -995,15 +996,19 @@ def run(
     """Runs all CTAs of a launch, by turns, which change ``memory``; see ``Cta``.
 
     Raises:
-        FaultError: something that no GPU would do, or a deadlock.
+        FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
     """
     ctas = [Cta(program, params, memory, tensors, i, num_ctas, draw, bytes_shared).run() for i in range(num_ctas)]
+    count = 0
     while ctas:
         cta = draw.choice(ctas)
         for _ in range(draw.choice((1, 20, 400))):
+            count += 1
             if next(cta, cta) is cta:
                 ctas.remove(cta)
                 break
+        if count > _MOST_ROUNDS:
+            raise FaultError("no end: some threads wait in a loop for what does not come")
 
 
 def address_of(offset: int) -> int:

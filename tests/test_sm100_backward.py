@@ -11,9 +11,6 @@ import random
 import struct
 import tempfile
 import time
-import tempfile
-import time
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +87,11 @@ class Pass:
         params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in n if x is not None]
         for name in ("mStats", "mdQaccum", "mdKVaccum", "mTurnsQ", "mTurnsK"):
             if name in parts:
-                # Compact; what a configuration knows of shapes is no argument, nor are strides that follow from it.
-                shape, strides = parts[name], tuple(math.prod(parts[name][i:]) for i in range(1, len(parts[name])))
+                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
+                shape = parts[name]
                 sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
-                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides[: len(shape) - 2 + (len(shape) == 2)]))
+                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
+                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
         rest = n.softcap or n.softmax_scale
         tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
@@ -220,11 +218,11 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128": ([150], [260], {"packed": False, "head_dim": 128, "nheads": 1}),
     "d128-causal": ([257], [300], {"packed": False, "head_dim": 128, "causal": True}),
     "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
-    "d128-grouped": ([130], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
-    "d128-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
+    "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
-    "d64-packed-grouped": ([129, 20, 0], [128, 100, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
+    "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
     "d96-float16": ([140], [150], {"packed": False, "head_dim": 96, "nheads": 1, "dtype": torch.float16}),
     "d40-dv24": ([150], [150], {"packed": False, "head_dim": 40, "head_dim_v": 24, "window_size": (20, None)}),
     "d64-blind": ([300], [140], {"packed": False, "head_dim": 64, "causal": True, "nheads": 1}),
@@ -244,13 +242,13 @@ def test_backward(case: str, fuzz_seconds: float) -> None:
 
 
 def test_schedules_give_the_same_bits() -> None:
-    """Four tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
-    call = random_call([130], [400], packed=False, head_dim=64, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+    """Three tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
+    call = random_call([100], [300], packed=False, head_dim=64, nheads=4, nheads_k=1, dtype=torch.bfloat16)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (
         execute(call, Interpreted(random.Random(n), num_ctas), lse.detach().float(), dout, None)
-        for n, num_ctas in enumerate((1, 2, 3))
+        for n, num_ctas in enumerate((1, 3))
     )
     for other in others:
         assert all(bitwise_equal(first[name], other[name]) for name in first)
