@@ -15,9 +15,9 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 _KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
 # Behind the portable one, which serves all calls, are those that have to be asked for.
 _IN_ORDER_OF_PREFERENCE: list[Backend] = [
-    *(backend for backend in _KERNELS if backend.architecture.is_complete),
+    *(backend for backend in _KERNELS if backend.architecture.by_default),
     PortableBackend(),
-    *(backend for backend in _KERNELS if not backend.architecture.is_complete),
+    *(backend for backend in _KERNELS if not backend.architecture.by_default),
 ]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
 
@@ -102,6 +102,20 @@ def select(
     raise ValueError(
         f"backend: expected at least one that can serve this call, but none can ({_refusals(passed_over)})"
     )
+
+
+def check_gradients(backend: Backend, spec: AttentionSpec) -> None:
+    """Refuses a call whose gradients are required and that a backend has none of.
+
+    Raises:
+        ValueError: it is such a call.
+    """
+    limits = backend.gradient_limits(spec)
+    if limits:
+        raise ValueError(
+            f"backend: expected one that has gradients of this call, as some are required, got {backend.name!r}, "
+            f"which has none: {'; '.join(limits)}"
+        )
 
 
 def _refusals(passed_over: dict[str, tuple[str, ...]]) -> str:

@@ -1,10 +1,10 @@
-"""Executes the PTX of a Blackwell kernel on a CPU, one CTA after the other: for small shapes, and for missing waits.
+"""Executes the PTX of a Blackwell kernel on a CPU, for small shapes, and for missing waits.
 
-The 32 lanes of a warp are numpy arrays. Warps take turns at random, some of them rarely. TMA and the tensor cores are
-engines that do what they have been asked for at some later time, copies in any order, products in the order in which
-they were issued; so a kernel that does not wait for something sooner or later misses it. Shared and tensor memory start
-with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it runs,
-and where no warp can go on ``FaultError`` says what each waits for.
+The 32 lanes of a warp are numpy arrays. CTAs and warps take turns at random, some warps rarely. TMA and the tensor
+cores are engines that do what they have been asked for at some later time, copies in any order, products in the order
+in which they were issued; so a kernel that does not wait for something sooner or later misses it. Shared and tensor
+memory start with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory
+when it runs, and where no warp can go on ``FaultError`` says what each waits for.
 
 It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
 """
@@ -33,6 +33,7 @@ _ALL = np.ones(32, bool)
 _WRAP = 1 << 30  # of a ragged view (``kernels.common.tma``)
 _COLUMNS = 512  # of tensor memory
 _NUM_WARPS = 16
+_MOST_ROUNDS = 200_000  # of warps and engines, in a launch: many times what any test takes
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("b32", "u32"), np.uint32),
     **dict.fromkeys(("b64", "u64"), np.uint64),
@@ -94,6 +95,28 @@ class Store:
     source: int
     is_read: bool = False
 
+    @property
+    def is_written(self) -> bool:
+        """At the same time."""
+        return self.is_read
+
+
+@dataclass
+class BulkStore:
+    """A copy of bytes to global memory, or an addition of float32 numbers: read at one time, written at a later one."""
+
+    target: int
+    source: int
+    size: int
+    adds: bool
+    data: Array | None = None
+    is_written: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether shared memory has been read."""
+        return self.data is not None
+
 
 @dataclass
 class Warp:
@@ -105,8 +128,8 @@ class Warp:
     places: dict[int, Array] = field(default_factory=lambda: {0: _ALL})
     waits_for: tuple[str, int, int] | None = None
     is_done: bool = False
-    open_group: list[Store] = field(default_factory=list)
-    groups: list[list[Store]] = field(default_factory=list)
+    open_group: list[Store | BulkStore] = field(default_factory=list)
+    groups: list[list[Store | BulkStore]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name, value in {
@@ -114,13 +137,14 @@ class Warp:
             "%ctaid.x": np.full(32, self.cta.index),
             "%nctaid.x": np.full(32, self.cta.num_ctas),
             "%laneid": _LANES,
+            "%cluster_ctarank": np.zeros(32),
         }.items():
             self.registers[name] = value.astype(np.uint32)
 
-    def pending_groups(self) -> int:
-        """Groups of stores whose source has not been read, or that come behind such."""
-        read = [all(store.is_read for store in group) for group in self.groups]
-        return len(read) - next((i for i, is_read in enumerate(read) if not is_read), len(read))
+    def pending_groups(self, state: str) -> int:
+        """Groups of stores that are not all in a state (``is_read``, ``is_written``), or that come behind such."""
+        done = [all(getattr(store, state) for store in group) for group in self.groups]
+        return len(done) - next((i for i, is_done in enumerate(done) if not is_done), len(done))
 
 
 class Program:
@@ -159,6 +183,9 @@ class _Decoder:
 
     def decode(self, statement: str) -> tuple[str, Any, Any]:
         """What kind of instruction it is, its predicate (register, whether negated), and what belongs to its kind."""
+        half = re.fullmatch(r"\{ .*mov\.b32 \{low, high\}, (%\w+); cvt\.f32\.f16 (%\w+), (low|high); \}", statement)
+        if half is not None:  # inline assembly with registers of its own (``common.assembly.unpack``)
+            return "run", None, self.compute([half[2], half[1]], ["u32"], functools.partial(_half, half[3] == "high"))
         m = re.match(r"^(?:@(!?)(%\w+)\s+)?([\w.:]+)\s*(.*)$", statement)
         if m is None:
             raise FaultError(f"not an instruction: {statement}")
@@ -173,8 +200,8 @@ class _Decoder:
         if name == "bar.sync":
             count = self.source(operands[1] if len(operands) > 1 else str(32 * _NUM_WARPS), "u32")
             return "meet", predicate, (self.source(operands[0], "u32"), count)
-        if name == "cp.async.bulk.wait_group.read":
-            return "stores", predicate, int(operands[0])
+        if name in ("cp.async.bulk.wait_group.read", "cp.async.bulk.wait_group"):
+            return ("is_read" if name.endswith(".read") else "is_written"), predicate, int(operands[0])
         for prefix, decode in _INSTRUCTIONS.items():
             if name == prefix or name.startswith((f"{prefix}.", f"{prefix}::")):
                 return "run", predicate, decode(self, name, operands)
@@ -354,6 +381,12 @@ def _convert(d: _Decoder, name: str, operands: list[str]) -> Instruction:
     return d.compute(operands, [given], lambda x: x.astype(_TYPES[kind]))
 
 
+def _half(is_high: bool, x: Array) -> Array:
+    """One of two float16 numbers of a register."""
+    bits = (x >> 16 if is_high else x & 0xFFFF).astype(np.uint16)
+    return bits.view(np.float16).astype(np.float32)
+
+
 def _rounded(x: Array, decoder: _Decoder) -> Array:
     """Float32 rounded to 16 bits."""
     if decoder.dtype == "float16":
@@ -420,7 +453,7 @@ def _nothing(d: _Decoder, name: str, operands: list[str]) -> Instruction:
 
 def _memory(name: str, operand: str, d: _Decoder) -> tuple[Callable[[Warp, Mask, int], tuple[Array, Array]], int, str]:
     """What gives memory in words of a width, and which of its words an access means; the width; the type."""
-    _, space, *_, kind = name.split(".")
+    kind, space = name.split(".")[-1], "global" if ".global." in name else "shared"
     size = int(kind[1:]) // 8
     address = d.address(operand, "u64" if space == "global" else "u32")
 
@@ -489,6 +522,20 @@ def _atomic(d: _Decoder, name: str, operands: list[str]) -> Instruction:
     return add
 
 
+def _reduce(d: _Decoder, name: str, operands: list[str]) -> Instruction:
+    kind = name.split(".")[-1]
+    address, reads = d.address(operands[0], "u64"), [d.source(x, kind) for x in _vector(operands[1])]
+
+    def add(warp: Warp, mask: Mask) -> None:
+        words = warp.cta.memory.view(_TYPES[kind])
+        for lane in np.nonzero(_ALL if mask is None else mask)[0]:
+            at = (int(address(warp)[lane]) - _GLOBAL) // 4
+            for i, read in enumerate(reads):
+                words[at + i] += read(warp)[lane]
+
+    return add
+
+
 def _mbarrier(d: _Decoder, name: str, operands: list[str]) -> Instruction:
     if name.startswith("mbarrier.test_wait.parity"):
         write, tested, parity = d.target(operands[0]), d.address(operands[1]), d.source(operands[2], "u32")
@@ -525,6 +572,8 @@ def _bulk_copy(d: _Decoder, name: str, operands: list[str]) -> Instruction:
             warp.open_group = []
 
         return commit_group
+    if ".tensor." not in name:
+        return _bulk_bytes(d, name, operands)
     is_store = ".global.shared::cta." in name
     whole, other = (operands[0], operands[1]) if is_store else (operands[1], operands[0])
     descriptor, place = re.fullmatch(r"\[(\S+), (\{.*\})\]", whole).groups()  # type: ignore[union-attr]
@@ -544,6 +593,26 @@ def _bulk_copy(d: _Decoder, name: str, operands: list[str]) -> Instruction:
             warp.cta.stores.append(store)
         else:
             warp.cta.loads.append((parameter, at, where, int(barrier(warp)[lane])))
+
+    return copy
+
+
+def _bulk_bytes(d: _Decoder, name: str, operands: list[str]) -> Instruction:
+    is_store = ".global.shared::cta." in name
+    kinds = ("u64", "u32") if is_store else ("u32", "u64")
+    target, source = (d.address(*pair) for pair in zip(operands[:2], kinds, strict=True))
+    size = d.source(operands[2], "u32")
+    barrier = None if is_store else d.address(operands[3])
+
+    def copy(warp: Warp, mask: Mask) -> None:
+        lane = _only(mask)
+        to, what, num = (int(read(warp)[lane]) for read in (target, source, size))
+        if barrier is None:
+            store = BulkStore(to - _GLOBAL, what - _SHARED, num, adds=name.startswith("cp.reduce."))
+            warp.open_group.append(store)
+            warp.cta.stores.append(store)
+        else:
+            warp.cta.loads.append((to - _SHARED, what - _GLOBAL, num, int(barrier(warp)[lane])))
 
     return copy
 
@@ -632,6 +701,7 @@ def _mma(d: _Decoder, name: str, operands: list[str]) -> Instruction:
 
 # By how an instruction's name begins; the first that fits.
 _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
+    "mov.b16": lambda d, name, operands: _nothing(d, name, operands),  # of masks that nobody reads
     "mov": _move,
     "cvta.param": _plain(lambda x: x),
     "add": _add,
@@ -640,6 +710,8 @@ _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
     "mul": _multiply,
     "mad": _plain(lambda a, b, c: a * b + c),
     "div.s32": _plain(_divide),
+    "rem.s32": _plain(lambda a, b: a - _divide(a, b) * b),
+    "mapa": _plain(lambda a, rank: a),  # a CTA is alone in its cluster
     "neg": _plain(operator.neg),
     "not": _plain(operator.inv),
     "and": _plain(operator.and_),
@@ -667,8 +739,10 @@ _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
     "ld": _load,
     "st": _store,
     "atom.global.add": _atomic,
+    "red": _reduce,
     "mbarrier": _mbarrier,
     "cp.async.bulk": _bulk_copy,
+    "cp.reduce.async.bulk": _bulk_bytes,
     "tcgen05.ld": _tensor_memory,
     "tcgen05.st": _tensor_memory,
     "tcgen05.alloc": _allocate,
@@ -678,7 +752,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Decoder, str, list[str]], Instruction]] = {
     **dict.fromkeys(
         ("tcgen05.wait", "tcgen05.fence", "tcgen05.relinquish_alloc_permit", "fence", "bar.warp.sync"), _nothing
     ),
-    **dict.fromkeys(("setmaxnreg", "prefetch.tensormap"), _nothing),
+    **dict.fromkeys(("setmaxnreg", "prefetch.tensormap", "nanosleep"), _nothing),
 }
 
 
@@ -704,21 +778,22 @@ class Cta:
         self.is_allocated = False
         self.barriers: dict[int, Barrier] = {}
         self.meetings: dict[int, list[Warp]] = {}
-        self.loads: list[tuple[int, list[int], int, int]] = []
-        self.stores: list[Store] = []
+        # Of boxes: parameter, coordinates, address, barrier; of bytes: where to, where from, how many, barrier.
+        self.loads: list[tuple[int, list[int] | int, int, int]] = []
+        self.stores: list[Store | BulkStore] = []
         self.products: list[Product | int] = []  # an int: a commit to a barrier
         self.warps = [Warp(self, i) for i in range(_NUM_WARPS)]
 
-    def run(self) -> None:
-        """Until all warps have returned.
+    def run(self) -> Iterator[None]:
+        """Until all warps have returned; others may come between.
 
         Raises:
             FaultError: something that no GPU would do, or a deadlock.
         """
         eagerness = self.draw.choice((0.02, 0.1, 0.5, 0.9))  # of the engines
         pace = [self.draw.choice((1.0, 1.0, 0.01)) for _ in self.warps]  # some warps lag far behind
-        with np.errstate(all="ignore"):
-            while not all(warp.is_done for warp in self.warps):
+        while not all(warp.is_done for warp in self.warps):
+            with np.errstate(all="ignore"):
                 ready = [warp for warp in self.warps if self._can_go_on(warp)]
                 engines = [run for run, work in self._engines() if work]
                 if engines and (not ready or self.draw.random() < eagerness):
@@ -729,6 +804,7 @@ class Cta:
                 else:
                     waiting = {warp.index: warp.waits_for for warp in self.warps if not warp.is_done}
                     raise FaultError(f"deadlock: {waiting}")
+            yield
         if self.is_allocated:
             raise FaultError("tensor memory is not freed")
 
@@ -739,7 +815,7 @@ class Cta:
         if warp.waits_for is not None:
             kind, what, number = warp.waits_for
             arrived = kind == "wait" and self.barriers[what].phase & 1 != number
-            if arrived or (kind == "stores" and warp.pending_groups() <= number):
+            if arrived or (kind.startswith("is_") and warp.pending_groups(kind) <= number):
                 warp.waits_for = None
         return warp.waits_for is None and not warp.is_done
 
@@ -788,7 +864,7 @@ class Cta:
         warp.places[place] = warp.places[place] | lanes if place in warp.places else lanes
 
     def _wait(self, warp: Warp, kind: str, what: Any) -> None:
-        if kind == "stores":
+        if kind.startswith("is_"):
             warp.waits_for = (kind, 0, what)
             return
         first, second = (int(read(warp)[0]) for read in what)
@@ -830,6 +906,11 @@ class Cta:
 
     def _load(self) -> None:
         parameter, coordinates, address, barrier = self.loads.pop(self.draw.randrange(len(self.loads)))
+        if isinstance(coordinates, int):
+            to, what, num = parameter, coordinates, address
+            self.shared[to : to + num] = self.memory[what : what + num]
+            self.barriers[barrier].complete(num)
+            return
         at, is_there = self._elements(parameter, coordinates)
         rows = self.tensors[parameter].box
         data = np.where(is_there, self.memory.view("u2")[np.where(is_there, at, 0)], 0)
@@ -838,10 +919,25 @@ class Cta:
 
     def _store(self) -> None:
         store = self.stores.pop(self.draw.randrange(len(self.stores)))
+        if isinstance(store, BulkStore):
+            self._store_bytes(store)
+            return
         at, is_there = self._elements(store.parameter, store.coordinates)
         data = self.shared.view("u2")[self._box(store.source, self.tensors[store.parameter].box)]
         self.memory.view("u2")[at[is_there]] = data[is_there]
         store.is_read = True
+
+    def _store_bytes(self, store: BulkStore) -> None:
+        if store.data is None:
+            store.data = self.shared[store.source : store.source + store.size].copy()
+            self.stores.append(store)
+            return
+        place = self.memory[store.target : store.target + store.size]
+        if store.adds:
+            place.view(np.float32)[:] += store.data.view(np.float32)
+        else:
+            place[:] = store.data
+        store.is_written = True
 
     def _multiply(self) -> None:
         for _ in range(min(len(self.products), self.draw.choice((1, 4, 16)))):
@@ -854,13 +950,16 @@ class Cta:
     def _product(self, p: Product) -> None:
         i = p.instruction
         columns, kind = (i >> 17 & 63) * 8, 0 if self.program.dtype == "float16" else 1
-        # 128 rows, float32 sums, both operands of the kind; A with its sum's dimension contiguous.
-        if (i >> 24 & 31, i >> 4 & 3, i >> 7 & 7, i >> 10 & 7, i >> 15 & 1) != (8, 1, kind, kind, 0):
+        # 128 rows, float32 sums, both operands of the kind.
+        if (i >> 24 & 31, i >> 4 & 3, i >> 7 & 7, i >> 10 & 7) != (8, 1, kind, kind):
             raise FaultError(f"a product of another kind: {i:#x}")
+        is_transposed = bool(i >> 15 & 1)
         if p.a_in_tensor_memory:
+            if is_transposed:
+                raise FaultError(f"a transposed operand in tensor memory: {i:#x}")
             a = self._floats(np.ascontiguousarray(self.tensor_memory[:, p.a : p.a + 8]).view("u2"))
         else:
-            a = self._operand(p.a, 128, is_transposed=False)
+            a = self._operand(p.a, 128, is_transposed=is_transposed)
         result = a @ self._operand(p.b, columns, is_transposed=bool(i >> 16 & 1)).T
         place = self.tensor_memory[:, p.target : p.target + columns]
         if p.accumulates:
@@ -894,13 +993,22 @@ def run(
     draw: random.Random,
     bytes_shared: int,
 ) -> None:
-    """Runs all CTAs of a launch, one after the other, which change ``memory``; see ``Cta``.
+    """Runs all CTAs of a launch, by turns, which change ``memory``; see ``Cta``.
 
     Raises:
-        FaultError: something that no GPU would do, or a deadlock.
+        FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
     """
-    for index in range(num_ctas):
-        Cta(program, params, memory, tensors, index, num_ctas, draw, bytes_shared).run()
+    ctas = [Cta(program, params, memory, tensors, i, num_ctas, draw, bytes_shared).run() for i in range(num_ctas)]
+    count = 0
+    while ctas:
+        cta = draw.choice(ctas)
+        for _ in range(draw.choice((1, 20, 400))):
+            count += 1
+            if next(cta, cta) is cta:
+                ctas.remove(cta)
+                break
+        if count > _MOST_ROUNDS:
+            raise FaultError("no end: some threads wait in a loop for what does not come")
 
 
 def address_of(offset: int) -> int:

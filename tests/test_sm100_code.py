@@ -13,16 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import flash_attn_func
+from flash_attn_cute import explain, flash_attn_func, ops
+from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.plan import plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
-from flash_attn_cute.kernels.sm100.config import HEAD_DIMS, SHARED_MEMORY, TARGETS, TENSOR_COLUMNS, ForwardConfig
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    HEAD_DIMS,
+    MAX_HEAD_DIM_BACKWARD,
+    SHARED_MEMORY,
+    TARGETS,
+    TENSOR_COLUMNS,
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+)
 from flash_attn_cute.kernels.sm100.config import forward_config as config
 from tests.test_cute_plan import DENSE, spec_of
-from tests.test_machine_code import EVERYTHING, machine_code
+from tests.test_machine_code import BACKWARD_EVERYTHING, EVERYTHING, check_before_and_after, machine_code
 from tools.ptx_lint import lint
 
 B200, B300 = TARGETS.values()
@@ -55,11 +66,40 @@ ALL = {
 }
 
 
+def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
+    dtype, target = options.pop("dtype", "bfloat16"), options.pop("target", B200)
+    return backward_config(dtype, d, d_v or d, Features(**options), target=target)
+
+
+FEW_BACKWARD = {
+    "d64-packed-causal": backward(64, packed=True, right=True),
+    "d64-softcap-b300": backward(64, softcap=True, target=B300),
+    "d64-everything": backward(64, **BACKWARD_EVERYTHING),
+    "d128": backward(128),
+    "d128-causal-float16": backward(128, right=True, dtype="float16"),
+    "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+}
+BACKWARD_MASKS = MASKS | {
+    "causal-grouped": {"right": True, "grouped": True},
+    "packed-left": {"packed": True, "left": True, "seqused_k": True},
+    "softcap": {"softcap": True},
+    "everything": BACKWARD_EVERYTHING,
+    "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
+    "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
+}
+ALL_BACKWARD = {
+    f"d{d}-{mask}-{dtype}-{target}": backward(d, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for d, mask in itertools.product((64, 128), BACKWARD_MASKS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Compiling all configurations takes minutes, so it has to be asked for."""
-    if "compiled" in metafunc.fixturenames:
-        cases = FEW | ALL if metafunc.config.getoption("--all-configurations") else FEW
-        metafunc.parametrize("compiled", cases.values(), ids=cases)
+    for name, few, all_of in (("compiled", FEW, ALL), ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD)):
+        if name in metafunc.fixturenames:
+            cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
+            metafunc.parametrize(name, cases.values(), ids=cases)
 
 
 def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
@@ -95,6 +135,36 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
             )
 
 
+def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) -> None:
+    """No spills; five products, loads, stores and additions as they should be; tensor memory is allocated and freed."""
+    c = compiled_backward
+    kernels = machine_code(c, tmp_path)
+    check_before_and_after(kernels, zeroes=False, num_after=0)
+    (sass,) = kernels["BackwardCta"]
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    # Loops of four steps: S, dP and dV once, dK and dQ behind a step and behind a tile.
+    assert count["UTCHMMA"] == 4 * (3 + 2 * 2)
+    assert count["HGMMA"] == 0
+    assert count["UTCBAR"] == 3 + 2 * 2 + 2
+    assert count["USETMAXREG"] == 3
+    # A thread has 64 columns of S and dP, 32 at a time. Scores are changed where they are to be capped, and hidden.
+    changes = 2 * (1 + c.features.softcap)
+    pieces = 2 * 2  # of dV and of dK, once or for whose piece it is
+    assert count["LDTM"] == 2 + 2 + changes + pieces + c.tile_d // 32
+    assert count["STTM"] == 2 + 2 + changes
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.tile_m // COMPUTE_WARPGROUPS
+    assert len(re.findall(r"\bUTMALDG", sass)) == 4 * c.tile_d // 64
+    assert len(re.findall(r"\bUTMASTG", sass)) == 2
+    assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
+    sums = 2 * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
+    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums // 4
+    assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
+    assert f".target {c.target}" in ptx
+
+
 def assembly(ptx: str, instruction: str) -> Iterator[list[str]]:
     """The inline assembly that has an instruction, which stands nowhere else."""
     blocks = re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL)
@@ -123,6 +193,24 @@ def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     assert c.blocks_ahead * c.q_parts == 2
 
 
+@pytest.mark.parametrize("d", range(8, MAX_HEAD_DIM_BACKWARD + 8, 8))
+def test_backward_sizes(d: int) -> None:
+    """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
+    for d_v in range(8, MAX_HEAD_DIM_BACKWARD + 8, 8):
+        c = backward(d, d_v)
+        assert max(d, d_v) <= c.tile_d
+        assert c.bytes_shared <= SHARED_MEMORY
+        parts = {c.first_S: c.tile_m, c.first_dV: c.tile_d, c.first_dP: c.tile_m, c.first_dK: c.tile_d}
+        parts |= {} if c.dQ_over_dP else {c.first_dQ: c.tile_d}
+        ends = [0, *(first + columns for first, columns in sorted(parts.items()))]
+        assert all(first >= end for first, end in zip(sorted(parts), ends, strict=False))
+        assert ends[-1] <= TENSOR_COLUMNS
+        assert c.tile_d <= c.tile_m
+        assert c.registers.drain + COMPUTE_WARPGROUPS * c.registers.compute + c.registers.others <= 512
+        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
+        assert all(stages & stages - 1 == 0 for stages in (c.kv_stages, c.q_stages, c.do_stages))
+
+
 def test_targets_have_kernels_of_their_own() -> None:
     sm100 = ARCHITECTURES["sm100"]
     for capability, target in TARGETS.items():
@@ -135,8 +223,17 @@ def test_targets_have_kernels_of_their_own() -> None:
 def test_warming_is_for_all_gpus() -> None:
     given = command.parser().parse_args(["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense"])
     assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
+    given.passes = ["bias_gradient"]
+    with pytest.raises(ValueError, match="--passes: expected some of forward, backward for sm100, got bias_gradient"):
+        command.configurations(given)
+
+
+def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
+    arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
+    given = command.parser().parse_args(arguments)
+    assert {c.pass_name for c in command.configurations(given)} == {"forward"}
     given.passes = ["backward"]
-    with pytest.raises(ValueError, match="--passes: expected some of forward for sm100, got backward"):
+    with pytest.raises(ValueError, match="head_dim: expected at most 128, got 256"):
         command.configurations(given)
 
 
@@ -153,7 +250,7 @@ def test_heads_of_a_group_never_share_a_tile() -> None:
 
 
 def test_only_those_who_ask_get_it() -> None:
-    """There is no backward pass yet."""
+    """It has not run on such a GPU yet."""
     names = list(BACKENDS)
     assert names.index("portable") < names.index("sm100")
     assert list(supposing("sm100")) == ["portable", "sm100"]
@@ -161,6 +258,22 @@ def test_only_those_who_ask_get_it() -> None:
     mask, bias = torch.ones(8, 8, dtype=torch.bool), torch.zeros(8, 8, dtype=q.dtype)
     with pytest.raises(ValueError, match=r"got 'sm100', which cannot: mask; bias; tensors on cpu$"):
         flash_attn_func(q, q, q, mask=mask, bias=bias, backend="sm100")
-    backend: Any = BACKENDS["sm100"]
-    with pytest.raises(ValueError, match="has a backward pass, as gradients are asked for, got 'sm100'"):
-        backend.backward(None, None, None, None, None, None, need_dbias=False, need_dsink=False)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(("d", "d_v", "limits"), [(192, 128, "d = 192"), (128, 136, "d_v = 136")])
+def test_gradients_that_are_lacking_are_refused_by_the_forward_call(
+    d: int, d_v: int, limits: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CuteBackend, "limits", lambda self, spec, inputs: ())
+    monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
+    monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
+    q, v = (torch.zeros(1, 8, 2, columns, dtype=torch.bfloat16) for columns in (d, d_v))
+    with pytest.raises(ValueError, match=rf"got 'sm100', which has none: {limits} \(gradients: up to 128\)$"):
+        flash_attn_func(q.requires_grad_(), q, v, backend="sm100")
+
+
+def test_gradients_are_planned_as_far_as_there_are_some() -> None:
+    q, wide = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (128, 256))
+    assert explain(q, q, q, gpu="sm100", backend="sm100").backward is not None
+    assert explain(wide, wide, wide, gpu="sm100", backend="sm100").backward is None

@@ -74,6 +74,8 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         for architecture, name in itertools.product(_on_all_gpus(chosen.architecture), _passes(chosen)):
             if name == "bias_gradient" and not features.bias:
                 continue
+            if name == "backward" and not chosen.passes and max(d, d_v) > architecture.max_head_dim_backward:
+                continue
             configure = architecture.passes[name].configure
             options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
             found += [configure(dtype, d, d_v, features, **each) for each in options]

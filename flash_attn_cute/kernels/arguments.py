@@ -24,6 +24,7 @@ from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 PART_ALIGN = 128  # bytes of which each part of a workspace takes a multiple
+BLOCK = 128  # queries and keys of a block mask's blocks
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,10 @@ class Architecture(NamedTuple):
     dtypes: tuple[str, ...]
     max_head_dim: int
     passes: dict[PassName, Pass]
+    max_head_dim_backward: int  # of d and d_v, as far as there are gradients
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
     lacking: tuple[str, ...] = ()  # names of features of calls that it does not serve
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it has a backward pass, too: else it serves only those who ask for it."""
-        return "backward" in self.passes
+    by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
         """The same with kernels for GPUs of one compute capability, where it has several."""
@@ -72,15 +69,21 @@ ARCHITECTURES = {
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
                 ),
             },
+            max_head_dim_backward=max(sm90.HEAD_DIMS),
         ),
         Architecture(
             name="sm100",
             targets=sm100.TARGETS,
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
-            passes={"forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments)},
+            passes={
+                "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
+                "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
+            },
+            max_head_dim_backward=sm100.MAX_HEAD_DIM_BACKWARD,
             num_sms=148,  # a B200
             lacking=sm100.LACKING,
+            by_default=False,  # until it has run on such a GPU
         ),
     )
 }

@@ -89,6 +89,11 @@ class CuteBackend:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
+    def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """See ``Backend.gradient_limits``."""
+        widest, dims = self.architecture.max_head_dim_backward, {"d": spec.head_dim, "d_v": spec.head_dim_v}
+        return tuple(f"{name} = {d} (gradients: up to {widest})" for name, d in dims.items() if d > widest)
+
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
         if self._is_supposed or device.type != "cuda":
@@ -127,7 +132,7 @@ class CuteBackend:
             shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, layout)
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
-        if has_queries and has_keys and not no_sequences and self.architecture.is_complete:
+        if has_queries and has_keys and not no_sequences and not self.gradient_limits(spec):
             repacked = _runs_packed(spec, inputs) and not spec.packed
             layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
             given = as_packed(inputs) if repacked else inputs
@@ -157,16 +162,7 @@ class CuteBackend:
         need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
-        """See ``Backend.backward``.
-
-        Raises:
-            ValueError: the architecture has no backward pass.
-        """
-        if not self.architecture.is_complete:
-            raise ValueError(
-                f"backend: expected one that has a backward pass, as gradients are asked for, got {self.name!r}, which "
-                "has the forward pass alone"
-            )
+        """See ``Backend.backward``."""
         if torch.cuda.current_device() != inputs.q.device.index:
             with torch.cuda.device(inputs.q.device):
                 return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
@@ -397,11 +393,7 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = _forward_shapes(q_shape, k_shape, num_sequences, few_queries, scores)
-        architecture = self.architecture
-        if len(architecture.targets) > 1:
-            gpu = torch.cuda.get_device_properties(device)
-            architecture = architecture.on((gpu.major, gpu.minor))
-        return _Launch.of(plan.plan_forward(architecture, spec, shapes, _num_sms(device)))
+        return _Launch.of(plan.plan_forward(self._architecture_on(device), spec, shapes, _num_sms(device)))
 
     def _plan_backward(
         self,
@@ -415,7 +407,14 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores)
-        return _Launch.of(plan.plan_backward(self.architecture, spec, shapes, _num_sms(device)))
+        return _Launch.of(plan.plan_backward(self._architecture_on(device), spec, shapes, _num_sms(device)))
+
+    def _architecture_on(self, device: torch.device) -> Architecture:
+        """With the kernels for a GPU."""
+        if len(self.architecture.targets) == 1:
+            return self.architecture
+        gpu = torch.cuda.get_device_properties(device)
+        return self.architecture.on((gpu.major, gpu.minor))
 
     def _plan_bias_gradient(
         self,

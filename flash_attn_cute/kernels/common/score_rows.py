@@ -16,12 +16,26 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import copy_vector
+from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 
 VECTOR = 16  # bytes
 _THREADS_A_ROW = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some scores are: which sequence and head, and which positions in it."""
+
+    rows: SeqRows  # of queries, or in the backward pass of keys
+    columns: SeqRows  # of the others
+    head: Int32  # of queries
+    batch: Int32 | int  # index into tensors: 0 if packed
+    first_row: Int32  # the position of row 0 in its sequence
+    first_column: Int32
+    window: Window  # which columns a row sees
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,20 @@
-"""Parts of one allocation, which kernels use between them: the host is spared an allocation for each."""
+"""Parts of one allocation, which kernels use between them: the host is spared an allocation for each.
 
-from typing import Any
+That of a backward pass has float32 sums of dQ, and of dK and dV where query heads share a key head, and two numbers of
+every query. All are in blocks of tile_m queries (of dK and dV read keys for queries, and tile_n). The blocks of a dense
+batch follow one another; those of packed sequences are numbered as their tiles are (``common.tiles``), so that no block
+holds queries of two sequences: batch * ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. How a
+block's numbers lie is the business of the architecture that has them in registers.
+"""
+
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.arguments import PART_ALIGN
+from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments, MaskSizes
+
+_SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of a backward pass's workspace that are float32
 
 
 def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], dtype: Any) -> dict[str, cute.Tensor]:
@@ -35,3 +44,40 @@ def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cu
     )
     num_bytes = Int64(shape[0]) * strides[0] * 4
     return part, place + (num_bytes + PART_ALIGN - 1) // PART_ALIGN * PART_ALIGN
+
+
+class Workspace(NamedTuple):
+    """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
+
+    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
+    mdQaccum: cute.Tensor  # (heads, sums, tile_m * tile_d), those of a block one after the other; most have one
+    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
+    # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
+    # Of a block mask those that are not in the workspace.
+    mCodes: cute.Tensor | None  # (row, block of keys)
+    mBits: cute.Tensor | None  # (tile, warpgroup, thread, word)
+    mOrder: cute.Tensor | None  # (row, block of keys): how many tiles add to the row's dQ before that block's does
+    mAdding: cute.Tensor | None  # (row,): how many tiles add
+    mLists: cute.Tensor | None  # (list, first entry and how many)
+    mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
+    # (parts, heads, sums): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
+    mTurnsQ: cute.Tensor | None
+    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
+
+    @staticmethod
+    def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
+        """That of a pass; ``sizes`` are those of the tables that are made of a mask."""
+        n = a.numbers
+        shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, sums_of(config, a), a.mK.shape[-2], n.num_n_blocks, sizes)
+        given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
+        return Workspace(**(dict.fromkeys(Workspace._fields) | given))
+
+
+def sums_of(config: Any, a: BackwardArguments) -> Int32 | int:
+    """How many sums a block of dQ has. A tile adds to that of its turn modulo their number."""
+    return a.numbers.sums if config.spreads_sums else 1
+
+
+def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
+    """The first block of a packed sequence."""
+    return first_row // tile_m + sequence

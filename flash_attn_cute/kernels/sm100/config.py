@@ -1,8 +1,9 @@
 """Tile sizes of the Blackwell kernels, and all else that changes their code. Needs no cutlass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Features, PassName
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
@@ -136,9 +137,7 @@ def forward_config(
     Raises:
         ValueError: features that no kernel serves yet.
     """
-    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
+    _refuse_lacking(features)
     del group
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
@@ -160,3 +159,148 @@ def forward_config(
 
 def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+
+
+def _refuse_lacking(features: Features) -> None:
+    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
+
+
+class BackwardRegisters(NamedTuple):
+    """A thread's, by the role of its warpgroup."""
+
+    drain: int
+    compute: int  # of each of two warpgroups
+    others: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig(BackwardSizes):
+    """What all kernels of a backward pass are made for. A tile of keys is one CTA's work.
+
+    Its features are deterministic: what is added to dQ always has an order.
+    """
+
+    architecture: ClassVar[str] = "sm100"
+    pass_name: ClassVar[PassName] = "backward"
+    ctas_a_tile: ClassVar[int] = 1
+    tile_n: ClassVar[int] = PART_ROWS
+    counts_additions: ClassVar[bool] = True
+
+    target: str  # one of ``TARGETS``
+    dtype: str  # one of ``DTYPES``
+    tile_d: int  # 64 or 128
+    features: Features
+    tile_m: int  # queries a block: as many as tensor memory has lanes
+    kv_stages: int  # tiles of keys and values in shared memory
+    q_stages: int  # blocks of Q in shared memory
+    do_stages: int  # and of dO
+
+    @property
+    def stages(self) -> int:
+        """Blocks of queries in flight."""
+        return self.q_stages
+
+    @property
+    def registers(self) -> BackwardRegisters:
+        """512 in sum, at most, over four warpgroups: who drains dQ holds a row of it."""
+        if self.tile_d == 64:
+            return BackwardRegisters(drain=96, compute=168, others=80)
+        return BackwardRegisters(drain=152, compute=160, others=40)
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """One a block of queries; of keys one a warpgroup that computes."""
+        return 1, COMPUTE_WARPGROUPS
+
+    @property
+    def reverses_last(self) -> bool:
+        """Where that pays."""
+        return REVERSES_LAST.fits(self.features)
+
+    # The map of tensor memory. Weights and gradients of scores, of 16 bits, lie where their scores, or gradients of
+    # weights, have been: those of each warpgroup in the first half of its own columns.
+
+    first_S: ClassVar[int] = 0
+    first_dV: ClassVar[int] = SCORE_COLUMNS
+
+    @property
+    def first_dP(self) -> int:
+        """The first column of the gradients of weights."""
+        return self.first_dV + self.tile_d
+
+    @property
+    def first_dK(self) -> int:
+        """The first column of dK."""
+        return self.first_dP + SCORE_COLUMNS
+
+    @property
+    def dQ_over_dP(self) -> bool:
+        """Whether dQ takes the place of the gradients of scores that it is computed from."""
+        return self.first_dK + 2 * self.tile_d > TENSOR_COLUMNS
+
+    @property
+    def first_dQ(self) -> int:
+        """The first column of dQ."""
+        return self.first_dP if self.dQ_over_dP else self.first_dK + self.tile_d
+
+    @property
+    def pieces_dQ(self) -> int:
+        """In which a block of dQ goes through shared memory."""
+        return self.tile_d // DQ_COLUMNS
+
+    @property
+    def pieces_dK(self) -> int:
+        """Of 64 columns, in which dK leaves, and dV."""
+        return self.tile_d // O_COLUMNS
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them."""
+        keys, queries = 2 * self.kv_stages * self.tile_n, (self.q_stages + self.do_stages) * self.tile_m
+        numbers = (keys + queries) * self.tile_d + self.tile_n * self.tile_m
+        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * DQ_COLUMNS + _BARRIERS_AND_STATS
+
+
+COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
+DQ_COLUMNS, DQ_STAGES = 32, 2  # of a piece of dQ in shared memory, and how many there are
+
+
+class _BackwardTile(NamedTuple):
+    """A row of the backward kernel's table."""
+
+    tile_d: int
+    kv_stages: int
+    q_stages: int
+    do_stages: int
+
+
+_BACKWARD_TILES = (_BackwardTile(64, 2, 2, 2), _BackwardTile(128, 1, 2, 1))
+
+
+def backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, target: str = TARGETS[10, 0]
+) -> BackwardConfig:
+    """The configuration that serves a call.
+
+    Raises:
+        ValueError: features, or head dimensions, that no kernel serves yet.
+    """
+    _refuse_lacking(features)
+    columns = _tile_columns(max(head_dim, head_dim_v))
+    tile = next((t for t in _BACKWARD_TILES if t.tile_d == columns), None)
+    if tile is None:
+        raise ValueError(f"head_dim: expected at most {MAX_HEAD_DIM_BACKWARD}, got {max(head_dim, head_dim_v)}")
+    config = BackwardConfig(
+        target=target,
+        dtype=dtype,
+        features=replace(features.of_pass("backward"), deterministic=True),
+        tile_m=PART_ROWS,
+        **tile._asdict(),
+    )
+    assert config.bytes_shared <= SHARED_MEMORY
+    return config
+
+
+MAX_HEAD_DIM_BACKWARD = max(tile.tile_d for tile in _BACKWARD_TILES)

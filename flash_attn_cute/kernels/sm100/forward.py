@@ -77,7 +77,7 @@ from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, capped
+from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import (
@@ -90,7 +90,7 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transposed
-from flash_attn_cute.kernels.sm100.scores import hide
+from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
 _THREADS = 512
@@ -409,9 +409,7 @@ class _Rows:
 
     def cap(self, config: ForwardConfig, place: Int32) -> None:
         """Puts a block's scores behind tanh, where they are in tensor memory."""
-        for first in range(0, config.tile_n, _COLUMNS):
-            scores = tensor_memory.load(place + first, _COLUMNS)
-            tensor_memory.store(place + first, [capped(x, self.scales.tanh) for x in scores])
+        cap_in_memory(place, config.tile_n, self.scales.tanh)
 
     def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
         """Hides a block's scores from a row that does not see them, where they are in tensor memory."""
@@ -419,12 +417,8 @@ class _Rows:
         tile = self.tile(config, step)
         row = tile.first_query + PART_ROWS * self.part + self.thread
         window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
-        for first in range(0, config.tile_n, _COLUMNS):
-            scores = tensor_memory.load(place + first, _COLUMNS)
-            first_column = block * config.tile_n + first
-            edges = Edges(left=f.left, right=True)
-            scores = hide(scores, self.scales.log2, row, first_column, tile.k.length, window, edges)
-            tensor_memory.store(place + first, scores)
+        edges, first_column = Edges(left=f.left, right=True), block * config.tile_n
+        hide_in_memory(place, config.tile_n, self.scales.log2, row, first_column, tile.k.length, window, edges)
 
     def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
         """Multiplies the row's O, to which all blocks before this one have been added."""

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.sm100.config import (
@@ -133,17 +131,3 @@ class Shared:
         if self.sO is not None:
             return self.sO[None, None, number % O_STAGES]
         return cute.local_tile(self.sQ[None, None, part], (PART_ROWS, O_COLUMNS), (0, piece))
-
-
-@cute.jit
-def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: cutlass.Constexpr) -> None:
-    """Numbers of 16 bits into a row of a swizzled tile of 64 columns, which begins at a multiple of 1024 bytes.
-
-    Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits. The
-    compiler, which does not know that, would keep eight addresses, and does so if it can compute them ahead of time.
-    """
-    first = opaque(row * 128 + row % 8 * 16)
-    for i in cutlass.range_constexpr(cute.size(numbers) // 8):
-        address = sX.iterator.toint() + (first ^ (16 * (column // 8 + i)))
-        place = cute.make_ptr(numbers.element_type, address, cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(cute.local_tile(numbers, (8,), (i,)), cute.make_tensor(place, cute.make_layout(8)))

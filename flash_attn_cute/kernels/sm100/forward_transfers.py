@@ -14,7 +14,8 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.weights import finished
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_shared import Shared, write_row
+from flash_attn_cute.kernels.sm100.forward_shared import Shared
+from flash_attn_cute.kernels.sm100.mma import write_row
 
 _BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
 _COLUMNS = 16  # of O that a thread of the epilogue has in registers

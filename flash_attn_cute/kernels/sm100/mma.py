@@ -3,18 +3,25 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 _STEPS = 4  # of 16 of the columns that are summed over, whose products are issued one after the other
 
 
-def tiled_mma(dtype: type, major_b: OperandMajorMode, columns: int, source_a: tcgen05.OperandSource) -> cute.TiledMma:
-    """Products of 128 rows, summed in float32 in tensor memory; A has its sum's dimension contiguous."""
-    k_major, alone = OperandMajorMode.K, tcgen05.CtaGroup.ONE
-    return sm100.make_trivial_tiled_mma(dtype, dtype, k_major, major_b, Float32, alone, (PART_ROWS, columns), source_a)
+def tiled_mma(
+    dtype: type,
+    major_b: OperandMajorMode,
+    columns: int,
+    source_a: tcgen05.OperandSource,
+    major_a: OperandMajorMode = OperandMajorMode.K,
+) -> cute.TiledMma:
+    """Products of 128 rows, summed in float32 in tensor memory."""
+    alone = tcgen05.CtaGroup.ONE
+    return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, alone, (PART_ROWS, columns), source_a)
 
 
 def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
@@ -26,6 +33,20 @@ def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
 def transposed(x: cute.Tensor) -> cute.Tensor:
     """The same tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+@cute.jit
+def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: cutlass.Constexpr) -> None:
+    """Numbers of 16 bits into a row of a swizzled tile of 64 columns, which begins at a multiple of 1024 bytes.
+
+    Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits. The
+    compiler, which does not know that, would keep eight addresses, and does so if it can compute them ahead of time.
+    """
+    first = opaque(row * 128 + row % 8 * 16)
+    for i in cutlass.range_constexpr(cute.size(numbers) // 8):
+        address = sX.iterator.toint() + (first ^ (16 * (column // 8 + i)))
+        place = cute.make_ptr(numbers.element_type, address, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(cute.local_tile(numbers, (8,), (i,)), cute.make_tensor(place, cute.make_layout(8)))
 
 
 @cute.jit

@@ -6,13 +6,13 @@ A table is read from the top; the first row whose head dimension and features fi
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from flash_attn_cute.kernels.arguments import MaskSizes, workspace_bytes
+from flash_attn_cute.kernels.arguments import BLOCK
+from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Case, Features, PassName
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
 
-BLOCK = 128  # queries and keys of a block mask's blocks
 _SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barriers
 
 
@@ -232,29 +232,13 @@ def _tile_columns(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class BackwardConfig(Sm90Config):
+class BackwardConfig(Sm90Config, BackwardSizes):
     """What all kernels of a backward pass are made for; the main one comes in two kinds, see below."""
 
     pass_name: ClassVar[PassName] = "backward"
-    ctas_a_tile: ClassVar[int]
     tile_n: ClassVar[int] = 128  # keys a tile
 
     tile_m: int  # queries a block
-
-    @property
-    def counters(self) -> tuple[int, int]:
-        """Counters of additions a block of queries, and of keys."""
-        raise NotImplementedError
-
-    @property
-    def counts_additions(self) -> bool:
-        """Whether what is added to dQ is counted: to have an order, or because its rounding waits for all of it."""
-        return self.features.deterministic
-
-    @property
-    def spreads_sums(self) -> bool:
-        """Whether a block of dQ may have several sums, to which tiles add in turn: fewer wait for each other."""
-        return self.ctas_a_tile == 1 and self.features.deterministic and self.features.listed
 
     @property
     def columns_dQ(self) -> int:
@@ -262,72 +246,13 @@ class BackwardConfig(Sm90Config):
         raise NotImplementedError
 
     @property
-    def reverses_last(self) -> bool:
-        """Whether the heads of the last section of tiles go the other way round."""
-        raise NotImplementedError
-
-    @property
     def mask_tile(self) -> MaskTile:
         """How a mask is cut."""
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True)
 
-    def parts(
-        self, heads: Any, num_m_blocks: Any, sums: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
-    ) -> dict[str, tuple[Any, ...]]:
-        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
-
-        Args:
-            heads: of queries; like all others an int, or the kernels' Int32.
-            num_m_blocks: blocks of queries a head.
-            sums: of a block of dQ.
-            heads_k: of keys.
-            num_n_blocks: tiles of keys a head.
-            mask: what there is of the tables that are made of a mask; None without one.
-        """
-        counters, counters_k = self.counters
-        parts: dict[str, tuple[Any, ...]] = {
-            "mStats": (2, heads, num_m_blocks, self.tile_m),
-            "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
-        }
-        if self.counts_additions:
-            parts["mTurnsQ"] = counters, heads, num_m_blocks * sums
-        if mask is not None:
-            rows = mask.sets * mask.rows
-            parts |= self.mask_tile.parts(rows, mask.blocks)
-            parts["mOrder"] = rows, mask.blocks
-            parts["mAdding"] = (rows,)
-            parts["mLists"] = mask.sets * mask.key_tiles, 2
-            parts["mEntries"] = mask.sets * mask.blocks * mask.m_blocks, 3
-        if self.features.grouped:
-            parts["mTurnsK"] = counters_k, heads_k, num_n_blocks
-            parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
-        return parts
-
-    def workspace_size(
-        self,
-        heads: int,
-        num_m_blocks: int,
-        sums: int,
-        heads_k: int,
-        num_n_blocks: int,
-        mask: MaskSizes | None,
-        shares: bool,
-    ) -> int:
-        """Bytes of workspace.
-
-        Args:
-            heads: as in ``parts``.
-            num_m_blocks: as in ``parts``.
-            sums: as in ``parts``.
-            heads_k: as in ``parts``.
-            num_n_blocks: as in ``parts``.
-            mask: as in ``parts``.
-            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
-        """
-        parts = self.parts(heads, num_m_blocks, sums, heads_k, num_n_blocks, mask)
-        if not shares:
-            parts.pop("mdKVaccum", None)
-        return workspace_bytes(parts)
+    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """As in ``BackwardSizes``."""
+        return self.mask_tile.parts(lists, blocks)
 
 
 @dataclass(frozen=True)
@@ -348,6 +273,11 @@ class BackwardCtaConfig(BackwardConfig):
     # read before the scores are begun, and of dQ others are told in the next step.
     short_steps: bool
     registers: tuple[int, int]  # a thread of the producer warpgroup and of the others
+
+    @property
+    def spreads_sums(self) -> bool:
+        """As in ``BackwardSizes``."""
+        return self.features.deterministic and self.features.listed
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -398,18 +328,14 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def reverses_last(self) -> bool:
-        """Where that pays: under a right bound the longest tiles would come last (``backward.tiles``)."""
-        return _REVERSES_LAST.fits(self.features)
+        """Where that pays."""
+        return REVERSES_LAST.fits(self.features)
 
 
 def _backward_bias_pitch(tile_d: int, features: Features) -> int:
     if tile_d == 128 and features.float32_bias and not features.uniform_bias:
         return 0
     return bias_pitch(features, BackwardConfig.tile_n)
-
-
-# Packed sequences and grouped heads lose by it.
-_REVERSES_LAST = Case("right", without="packed grouped")
 
 
 class _BackwardTile(NamedTuple):

@@ -48,7 +48,7 @@ from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
-from flash_attn_cute.kernels.common.score_rows import SharedBias
+from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
@@ -64,15 +64,7 @@ from flash_attn_cute.kernels.sm90.forward_shared import (
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
 from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import (
-    Place,
-    add_bias_rows,
-    cap,
-    hide,
-    hide_by_bits,
-    hide_unseen,
-    read_seen,
-)
+from flash_attn_cute.kernels.sm90.scores import add_bias_rows, cap, hide, hide_by_bits, hide_unseen, read_seen
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 

@@ -13,12 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.arguments import BlockArguments
+from flash_attn_cute.kernels.arguments import BLOCK, BlockArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
-from flash_attn_cute.kernels.sm90.config import BLOCK, Sm90Config
+from flash_attn_cute.kernels.sm90.config import Sm90Config
 
 _WARPS = 8
 _AT_ONCE = 4  # rows of a warp, whose elements are read together

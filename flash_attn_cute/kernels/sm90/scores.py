@@ -14,10 +14,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
-from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns, weight_of
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores, SharedBias
+from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
@@ -27,19 +26,6 @@ def cap(acc_S: cute.Tensor, score_scale: Float32) -> None:
     """Products to what is behind tanh."""
     for i in cutlass.range_constexpr(cute.size(acc_S)):
         acc_S[i] = capped(acc_S[i], score_scale)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a warpgroup's scores are: which sequence and head, and which positions in it."""
-
-    rows: SeqRows  # of queries, or in the backward pass of keys
-    columns: SeqRows  # of the others
-    head: Int32  # of queries
-    batch: Int32 | int  # index into tensors: 0 if packed
-    first_row: Int32  # the position of row 0 in its sequence
-    first_column: Int32
-    window: Window  # which columns a row sees
 
 
 class Elements:

@@ -39,7 +39,7 @@ from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
-from flash_attn_cute.kernels.common.score_rows import SharedBias
+from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
@@ -56,7 +56,7 @@ from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, add_bias, bias_elements, cap, hide, hide_by_bits
+from flash_attn_cute.kernels.sm90.scores import add_bias, bias_elements, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.arguments import BLOCK, BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, code_in_list
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
@@ -15,8 +15,8 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
-from flash_attn_cute.kernels.sm90.backward.workspace import packed_block
-from flash_attn_cute.kernels.sm90.config import BLOCK, BiasGradientConfig
+from flash_attn_cute.kernels.common.workspace import packed_block
+from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 
 PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece

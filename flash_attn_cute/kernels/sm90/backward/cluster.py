@@ -34,7 +34,7 @@ behind both.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Under a mask the walk is one over a list of blocks of queries (``backward.lists``), which every role reads by itself.
+Under a mask the walk is one over a list of blocks of queries (``common.key_lists``), which every role reads by itself.
 
 Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
@@ -54,18 +54,20 @@ from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.sm90.backward.lists import entry_of, list_of
-from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Place, Scores, differentiate, read_seen, read_transposed, weigh
+from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_seen, read_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _THREADS = 512

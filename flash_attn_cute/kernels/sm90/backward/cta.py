@@ -8,7 +8,7 @@ it, from the first to the last or, under a right bound, for some heads the other
                         the workspace, in turn, over which the first to come writes (under masks in no order, unless
                         that is asked for, to zeros); dK and dV are stored.
                         Warp 3 copies what a bias adds, then writes zeros into dK and dV where nothing else is to be.
-    warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``cta_rounding``).
+    warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``common.dq_rounding``).
 Registers a thread: ``BackwardCtaConfig.registers``.
 
 Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
@@ -37,7 +37,7 @@ A bias comes through shared memory: warp 3 copies that of every step. A strided 
 which there is no room, threads read from global memory behind the start of S', into the registers that dP' would have,
 which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored from registers.
 
-Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``backward.lists``); with Q of a
+Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``common.key_lists``); with Q of a
 block warp 0 tells which one it is, and where the bits are that hide its scores (``common.block_lists``).
 
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
@@ -48,6 +48,7 @@ and how they are ordered, is ``workspace``'s business.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -59,14 +60,16 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.block_lists import bits_of
+from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, KeyTile, num_key_tiles, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.score_rows import SharedBias
+from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
-from flash_attn_cute.kernels.sm90.backward.cta_rounding import round_blocks
+from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     STEP_STAGES,
     TILE_STAGES,
@@ -77,12 +80,11 @@ from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     storage_of,
 )
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Tma, Transfers
-from flash_attn_cute.kernels.sm90.backward.tiles import NUM_FIELDS, KeyTile, num_key_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, add, four_stats, put, take
+from flash_attn_cute.kernels.sm90.backward.rounding import round_block
+from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import (
-    Place,
     Scores,
     SharedTransposed,
     differentiate,
@@ -93,6 +95,7 @@ from flash_attn_cute.kernels.sm90.scores import (
 )
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
+_ROUNDED_AT_ONCE = 4  # times eight columns of two rows of dQ that a thread reads before it writes
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
 
 
@@ -231,11 +234,20 @@ class BackwardCtaSm90:
                     self.transfers.load_bias(a, shared)
                 # Every dense key is seen if there is neither window nor mask.
                 if const_expr(f.packed or f.left or f.right or f.listed):
-                    self.transfers.zero(a, ws, mdK, mdV)
+                    index, _, _ = cute.arch.block_idx()
+                    zero_unseen_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.mma(a, ws, mmas, shared, scales)
-            round_blocks(c, a, ws)
+            rounded = partial(
+                round_block,
+                scale=a.numbers.softmax_scale,
+                tile_d=c.tile_d,
+                columns=c.columns_dQ,
+                num_threads=32,
+                at_once=_ROUNDED_AT_ONCE,
+            )
+            round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
 
     @cute.jit
     def mma(

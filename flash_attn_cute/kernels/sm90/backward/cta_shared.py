@@ -4,19 +4,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64, Uint8
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import SharedBias
-from flash_attn_cute.kernels.sm90.backward.tiles import BLOCKS_FIELD, NUM_FIELDS, KeyTile
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 TILE_STAGES = 2
 STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before has been read
-_START, _STOP = BLOCKS_FIELD, BLOCKS_FIELD + 3  # of a tile's blocks, among its fields
 
 
 class StepFields(NamedTuple):
@@ -89,7 +86,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(ToldTiles):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (64, d, warpgroup, stage)
@@ -116,22 +113,6 @@ class Shared:
         """What guards its part of sOut."""
         return Ring(self.out_barriers + 2 * warpgroup, 1)
 
-    def tile(self, config: BackwardCtaConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
-        """What warp 0 has told of a tile."""
-        return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
-
-    def tile_again(self, config: BackwardCtaConfig, a: BackwardArguments, walk: Int32) -> KeyTile:
-        """The same, read again: for what is not to be kept in registers all the time."""
-        return self.tile(config, a, walk + opaque(Int32(0)))
-
-    @cute.jit
-    def tell_of(self, tile: KeyTile, walk: Int32) -> None:
-        """By warp 0: a tile, when all have read what was here."""
-        self.tiles.wait_empty(walk)  # from warps 1, 2 and the mma warps
-        with cute.arch.elect_one():
-            tile.write(self.tile_fields[None, self.tiles.stage(walk)])
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
-
     def tell_of_step(self, step: Int32, told: StepFields) -> None:
         """By one thread of warp 0, before it announces Q."""
         for i in range(self.step_fields.shape[0]):
@@ -146,21 +127,6 @@ class Shared:
         """Under a mask, to who has Q: a step's m_block, head and code."""
         m_block, nth, code = (self.step_fields[i, self.steps.stage(step)] for i in range(2, 5))
         return m_block, nth, code
-
-    @cute.jit
-    def tell_of_end(self, walk: Int32) -> None:
-        """By warp 0: a tile of no blocks."""
-        self.tiles.wait_empty(walk)  # from warps 1, 2 and the mma warps
-        with cute.arch.elect_one():
-            for i in (_START, _STOP):
-                self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
-
-    @cute.jit
-    def has_tile(self, walk: Int32) -> Boolean:
-        """Whether there is another tile; warp 0 tells."""
-        self.tiles.wait_full(walk)  # from warp 0
-        return self.tile_fields[_START, self.tiles.stage(walk)] < self.tile_fields[_STOP, self.tiles.stage(walk)]
 
 
 def piece_number(step: Int32, walk: Int32) -> Int32:

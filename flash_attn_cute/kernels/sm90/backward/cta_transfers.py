@@ -10,14 +10,13 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
+from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
-from flash_attn_cute.kernels.sm90.backward.lists import entry_of, list_of
-from flash_attn_cute.kernels.sm90.backward.tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 
@@ -99,28 +98,6 @@ class Transfers:
                     step += 1
             shared.tiles.release(walk)  # to warp 0
             walk += 1
-
-    @cute.jit
-    def zero(self, a: BackwardArguments, ws: Workspace, mdK: cute.Tensor, mdV: cute.Tensor) -> None:
-        """Warp 3: zeros in dK and dV of padding, and of keys that nobody sees, whosever tiles they are in."""
-        c = self.config
-        num_tiles = num_key_tiles(c, a)
-        # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
-        for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
-            index, _, _ = cute.arch.block_idx()
-            while index < num_tiles:
-                tile = key_tile(c, a, ws, index)
-                first = cutlass.max(tile.first_key, tile.k.length)
-                if tile.is_unseen if const_expr(c.features.listed) else tile.blocks.num == 0:
-                    first = tile.first_key
-                stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
-                num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
-                if const_expr(c.features.grouped):
-                    num_rows = num_rows if tile.is_last else Int32(0)  # once
-                for mX in gradients:
-                    gX = mX[None, None, tile.head_k, tile.batch]
-                    zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
-                index += cute.arch.grid_dim()[0]
 
     @cute.jit
     def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:

@@ -4,21 +4,19 @@ The host would take as long again to call each by itself, and to allocate each p
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.block_lists import as_rows
-from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.common.key_lists import KeyLists, mask_sizes
+from flash_attn_cute.kernels.common.preprocess import Preprocess
+from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
 from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
-from flash_attn_cute.kernels.sm90.backward.lists import KeyLists, mask_sizes
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
-from flash_attn_cute.kernels.sm90.backward.preprocess import Preprocess
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
+from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
 from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles
-
-_SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of the workspace that are float32
 
 
 class BackwardPassSm90:
@@ -27,7 +25,7 @@ class BackwardPassSm90:
     def __init__(self, config: BackwardConfig):
         self.config = c = config
         packed, zero_padding = c.features.packed, c.features.zero_padding
-        self.preprocess = Preprocess(c)
+        self.preprocess = Preprocess(c, permuted)
         self.mask_tiles, self.key_lists = (MaskTiles(c), KeyLists(c)) if c.features.mask else (None, None)
         self.block_tiles = BlockTiles(c)
         self.main: BackwardCtaSm90 | BackwardClusterSm90
@@ -46,7 +44,7 @@ class BackwardPassSm90:
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels."""
-        a, w = arguments, self._workspace(arguments)
+        a, w = arguments, Workspace.of(self.config, arguments, mask_sizes(self.config, arguments))
         if const_expr(self.config.features.block_mask):
             w = w._replace(
                 mBits=self.block_tiles(a.blocks, stream),
@@ -91,12 +89,3 @@ class BackwardPassSm90:
         sums, size = w.mdKVaccum[which, None, None, None], self.config.tile_n * self.postprocess_keys[which].tile_d
         (heads, tiles, _), strides = sums.shape, sums.stride
         return cute.make_tensor(sums.iterator, cute.make_layout((heads, tiles, size), stride=strides))
-
-    def _workspace(self, a: BackwardArguments) -> Workspace:
-        """The workspace in its parts; None for those that the configuration does without."""
-        n, sizes = a.numbers, mask_sizes(self.config, a)
-        shapes = self.config.parts(
-            a.mQ.shape[-2], n.num_m_blocks, sums_of(self.config, a), a.mK.shape[-2], n.num_n_blocks, sizes
-        )
-        given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
-        return Workspace(**(dict.fromkeys(Workspace._fields) | given))

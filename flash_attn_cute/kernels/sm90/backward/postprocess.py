@@ -61,12 +61,12 @@ class Postprocess:
                 work.first_row,
                 SeqRows(rows.start, length),
                 stop,
-                a.scale,
-                self.tile_d,
-                self.columns,
                 thread,
-                _THREADS,
-                at_once,
+                scale=a.scale,
+                tile_d=self.tile_d,
+                columns=self.columns,
+                num_threads=_THREADS,
+                at_once=at_once,
             )
         else:  # the workspace may hold nothing
             num_rows = cutlass.min(stop - work.first_row, self.tile_m)

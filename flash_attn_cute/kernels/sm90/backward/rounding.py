@@ -18,10 +18,11 @@ def round_block(
     first_row: Int32,
     rows: SeqRows,
     stop: Int32,
+    thread: Int32,
+    *,
     scale: Float32,
     tile_d: cutlass.Constexpr,
     columns: cutlass.Constexpr,
-    thread: Int32,
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
     num_sums: Int32 | None = None,
@@ -34,10 +35,10 @@ def round_block(
         first_row: the block's, within its sequence.
         rows: the sequence's; behind its length zeros are written.
         stop: the row of the sequence before which writing ends.
+        thread: which one this is.
         scale: what sums are multiplied by.
         tile_d: columns of the block.
         columns: of a part of it.
-        thread: which one this is.
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
         num_sums: how many of the block's there are, the others behind ``sums``; None: one.

@@ -1,55 +1,16 @@
-"""The float32 workspace in which gradients are summed, and the numbers that the backward pass keeps of every query.
+"""How the float32 sums of gradients lie in the workspace (``common.workspace``), and the numbers of every query.
 
-Sums are of dQ, and of dK and dV where query heads share a key head: for these read keys for queries, and tile_n.
-
-Both are in blocks of tile_m queries. The blocks of a dense batch follow one another; those of packed sequences are
-numbered as their tiles are (``common.tiles``), so that no block holds queries of two sequences: batch *
-ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. A block of dQ is in parts, one for every mma
+A block of dQ is in parts, one for every mma
 warpgroup that computes some of it: first along its rows, 64 a part, then along its columns. Within a part numbers lie
 as the warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes
 them into shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a
 thread finds those of the queries that are its columns four at a time.
 """
 
-from typing import NamedTuple
-
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import add_four
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
-
-
-class Workspace(NamedTuple):
-    """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
-
-    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
-    mdQaccum: (
-        cute.Tensor
-    )  # (heads, sums, tile_m * tile_d): those of a block follow each other, one if not ``spreads_sums``
-    mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
-    # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
-    # Of a block mask those that are not in the workspace.
-    mCodes: cute.Tensor | None  # (row, block of keys)
-    mBits: cute.Tensor | None  # (tile, warpgroup, thread, word)
-    mOrder: cute.Tensor | None  # (row, block of keys): how many tiles add to the row's dQ before that block's does
-    mAdding: cute.Tensor | None  # (row,): how many tiles add
-    mLists: cute.Tensor | None  # (list, first entry and how many)
-    mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
-    # (parts, heads, sums): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
-    mTurnsQ: cute.Tensor | None
-    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
-
-
-def sums_of(config: BackwardConfig, a: BackwardArguments) -> Int32 | int:
-    """How many sums a block of dQ has. A tile adds to that of its turn's number modulo theirs."""
-    return a.numbers.sums if config.spreads_sums else 1
-
-
-def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
-    """The first block of a packed sequence."""
-    return first_row // tile_m + sequence
 
 
 def permuted(row: Int32) -> Int32:

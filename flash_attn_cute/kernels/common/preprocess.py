@@ -4,17 +4,19 @@ delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row
 has seen no key, or that is none, gets an lse of inf: its weights vanish.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.key_lists import order_row
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
-from flash_attn_cute.kernels.sm90.backward.lists import order_row
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, permuted, sums_of
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
+from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 
 _THREADS = 256
 
@@ -27,8 +29,9 @@ class Preprocess:
     Zeroed are the counters of additions, if there are any, and where these have no order the sums of dQ.
     """
 
-    def __init__(self, config: BackwardConfig):
-        self.config = config
+    def __init__(self, config: Any, place: Callable[[Int32], Int32] | None = None):
+        """``place``: where the numbers of a block's row are kept; None: in the order of rows."""
+        self.config, self.place = config, place
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
         self.has_order = config.features.deterministic
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
@@ -80,8 +83,9 @@ class Preprocess:
                     if row < rows.length:
                         delta -= mdLSE[rows.start + row, work.head, batch]
                 delta = delta if lse != Float32.inf else Float32(0.0)  # dlse may be NaN there
-                ws.mStats[0, work.head, work.block, permuted(within)] = lse
-                ws.mStats[1, work.head, work.block, permuted(within)] = delta
+                place = within if const_expr(self.place is None) else self.place(within)
+                ws.mStats[0, work.head, work.block, place] = lse
+                ws.mStats[1, work.head, work.block, place] = delta
         if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))

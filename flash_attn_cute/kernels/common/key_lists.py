@@ -1,25 +1,26 @@
 """Which blocks of queries see a tile of keys, and in which order tiles add to a block's dQ.
 
-Under a mask tiles are taken from the last keys to the first (``backward.tiles``), so a tile's turn at a block of
+Under a mask tiles are taken from the last keys to the first (``common.key_tiles``), so a tile's turn at a block of
 queries is how many blocks of keys behind it that block sees. A block mask brings its lists, its turns, and the order in
 which tiles are taken.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from flash_attn_cute.kernels.arguments import BackwardArguments, MaskSizes
+from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, MaskSizes
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, num_blocks
 from flash_attn_cute.kernels.common.lengths import rows_of
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
-from flash_attn_cute.kernels.sm90.config import BLOCK, BackwardConfig
+from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
 
 _WARPS = 8
 
 
-def mask_sizes(config: BackwardConfig, a: BackwardArguments) -> MaskSizes | None:
+def mask_sizes(config: Any, a: BackwardArguments) -> MaskSizes | None:
     """Of the tables; None without a mask."""
     if not config.features.mask:
         return None
@@ -53,7 +54,7 @@ def num_adding_of(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32
 
 
 def list_of(
-    config: BackwardConfig, a: BackwardArguments, ws: Workspace, batch: Int32 | int, head: Int32, tile: Int32
+    config: Any, a: BackwardArguments, ws: Workspace, batch: Int32 | int, head: Int32, tile: Int32
 ) -> tuple[Int32, Int32]:
     """The first entry and the length of the list of a tile of keys, which is numbered over all sequences."""
     sharing = Sharing.of(a.numbers)
@@ -72,7 +73,7 @@ def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32,
     return m_block, code, turn
 
 
-def launched(config: BackwardConfig, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
+def launched(config: Any, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
     """The block of keys that a block mask's order launches in the place of ``block``.
 
     That is one of the usual order, from the last block to the first: the rank of the last is 0. Passes that add in no
@@ -83,7 +84,7 @@ def launched(config: BackwardConfig, a: BackwardArguments, batch: Int32, head_k:
     return a.mLaunchOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
 
 
-def _blocks_of_keys(config: BackwardConfig, a: BackwardArguments) -> Int32:
+def _blocks_of_keys(config: Any, a: BackwardArguments) -> Int32:
     """Those of a head of a dense batch."""
     return cute.ceil_div(a.mK.shape[1], config.tile_n)
 
@@ -91,7 +92,7 @@ def _blocks_of_keys(config: BackwardConfig, a: BackwardArguments) -> Int32:
 class KeyLists:
     """The kernel that makes the lists, of codes and of the order of additions. One warp a list."""
 
-    def __init__(self, config: BackwardConfig):
+    def __init__(self, config: Any):
         self.config = config
 
     @cute.jit

@@ -1,6 +1,6 @@
-"""Gradients of queries from the workspace, within the backward kernel up to d = 128 (see ``cta``).
+"""Gradients of queries from the workspace, within the backward kernel that sums them there.
 
-Mma warps that find no tile left take blocks of queries instead, one by one, from a counter, wait until all tiles that
+Warps that find no tile left take blocks of queries instead, one by one, from a counter, wait until all tiles that
 see a block have added to it, and round it. So SMs that would be idle at the end are not, and no kernel follows. Tiles
 wait for nobody who rounds, so they all come to their end, and with them these waits. If a block has several sums, these
 are added up, the first one first.
@@ -13,26 +13,39 @@ from cutlass import Int32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
 from flash_attn_cute.kernels.common.blocks import Window
+from flash_attn_cute.kernels.common.key_lists import num_adding_of
+from flash_attn_cute.kernels.common.key_tiles import key_tiles_of
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score_tensors import keys_of
-from flash_attn_cute.kernels.sm90.backward.lists import num_adding_of
-from flash_attn_cute.kernels.sm90.backward.rounding import round_block
-from flash_attn_cute.kernels.sm90.backward.tiles import key_tiles_of
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, sums_of
-
-_AT_ONCE = 4
+from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 
 
 @cute.jit
-def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace) -> None:
-    """By a converged mma warp: rounds blocks until none is left."""
+def round_blocks(
+    config: cutlass.Constexpr,
+    a: BackwardArguments,
+    ws: Workspace,
+    warps: cutlass.Constexpr,
+    round_block: cutlass.Constexpr,
+) -> None:
+    """By a converged warp: rounds blocks until none is left.
+
+    Args:
+        config: of the pass.
+        a: its arguments.
+        ws: its workspace.
+        warps: of a CTA, that do so.
+        round_block: rounds one: takes its sums, dQ of its head, its first row within its sequence, the sequence's rows,
+            the row of the sequence before which writing ends, and the lane; where a block may have several sums, as
+            ``num_sums`` how many there are.
+    """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)
     lane = cute.arch.lane_idx()
     _, heads, blocks, _ = ws.mStats.shape
     # Every warp asks until it gets none.
     num_blocks = tiles.num_row_tiles(heads, blocks, f.packed)
-    num_questions = num_blocks + 4 * c.num_mma_warpgroups * cute.arch.grid_dim()[0]
+    num_questions = num_blocks + warps * cute.arch.grid_dim()[0]
     next_block = cute.domain_offset((1,), a.mNextTile)
     # A head's all together, and its sequences, as tiles of them are taken.
     order = tiles.Order(heads_in_cache=Int32(1), last_first=f.packed)
@@ -49,28 +62,16 @@ def round_blocks(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace)
             else:
                 num_adding = _num_adding(c, a, work, rows.length)
         if num_adding > 0:
-            first, num_sums = work.block, None
+            place = gdQ, work.first_row, rows, stop, lane
             if const_expr(c.spreads_sums):
                 sums = sums_of(c, a)
                 first, num_sums = work.block * sums, cutlass.min(sums, num_adding)
                 for i in cutlass.range(num_sums, unroll=1):
                     turns.wait_for_all(ws.mTurnsQ, work.head, first + i, cute.ceil_div(num_adding - i, sums))
+                round_block(ws.mdQaccum[work.head, first, None], *place, num_sums=num_sums)
             else:
-                turns.wait_for_all(ws.mTurnsQ, work.head, first, num_adding)
-            round_block(
-                ws.mdQaccum[work.head, first, None],
-                gdQ,
-                work.first_row,
-                rows,
-                stop,
-                a.numbers.softmax_scale,
-                c.tile_d,
-                c.columns_dQ,
-                lane,
-                32,
-                _AT_ONCE,
-                num_sums,
-            )
+                turns.wait_for_all(ws.mTurnsQ, work.head, work.block, num_adding)
+                round_block(ws.mdQaccum[work.head, work.block, None], *place)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)
             zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)

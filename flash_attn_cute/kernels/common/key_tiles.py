@@ -1,4 +1,4 @@
-"""The tiles of keys that both backward kernels work on.
+"""The tiles of keys that backward kernels work on.
 
 A tile is a block of keys for one query head, or for a few that share the key head (``grouped``; not for all, so that
 heads which run together fit the L2 cache): over the queries that see it, dK and dV are summed, and to theirs dQ is
@@ -17,6 +17,7 @@ the other way round: their tiles are taken from the first keys to the last, and 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,17 +25,19 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
+from flash_attn_cute.kernels.common.key_lists import launched, list_of
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
-from flash_attn_cute.kernels.common.score_rows import RowsOfScores
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.rows import zero_rows
+from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import known_keys
-from flash_attn_cute.kernels.sm90.backward.lists import launched, list_of
-from flash_attn_cute.kernels.sm90.backward.workspace import Workspace, packed_block
-from flash_attn_cute.kernels.sm90.config import BackwardConfig
-from flash_attn_cute.kernels.sm90.scores import Place
+from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
 
 NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
-BLOCKS_FIELD = 12  # the first of its blocks' among them
+_BLOCKS = 12  # the first of its blocks' among them
+_START, _STOP = _BLOCKS, _BLOCKS + 3
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,10 @@ class KeyTile:
                 fields[i] = value
 
     @staticmethod
-    def read(config: BackwardConfig, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
+    def read(config: Any, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, shared, earlier, later, *lengths = values[:BLOCKS_FIELD]
+        first_key, head, head_k, batch, block, first_block, shared, earlier, later, *lengths = values[:_BLOCKS]
         q_length, k_start, k_length = lengths
         f = config.features
         return KeyTile(
@@ -83,7 +86,7 @@ class KeyTile:
             k=SeqRows(k_start, k_length),
             first_block=first_block,
             window=Window.of(f, a, q_length, k_length).transposed,
-            blocks=Blocks(*values[BLOCKS_FIELD:], direction=shared if config.reverses_last else 1),
+            blocks=Blocks(*values[_BLOCKS:], direction=shared if config.reverses_last else 1),
             earlier=earlier if f.grouped else 0,
             later=later if f.grouped else 0,
         )
@@ -96,7 +99,7 @@ class KeyTile:
         )
         return keys.num_before(self.first_key // config.tile_n)
 
-    def place(self, config: BackwardConfig, nth: Int32 | int, first_key: Int32, m_block: Int32) -> Place:
+    def place(self, config: Any, nth: Int32 | int, first_key: Int32, m_block: Int32) -> Place:
         """Where the scores of keys from ``first_key`` on and a block of queries of the tile's nth head are."""
         return Place(
             rows=self.k,
@@ -108,7 +111,7 @@ class KeyTile:
             window=self.window,
         )
 
-    def rows_of_bias(self, config: BackwardConfig, nth: Int32 | int, m_block: Int32) -> RowsOfScores:
+    def rows_of_bias(self, config: Any, nth: Int32 | int, m_block: Int32) -> RowsOfScores:
         """The rows of a bias for a block of queries of the tile's nth head."""
         first = m_block * config.tile_m
         num = cutlass.min(self.q.length - first, config.tile_m)
@@ -135,12 +138,50 @@ class KeyTile:
         return self.earlier == 0
 
 
-def heads_a_tile(config: BackwardConfig, a: BackwardArguments) -> Int32 | int:
+class ToldTiles:
+    """What the producer tells the other roles of tiles, by shared memory."""
+
+    tile_fields: cute.Tensor  # (field, stage of tiles)
+    tiles: Ring
+
+    def tile(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
+        """What the producer has told of a tile."""
+        return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
+
+    def tile_again(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
+        """The same, read again: for what is not to be kept in registers all the time."""
+        return self.tile(config, a, walk + opaque(Int32(0)))
+
+    @cute.jit
+    def tell_of(self, tile: KeyTile, walk: Int32) -> None:
+        """By the producer: a tile, when all have read what was here."""
+        self.tiles.wait_empty(walk)  # from all other roles
+        with cute.arch.elect_one():
+            tile.write(self.tile_fields[None, self.tiles.stage(walk)])
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
+
+    @cute.jit
+    def tell_of_end(self, walk: Int32) -> None:
+        """By the producer: a tile of no blocks."""
+        self.tiles.wait_empty(walk)  # from all other roles
+        with cute.arch.elect_one():
+            for i in (_START, _STOP):
+                self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
+            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
+
+    @cute.jit
+    def has_tile(self, walk: Int32) -> Boolean:
+        """Whether there is another tile; the producer tells."""
+        self.tiles.wait_full(walk)  # from the producer
+        return self.tile_fields[_START, self.tiles.stage(walk)] < self.tile_fields[_STOP, self.tiles.stage(walk)]
+
+
+def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
     """How many heads a tile is for."""
     return a.numbers.heads_a_tile if config.features.grouped else 1
 
 
-def num_key_tiles(config: BackwardConfig, a: BackwardArguments) -> Int32:
+def num_key_tiles(config: Any, a: BackwardArguments) -> Int32:
     """Tiles of all heads and sequences."""
     return tiles.num_tiles(a.mK, a.mQ.shape[-2] // heads_a_tile(config, a), a.mCuSeqlensK, config.tile_n)
 
@@ -246,10 +287,41 @@ def _listed(
 
 
 def key_tiles_of(
-    config: BackwardConfig, first_query: Int32, k_length: Int32, window: Window, direction: Int32 | int = -1
+    config: Any, first_query: Int32, k_length: Int32, window: Window, direction: Int32 | int = -1
 ) -> Blocks:
     """The tiles of keys that a block of queries sees, and that so add to it.
 
     They are taken, and add, in the order of this walk, whose direction is opposite to their own.
     """
     return Blocks.of(first_query, config.tile_m, k_length, window, config.tile_n, direction=direction)
+
+
+@cute.jit
+def zero_unseen_keys(
+    config: cutlass.Constexpr,
+    a: BackwardArguments,
+    ws: Workspace,
+    mdK: cute.Tensor,
+    mdV: cute.Tensor,
+    first_tile: Int32,
+    step: Int32,
+) -> None:
+    """By one converged warp: zeros in dK and dV of padding, and of keys that nobody sees, of every so many-th tile."""
+    c = config
+    num_tiles = num_key_tiles(c, a)
+    # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
+    for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
+        index = first_tile
+        while index < num_tiles:
+            tile = key_tile(c, a, ws, index)
+            first = cutlass.max(tile.first_key, tile.k.length)
+            if tile.is_unseen if const_expr(c.features.listed) else tile.blocks.num == 0:
+                first = tile.first_key
+            stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
+            num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first
+            if const_expr(c.features.grouped):
+                num_rows = num_rows if tile.is_last else Int32(0)  # once
+            for mX in gradients:
+                gX = mX[None, None, tile.head_k, tile.batch]
+                zero_rows(gX, tile.k.start + first, num_rows, cute.arch.lane_idx(), 32)
+            index += step

@@ -1,0 +1,103 @@
+"""What the configurations of all architectures' backward passes have in common. Needs no cutlass."""
+
+from typing import Any, ClassVar
+
+from flash_attn_cute.kernels.arguments import MaskSizes, workspace_bytes
+from flash_attn_cute.kernels.features import Case, Features
+
+# Under a right bound the longest tiles would come last (``common.key_tiles``); packed sequences and grouped heads lose
+# by going the other way round.
+REVERSES_LAST = Case("right", without="packed grouped")
+
+
+class BackwardSizes:
+    """The workspace of a pass: what is in it, and how much of it."""
+
+    ctas_a_tile: ClassVar[int]
+
+    features: Features
+    tile_d: int
+    tile_m: int  # queries a block
+    tile_n: ClassVar[int]  # keys a tile
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Counters of additions a block of queries, and of keys."""
+        raise NotImplementedError
+
+    @property
+    def counts_additions(self) -> bool:
+        """Whether what is added to dQ is counted: to have an order, or because its rounding waits for all of it."""
+        return self.features.deterministic
+
+    @property
+    def spreads_sums(self) -> bool:
+        """Whether a block of dQ may have several sums, to which tiles add in turn: fewer wait for each other."""
+        return False
+
+    @property
+    def reverses_last(self) -> bool:
+        """Whether the heads of the last section of tiles go the other way round."""
+        raise NotImplementedError
+
+    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """Parts that hold what is made of a mask, for so many rows of tiles of so many blocks of keys."""
+        raise NotImplementedError
+
+    def parts(
+        self, heads: Any, num_m_blocks: Any, sums: Any, heads_k: Any, num_n_blocks: Any, mask: MaskSizes | None
+    ) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace, of numbers of 4 bytes, in the order in which they lie in it: their shapes.
+
+        Args:
+            heads: of queries; like all others an int, or the kernels' Int32.
+            num_m_blocks: blocks of queries a head.
+            sums: of a block of dQ.
+            heads_k: of keys.
+            num_n_blocks: tiles of keys a head.
+            mask: what there is of the tables that are made of a mask; None without one.
+        """
+        counters, counters_k = self.counters
+        parts: dict[str, tuple[Any, ...]] = {
+            "mStats": (2, heads, num_m_blocks, self.tile_m),
+            "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
+        }
+        if self.counts_additions:
+            parts["mTurnsQ"] = counters, heads, num_m_blocks * sums
+        if mask is not None:
+            rows = mask.sets * mask.rows
+            parts |= self.mask_parts(rows, mask.blocks)
+            parts["mOrder"] = rows, mask.blocks
+            parts["mAdding"] = (rows,)
+            parts["mLists"] = mask.sets * mask.key_tiles, 2
+            parts["mEntries"] = mask.sets * mask.blocks * mask.m_blocks, 3
+        if self.features.grouped:
+            parts["mTurnsK"] = counters_k, heads_k, num_n_blocks
+            parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
+        return parts
+
+    def workspace_size(
+        self,
+        heads: int,
+        num_m_blocks: int,
+        sums: int,
+        heads_k: int,
+        num_n_blocks: int,
+        mask: MaskSizes | None,
+        shares: bool,
+    ) -> int:
+        """Bytes of workspace.
+
+        Args:
+            heads: as in ``parts``.
+            num_m_blocks: as in ``parts``.
+            sums: as in ``parts``.
+            heads_k: as in ``parts``.
+            num_n_blocks: as in ``parts``.
+            mask: as in ``parts``.
+            shares: whether tiles leave sums of dK and dV to others; else these, which are last, have no memory.
+        """
+        parts = self.parts(heads, num_m_blocks, sums, heads_k, num_n_blocks, mask)
+        if not shares:
+            parts.pop("mdKVaccum", None)
+        return workspace_bytes(parts)

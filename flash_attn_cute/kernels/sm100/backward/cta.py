@@ -1,0 +1,585 @@
+"""Attention backward on Blackwell, up to d = 128: a tile of 128 keys is the work of a CTA.
+
+Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and walks over the blocks of 128
+queries that see it; a block is a *step*, and steps are counted over all tiles of the CTA):
+    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread. When no
+                             tile is left, zeros into dK and dV where nothing else is to be.
+    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: weights from
+                             scores, gradients of scores from those of weights. Then dK and dV of the tile; when no tile
+                             is left, they round dQ (``common.dq_rounding``).
+    warp 12                  mma: issues all products, and owns tensor memory.
+    warp 13                  producer: chooses tiles; loads K and V once a tile, Q with lse and dO with delta each step.
+    warps 14, 15             add dQ to the workspace by TMA, a step each in turn: one waits until its block's turn has
+                             come (``common.turns``), or until what it has added is there, while the other adds.
+Registers a thread: ``BackwardConfig.registers``.
+
+Products are transposed, but for the last one: rows are keys.
+    S' = K Q'          both from shared memory
+    dP' = V dO'        likewise
+    dV += P' dO        P' from tensor memory
+    dK += dS' Q        dS' from tensor memory
+    dQ = dS K          dS from shared memory
+One copy of K, V, Q and dO serves all products: rows of 64 columns in shared memory are read along either dimension.
+
+Tensor memory (512 columns; first ones of d = 128 and 64): S 0; dV 128; dP 256 and 192; dK 384 and 320; dQ in the place
+of dP, or at 384. P (16 bits, so half as many columns) takes the place of S, and dS that of dP: those of each warpgroup
+the first half of its own 64 columns, so that no warpgroup waits for the other.
+
+Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
+fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
+
+    ring     stages  counts    full by                        empty by
+    tiles    2       tiles     1, producer                    15: all other warps
+    k, v     table   tiles     1 + bytes, producer's TMA      1 a piece of 64 columns, compute: dK, or dV, has left
+    q        2       steps     1 + bytes, producer's TMA      1, commit of dK; 8, compute: lse is read
+    do       table   steps     1 + bytes, producer's TMA      1, commit of dV; 8, compute: delta is read
+    scores   1       steps     1, commit of S                 8, compute: P is there
+    dp       1       steps     1, commit of dP                8, compute: dS is there, twice
+    dq       1       steps     1, commit of dQ                4, drain: dQ is read
+    pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
+    dv, dk   1       tiles     1, commit of the last one      4 a piece, compute: dV, or dK, is read
+
+Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier.
+
+The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
+
+    tensor cores   S0 dP0 | dV0 S1 dK0 | dQ0 dP1 | dV1 S2 dK1 | dQ1 dP2 ...
+    compute          P0     dS0      P1            dS1      P2
+    drain                                     dQ0                    dQ1
+
+so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done
+in the order in which they were issued, and a commit arrives when all before it are done. Hence:
+  - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
+  - dP(t + 1), for which compute warps wait, tells them that dQ(t) is done: there is room for dS in shared memory.
+  - Where dQ lies in the place of dP, the mma warp waits for the drain before dP(t + 1), and else before dQ(t + 1).
+  - dV and dK of a tile's first step overwrite, when compute warps have read those of the last tile.
+dV leaves through the place of V, which is not needed behind the last dP, and dK through that of K, behind the last dQ.
+
+What is read or overwritten by another proxy or thread, and what orders it:
+    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
+    P, dS -> tensor cores                       tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
+    dQ, dV, dK read -> overwritten              tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
+    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
+    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
+    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
+    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
+    dQ in the workspace                         ``common.turns``
+Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
+
+Windows and ends are looked at only in steps that an edge crosses. How sums and stats lie in the workspace is ``sums``'
+business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common.assembly import opaque, pack, unpack
+from flash_attn_cute.kernels.common.blocks import Edges
+from flash_attn_cute.kernels.common.dq_rounding import round_blocks
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_tiles import (
+    NUM_FIELDS,
+    heads_a_tile,
+    num_key_tiles,
+    zero_unseen_keys,
+)
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
+from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.backward.cta_transfers import Tma, Transfers
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    DQ_COLUMNS,
+    DQ_STAGES,
+    O_COLUMNS,
+    PART_ROWS,
+    TENSOR_COLUMNS,
+    TILE_STAGES,
+    BackwardConfig,
+)
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
+from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
+
+_THREADS = 512
+_COMPUTE_WARPS, _MMA_WARP, _PRODUCER_WARP, _ADDING_WARPS = 4, 12, 13, 14  # the first ones, and single ones
+_BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
+_QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
+_COLUMNS = 32  # of tensor memory that a compute thread reads at once
+
+
+class _Mmas(NamedTuple):
+    """Products, called by their results."""
+
+    S: cute.TiledMma  # and dP
+    dV: cute.TiledMma  # and dK
+    dQ: cute.TiledMma
+
+
+class BackwardCtaSm100:
+    """The backward kernel of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.transfers = Transfers(config)
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, dtype, packed = self.config, self.dtype, self.config.features.packed
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        layouts = layouts_of(c, dtype)
+        self.Storage = storage_of(c, dtype, layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
+        mmas = _Mmas(
+            S=tiled_mma(dtype, k_major, c.tile_m, shared),
+            dV=tiled_mma(dtype, mn_major, c.tile_d, tensors),
+            dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major),
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
+        sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
+        tma = Tma(
+            Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
+            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
+            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_d), packed),
+            dK=make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
+            dV=make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
+        )
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
+            grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: _Mmas,
+        tma: Tma,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        a: BackwardArguments,
+        ws: Workspace,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared and tensor memory, then splits into roles."""
+        c, f = self.config, self.config.features
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread = cute.arch.thread_idx()[0] % 128
+        layouts = layouts_of(c, self.dtype)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        rings = Rings.at(c, storage.barriers.data_ptr())
+        if warp_idx == _PRODUCER_WARP:
+            for rows in tma:
+                cpasync.prefetch_descriptor(rows.atom)
+            with cute.arch.elect_one():
+                rings.init(c)
+            cute.arch.mbarrier_init_fence()
+        if warp_idx == _MMA_WARP:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, storage.holder.data_ptr())
+            cute.arch.relinquish_tmem_alloc_permit()
+        tensor_memory.before_sync()
+        cute.arch.sync_threads()
+        tensor_memory.after_sync()
+        shared = Shared(
+            **{
+                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+                for name, layout in layouts._asdict().items()
+            },
+            lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
+            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * DQ_COLUMNS, DQ_STAGES))),
+            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
+            tiles=rings.tiles,
+            rings=rings,
+            holder=storage.holder.data_ptr(),
+        )
+        if warp_idx < _COMPUTE_WARPS:
+            cute.arch.setmaxregister_increase(c.registers.drain)
+            self.transfers.drain(a, shared, thread)
+            if const_expr(f.packed or f.left or f.right):  # else every key is seen
+                index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
+        elif warp_idx < _MMA_WARP:
+            cute.arch.setmaxregister_increase(c.registers.compute)
+            self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
+            rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
+            round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers.others)
+            if warp_idx == _MMA_WARP:
+                self.mma(a, mmas, shared)
+            elif warp_idx == _PRODUCER_WARP:
+                self.transfers.producer(a, ws, tma, shared)
+            else:
+                self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)
+        tensor_memory.before_sync()
+        cute.arch.sync_threads()  # nobody reads tensor memory any more
+        if warp_idx == _MMA_WARP:
+            tensor_memory.after_sync()
+            cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
+
+    @cute.jit
+    def mma(self, a: BackwardArguments, mmas: _Mmas, shared: Shared) -> None:
+        """One warp: issues all products, S of a step ahead of what is left of the one before."""
+        c, rings = self.config, shared.rings
+        products = _Products.of(c, mmas, shared)
+        walk, step = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            shared.tiles.release(walk)  # to the producer
+            rings.k.wait_full(walk)  # from the producer
+            for i in cutlass.range(num_steps, unroll=1):
+                rings.q.wait_full(step)  # from the producer
+                products.start_S(walk, step)
+                commit(rings.scores.full(step))  # to compute warps
+                if i > 0:
+                    self._finish(products, shared, walk, step - 1, i == 1)
+                else:
+                    rings.v.wait_full(walk)  # from the producer
+                rings.do.wait_full(step)  # from the producer
+                if const_expr(c.dQ_over_dP):
+                    rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+                    tensor_memory.after_sync()
+                products.start_dP(walk, step)
+                commit(rings.dp.full(step))  # to compute warps
+                rings.scores.wait_empty(step + 1)  # from compute warps: P is there
+                if i == 0:
+                    rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
+                tensor_memory.after_sync()
+                products.start_dV(step, i > 0)
+                commit(rings.do.empty(step))  # to the producer
+                step += 1
+            commit(rings.dv.full(walk))  # to compute warps
+            self._finish(products, shared, walk, step - 1, num_steps == 1)
+            commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+            walk += 1
+
+    @cute.jit
+    def _finish(self, products: "_Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dK and dQ of a step, which may be its tile's first."""
+        rings = shared.rings
+        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
+        if is_first:
+            rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+        if const_expr(not self.config.dQ_over_dP):
+            rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+        tensor_memory.after_sync()
+        products.start_dK(step, not is_first)
+        commit(rings.q.empty(step))  # to the producer
+        products.start_dQ(walk)
+        commit(rings.dq.full(step))  # to the drain warps
+
+    @cute.jit
+    def compute(
+        self,
+        a: BackwardArguments,
+        ws: Workspace,
+        tma: Tma,
+        shared: Shared,
+        scales: ScoreScales,
+        warpgroup: Int32,
+        thread: Int32,
+    ) -> None:
+        """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
+        c = self.config
+        address = tensor_memory.row_address(shared.tensor_memory, thread)
+        work = _Work(a, shared, scales, warpgroup, thread, address)
+        walk, step = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_blocks = shared.tile(c, a, walk).blocks.num
+            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    self._step(work, walk, i, step)
+                    step += 1
+            self._put_out(work, ws, tma, walk)
+            shared.tiles.release(walk)  # to the producer
+            walk += 1
+
+    @cute.jit
+    def _step(self, work: "_Work", walk: Int32, i: Int32, step: Int32) -> None:
+        """A warpgroup's half of a step: the i-th block of its head's walk."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
+        first_query = _QUERIES * work.warpgroup
+        rings.q.wait_full(step)  # from the producer: lse
+        rings.scores.wait_full(step)  # from the tensor cores
+        tensor_memory.after_sync()
+        place = work.address + (c.first_S + first_query)
+        if const_expr(c.features.softcap):
+            cap_in_memory(place, _QUERIES, work.scales.tanh)
+        self._hide(work, walk, i, place)
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)])
+        tensor_memory.before_sync()
+        rings.scores.release(step)  # to the mma warp: P is there
+        rings.q.release(step)  # to the producer: lse is read
+        rings.do.wait_full(step)  # from the producer: delta
+        rings.dp.wait_full(step)  # from the tensor cores; the last step's dS is read no more
+        tensor_memory.after_sync()
+        place = work.address + (c.first_dP + first_query)
+        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        rings.dp.release(step)  # to the mma warp: dS is there
+        rings.do.release(step)  # to the producer: delta is read
+
+    @cute.jit
+    def _hide(self, work: "_Work", walk: Int32, i: Int32, place: Int32) -> None:
+        """Hides scores that an edge does, where they are in tensor memory, if it crosses the block."""
+        c, f = self.config, self.config.features
+        tile = work.shared.tile_again(c, work.arguments, walk)
+        m_block = tile.blocks.nth(i)
+        is_cut = tile.blocks.crosses_left(m_block)
+        if const_expr(f.hides_last_queries):
+            is_cut = is_cut or tile.blocks.crosses_right(m_block)
+        if is_cut:
+            hide_in_memory(
+                place,
+                _QUERIES,
+                work.scales.log2,
+                tile.first_key + work.thread,
+                m_block * c.tile_m + _QUERIES * work.warpgroup,
+                tile.q.length,
+                tile.window,
+                Edges(left=f.right, right=f.left),
+                tile.k.length,
+            )
+
+    def _weigh(self, work: "_Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
+        """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
+        found, scale = [], -work.scales.log2
+        for first in range(0, _QUERIES, _COLUMNS):
+            scores, weights = tensor_memory.load(place + first, _COLUMNS), []
+            for j in range(0, _COLUMNS, 2):
+                if j % 4 == 0:
+                    four = work.four(lse, first + j)
+                x = scores[j], scores[j + 1]
+                # Negated: what is negated again is an operand of the next instruction.
+                exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
+                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
+                weights.append(pack(*pair, self.dtype))
+                if self.config.features.softcap:  # scores are infinite where the weights are 0
+                    pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
+                    found.append(pack(*pair, self.dtype))
+                else:
+                    found.append(weights[-1])
+            tensor_memory.store(place + first // 2, weights)
+        return found
+
+    def _differentiate(self, work: "_Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
+        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
+        sdS = cute.local_tile(work.shared.sdS, (PART_ROWS, _QUERIES), (0, work.warpgroup))
+        for first in range(0, _QUERIES, _COLUMNS):
+            gradients = tensor_memory.load(place + first, _COLUMNS)
+            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+            packed = cute.recast_tensor(rounded, Int32)
+            for j in range(0, _COLUMNS, 2):
+                if j % 4 == 0:
+                    four = work.four(delta, first + j)
+                pair = weights[(first + j) // 2]
+                w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
+                x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
+                packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
+            tensor_memory.store(place + first // 2, [packed[j] for j in range(_COLUMNS // 2)])
+            write_row(rounded, sdS, work.thread, first)
+
+    @cute.jit
+    def _put_out(self, work: "_Work", ws: Workspace, tma: Tma, walk: Int32) -> None:
+        """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
+        c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
+        tile = shared.tile_again(c, a, walk)
+        is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
+        if const_expr(c.features.grouped):
+            counter = turns.counter(ws.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+            if not is_last or earlier > 0:
+                is_first = tile.await_turn(c, counter, barrier)
+        self._pieces(work, ws, tma, walk, is_first)
+        if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if not is_last:
+                turns.count_as_warpgroup(counter, barrier)
+
+    @cute.jit
+    def _pieces(self, work: "_Work", ws: Workspace, tma: Tma, walk: Int32, is_first: Boolean) -> None:
+        """Of 64 columns: at d = 128 one of dV and one of dK a warpgroup, else dV is the first one's, dK the other's."""
+        c, rings = self.config, work.shared.rings
+        for which in cutlass.range_constexpr(2):  # dV, dK
+            if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS):
+                self._piece(work, ws, tma, walk, which, work.warpgroup, is_first)
+            elif work.warpgroup == which:
+                self._piece(work, ws, tma, walk, which, Int32(0), is_first)
+        if work.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            for which, ring in enumerate((rings.v, rings.k)):
+                if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS) or work.warpgroup == which:
+                    ring.release(walk)  # to the producer
+
+    @cute.jit
+    def _piece(
+        self,
+        work: "_Work",
+        ws: Workspace,
+        tma: Tma,
+        walk: Int32,
+        which: cutlass.Constexpr,
+        piece: Int32,
+        is_first: Boolean,
+    ) -> None:
+        """A piece of dV (0) or dK (1)."""
+        c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
+        ring, first, sX, kv, t = (
+            (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
+            (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
+        )[which]
+        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (c.tile_n, O_COLUMNS), (0, piece))
+        scale = a.numbers.softmax_scale if const_expr(which == 1) else Float32(1.0)
+        address = work.address + (first + O_COLUMNS * piece)
+        ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
+        tensor_memory.after_sync()
+        tile = shared.tile_again(c, a, walk)
+        for column in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
+            numbers = tensor_memory.load(address + column, _COLUMNS)
+            acc = cute.make_rmem_tensor(_COLUMNS, Float32)
+            for j in cutlass.range_constexpr(_COLUMNS):
+                acc[j] = numbers[j] * scale
+            if const_expr(c.features.grouped):
+                # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
+                block = ws.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
+                place = cute.domain_offset(((O_COLUMNS * piece + column) * PART_ROWS,), block)
+                sums = by_fours(place.iterator, _COLUMNS)
+                if not tile.is_last:
+                    share([acc[j] for j in range(_COLUMNS)], sums, work.thread, is_first)
+                elif tile.earlier > 0:
+                    take(acc, sums, work.thread)
+            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+            packed = cute.recast_tensor(rounded, Int32)
+            for j in cutlass.range_constexpr(_COLUMNS // 2):
+                packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
+            write_row(rounded, sX, work.thread, column)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        ring.release(walk)  # to the mma warp: it may be overwritten
+        cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
+        if work.thread < 32:
+            stop = cutlass.min(tile.first_key + c.tile_n, tile.k.length)
+            if tile.is_last:
+                start = tile.k.start + tile.first_key
+                t.store(sX, t.at(start, tile.k.start + stop, tile.head_k, tile.batch, piece))
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a thread of a compute warpgroup has all the time."""
+
+    arguments: BackwardArguments
+    shared: Shared
+    scales: ScoreScales
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup: its key
+    address: Int32  # of this thread's row in tensor memory
+
+    def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
+        """Lse or delta of four of the warpgroup's queries."""
+        four = cute.make_rmem_tensor(4, Float32)
+        place = (_QUERIES // 4) * self.warpgroup + first // 4
+        cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
+        return four
+
+
+@dataclass(frozen=True)
+class _Products:
+    """All products, called by their results; in flight on return."""
+
+    config: BackwardConfig
+    mmas: _Mmas
+    shared: Shared
+    memory: cute.Pointer  # tensor memory
+    # ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
+    tSrK: cute.Tensor  # (MMA, 1, MMA_K, stage)
+    tSrQ: cute.Tensor
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor  # (MMA, 1, MMA_K)
+    tQrK: cute.Tensor
+
+    @staticmethod
+    def of(config: BackwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
+        """Those of all operands in shared memory."""
+        S, dV, dQ = (mma.get_slice(0) for mma in mmas)
+        return _Products(
+            config=config,
+            mmas=mmas,
+            shared=shared,
+            memory=shared.tensor_memory,
+            tSrK=mmas.S.make_fragment_A(S.partition_A(shared.sK)),
+            tSrQ=mmas.S.make_fragment_B(S.partition_B(shared.sQ)),
+            tPrV=mmas.S.make_fragment_A(S.partition_A(shared.sV)),
+            tPrdO=mmas.S.make_fragment_B(S.partition_B(shared.sdO)),
+            tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sdO))),
+            tKrQ=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sQ))),
+            tQrdS=mmas.dQ.make_fragment_A(dQ.partition_A(transposed(shared.sdS))),
+            tQrK=mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),
+        )
+
+    def start_S(self, walk: Int32, step: Int32) -> None:
+        """S' = K Q'."""
+        rings = self.shared.rings
+        a, b = self.tSrK[None, None, None, rings.k.stage(walk)], self.tSrQ[None, None, None, rings.q.stage(step)]
+        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_S, self.config.tile_m), a, b, Boolean(False))
+
+    def start_dP(self, walk: Int32, step: Int32) -> None:
+        """DP' = V dO'."""
+        rings = self.shared.rings
+        a, b = self.tPrV[None, None, None, rings.v.stage(walk)], self.tPrdO[None, None, None, rings.do.stage(step)]
+        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_dP, self.config.tile_m), a, b, Boolean(False))
+
+    def start_dV(self, step: Int32, accumulates: Boolean) -> None:
+        """DV += P' dO."""
+        c, mma = self.config, self.mmas.dV
+        b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_d), self._halves(c.first_S), b, accumulates)
+
+    def start_dK(self, step: Int32, accumulates: Boolean) -> None:
+        """DK += dS' Q."""
+        c, mma = self.config, self.mmas.dV
+        b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), self._halves(c.first_dP), b, accumulates)
+
+    def start_dQ(self, walk: Int32) -> None:
+        """DQ = dS K."""
+        c, mma = self.config, self.mmas.dQ
+        b = self.tQrK[None, None, None, self.shared.rings.k.stage(walk)]
+        gemm(mma, self._sum(mma, c.first_dQ, c.tile_d), self.tQrdS, b, Boolean(False))
+
+    def _sum(self, mma: cute.TiledMma, first: int, columns: int) -> cute.Tensor:
+        """128 rows of some columns of tensor memory, as a product's result."""
+        layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
+        return cute.make_tensor(self.memory + first, layout)
+
+    def _halves(self, first: int) -> cute.Tensor:
+        """An operand of 128 columns of 16 bits, each warpgroup's in the first half of its own columns."""
+        mma = self.mmas.dV
+        layout = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, self.config.tile_m))).layout
+        steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
+        within = layout.stride[2]
+        layout = cute.make_layout(
+            (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)),
+            stride=(*layout.stride[:2], (within, 2 * steps * within)),
+        )
+        return cute.make_tensor(cute.recast_ptr(self.memory + first, dtype=DTYPES[self.config.dtype]), layout)

@@ -1,0 +1,157 @@
+"""Shared memory of the backward kernel (``cta``): what lies where, and what guards it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    DQ_COLUMNS,
+    DQ_STAGES,
+    SHARED_MEMORY,
+    TILE_STAGES,
+    BackwardConfig,
+)
+from flash_attn_cute.kernels.sm100.mma import swizzled
+
+ADDING_WARPS = 2  # which take steps in turn
+
+
+class Layouts(NamedTuple):
+    """Of operands."""
+
+    sK: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d, stage)
+    sQ: cute.ComposedLayout  # (tile_m, d, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d, stage)
+    sdS: cute.ComposedLayout  # (tile_n, tile_m)
+
+
+def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
+    """How operands lie in shared memory; made anew on the host's and on the kernel's side."""
+    c = config
+    return Layouts(
+        sK=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
+        sV=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
+        sQ=swizzled(dtype, (c.tile_m, c.tile_d, c.q_stages)),
+        sdO=swizzled(dtype, (c.tile_m, c.tile_d, c.do_stages)),
+        sdS=swizzled(dtype, (c.tile_n, c.tile_m)),
+    )
+
+
+@dataclass(frozen=True)
+class Rings:
+    """All barriers of the kernel; see ``cta`` for who fills and empties what."""
+
+    tiles: Ring
+    k: Ring
+    v: Ring
+    q: Ring
+    do: Ring
+    scores: Ring
+    dp: Ring
+    dq: Ring
+    pieces_even: Ring  # of even steps; the others are behind
+    pieces_odd: Ring
+    dv: Ring
+    dk: Ring
+
+    @staticmethod
+    def stages(config: BackwardConfig) -> dict[str, int]:
+        """Of each, by its name."""
+        c = config
+        several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
+        pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
+        return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, **pieces, "dv": 1, "dk": 1}
+
+    @staticmethod
+    def at(config: BackwardConfig, barriers: cute.Pointer) -> "Rings":
+        """One after the other."""
+        rings, first = {}, 0
+        for name, stages in Rings.stages(config).items():
+            rings[name] = Ring(barriers + first, stages)
+            first += 2 * stages
+        return Rings(**rings)
+
+    def init(self, config: BackwardConfig) -> None:
+        """Before all else, by one thread."""
+        compute, drain, mma = 4 * COMPUTE_WARPGROUPS, 4, 1  # warps
+        self.tiles.init(full=1, empty=compute + drain + mma + ADDING_WARPS)
+        for ring in (self.k, self.v):
+            ring.init(full=1, empty=config.pieces_dK)  # an arrival with the bytes announced; what took its place left
+        for ring in (self.q, self.do):
+            ring.init(full=1, empty=1 + compute)  # likewise; a commit, and lse or delta is read
+        for ring in (self.scores, self.dp):
+            ring.init(full=1, empty=compute)  # a commit; what is made of it is there
+        self.dq.init(full=1, empty=drain)  # a commit
+        for ring in (self.pieces_even, self.pieces_odd):
+            ring.init(full=drain, empty=1)
+        for ring in (self.dv, self.dk):
+            ring.init(full=1, empty=4 * config.pieces_dK)  # a commit; the warps that have read it
+
+    def pieces(self, step: Int32) -> Ring:
+        """Those of dQ's pieces of steps that an adding warp has: every other one."""
+        return Ring(self.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
+
+    @cute.jit
+    def put_out(self, config: cutlass.Constexpr, step: Int32, i: cutlass.Constexpr) -> None:
+        """By a drain warp: a step's i-th piece of dQ is there."""
+        for which, ring in enumerate((self.pieces_even, self.pieces_odd)):
+            if step % ADDING_WARPS == which:
+                ring.arrive(piece_number(config, step, i))  # to the adding warp whose step it is
+
+
+def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
+    """That of a step's i-th piece among those of every other step."""
+    return step // ADDING_WARPS * config.pieces_dQ + i
+
+
+def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
+    """All shared memory of a CTA."""
+    c = config
+    num_barriers = 2 * sum(Rings.stages(c).values())
+
+    @cute.struct
+    class Storage:
+        barriers: cute.struct.MemRange[Int64, num_barriers]
+        holder: cute.struct.MemRange[Int32, 1]
+        tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
+        lse: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
+        sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
+        sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
+        sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
+        sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
+        sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * DQ_COLUMNS * DQ_STAGES], 1024]
+
+    assert Storage.size_in_bytes() <= SHARED_MEMORY
+    return Storage
+
+
+@dataclass(frozen=True)
+class Shared(ToldTiles):
+    """Shared memory and what guards it."""
+
+    sK: cute.Tensor  # (tile_n, d, stage); then dK on its way out
+    sV: cute.Tensor  # (tile_n, d, stage); then dV on its way out
+    sQ: cute.Tensor  # (tile_m, d, stage)
+    sdO: cute.Tensor  # (tile_m, d, stage)
+    sdS: cute.Tensor  # (tile_n, tile_m)
+    lse: cute.Tensor  # (tile_m, stage of q)
+    delta: cute.Tensor  # (tile_m, stage of do)
+    dQ: cute.Tensor  # (numbers of a piece, stage)
+    tile_fields: cute.Tensor  # (field, stage of tiles)
+    tiles: Ring
+    rings: Rings
+    holder: cute.Pointer  # of where tensor memory begins
+
+    @property
+    def tensor_memory(self) -> cute.Pointer:
+        """Where it begins, read every time: one register for all roles would live too long."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)

@@ -1,0 +1,177 @@
+"""What brings tiles to the backward kernel and takes dQ away (see ``cta``)."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
+from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
+
+
+class Tma(NamedTuple):
+    """Tiles of the tensors, by their names."""
+
+    Q: RowTiles
+    dO: RowTiles
+    K: RowTiles
+    V: RowTiles
+    dK: RowTiles
+    dV: RowTiles
+
+
+class Transfers:
+    """The roles that move what others multiply, and what they have summed of dQ."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared) -> None:
+        """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
+        c, rings = self.config, shared.rings
+        num_tiles = num_key_tiles(c, a)
+        num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
+        index = take_tile(a.mNextTile, num_questions)
+        walk, step = Int32(0), Int32(0)
+        while index < num_tiles:
+            tile = key_tile(c, a, ws, index)
+            if tile.blocks.num > 0:  # the others only have zeros to be written
+                shared.tell_of(tile, walk)
+                self._load_keys(tile, tma.K, shared.sK, rings.k, walk)
+                first_step = step
+                for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                    for i in cutlass.range(tile.blocks.num, unroll=1):
+                        head, m_block = tile.head + nth, tile.blocks.nth(i)
+                        lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
+                        self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
+                        if step == first_step:
+                            self._load_keys(tile, tma.V, shared.sV, rings.v, walk)
+                        self._load_queries(tile, tma.dO, shared.sdO, delta, shared.delta, rings.do, head, m_block, step)
+                        step += 1
+                walk += 1
+            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            index = take_tile(a.mNextTile, num_questions)
+        shared.tell_of_end(walk)
+
+    @cute.jit
+    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: cutlass.Constexpr, walk: Int32) -> None:
+        """A tile's K or V."""
+        ring.wait_empty(walk)  # from compute warps: the gradient that took its place has left
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
+        stop = cutlass.min(tile.first_key + t.tile_rows, tile.k.length)
+        gX = t.at(tile.k.start + tile.first_key, tile.k.start + stop, tile.head_k, tile.batch)
+        t.load(gX, sX[None, None, ring.stage(walk)], ring.full(walk))
+
+    @cute.jit
+    def _load_queries(
+        self,
+        tile: KeyTile,
+        t: RowTiles,
+        sX: cute.Tensor,
+        gStats: cute.Tensor,
+        stats: cute.Tensor,
+        ring: Ring,
+        head: Int32,
+        m_block: Int32,
+        step: Int32,
+    ) -> None:
+        """A block of Q with lse, or of dO with delta."""
+        start = m_block * t.tile_rows
+        stop = cutlass.min(start + t.tile_rows, tile.q.length)
+        ring.wait_empty(step)  # from the tensor cores and compute warps: what was there is read no more
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), t.tile_rows * (2 * t.tile_columns + 4))
+            numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            cute.copy(numbers, gStats, stats[None, ring.stage(step)], mbar_ptr=ring.full(step))
+        gX = t.at(tile.q.start + start, tile.q.start + stop, head, tile.batch)
+        t.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
+
+    @cute.jit
+    def drain(self, a: BackwardArguments, shared: Shared, thread: Int32) -> None:
+        """A warpgroup: dQ of every step from tensor memory to shared memory. A thread has a query."""
+        c, rings = self.config, shared.rings
+        address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_dQ
+        step, walk = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            shared.tiles.release(walk)  # to the producer
+            for _ in cutlass.range(num_steps, unroll=1):
+                rings.dq.wait_full(step)  # from the tensor cores
+                tensor_memory.after_sync()
+                numbers = tensor_memory.load(address, c.tile_d)
+                tensor_memory.before_sync()
+                rings.dq.release(step)  # to the mma warp: what lies in its place may be computed
+                for i in cutlass.range_constexpr(c.pieces_dQ):
+                    self._await_place(rings, step, i)
+                    sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, DQ_COLUMNS)
+                    put(numbers[i * DQ_COLUMNS : (i + 1) * DQ_COLUMNS], sums, thread)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    rings.put_out(c, step, i)
+                step += 1
+            walk += 1
+
+    def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
+        """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
+
+        The next step is of the same adding warp as the last one, and of its pieces the i-th is to follow on that one.
+        """
+        owner = step if i >= DQ_STAGES else step + 1
+        rings.pieces(owner).wait_empty(piece_number(self.config, owner, i))  # from that adding warp
+
+    @cute.jit
+    def add(self, a: BackwardArguments, ws: Workspace, shared: Shared, which: Int32) -> None:
+        """One of the adding warps: dQ of every other step to the workspace, in turn."""
+        c = self.config
+        step, walk = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(shared.tile_again(c, a, walk).blocks.num, unroll=1):
+                    if step % ADDING_WARPS == which:
+                        tile = shared.tile_again(c, a, walk)
+                        m_block = tile.blocks.nth(i)
+                        block = (tile.head + nth) * ws.mdQaccum.shape[1] + tile.first_block + m_block
+                        self._add_block(ws, shared, which, step, block, tile.turn(c, m_block))
+                    step += 1
+            shared.tiles.release(walk)  # to the producer
+            walk += 1
+
+    @cute.jit
+    def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
+        """A step's dQ to its block of the workspace, over which the first tile writes."""
+        c, ring, num = self.config, shared.rings.pieces(which), PART_ROWS * DQ_COLUMNS
+        counter = turns.counter(ws.mTurnsQ, 0, 0, block)
+        turns.wait(counter, turn)
+        cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+        target = cute.domain_offset((0, Int64(block), 0), ws.mdQaccum).iterator.toint()
+        for i in cutlass.range_constexpr(c.pieces_dQ):
+            piece = piece_number(c, step, i)
+            ring.wait_full(piece)  # from the drain warps
+            source = shared.dQ[None, i % DQ_STAGES].iterator
+            with cute.arch.elect_one():
+                if turn == 0:
+                    store_from_shared(target + 4 * num * i, source, 4 * num)
+                else:
+                    add_from_shared(target + 4 * num * i, source, 4 * num)
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(i > 0):
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                ring.release(piece - 1)  # to the drain warps
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        ring.release(piece_number(c, step, c.pieces_dQ - 1))  # to the drain warps
+        cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
+        with cute.arch.elect_one():
+            turns.count(counter)

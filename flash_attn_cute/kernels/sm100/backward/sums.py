@@ -1,0 +1,95 @@
+"""How the float32 sums of gradients lie in the workspace (``common.workspace``), and what brings them from there.
+
+A block of 128 rows has its columns by fours: (four, row, column of the four). So a warp whose threads have a row each
+reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from flash_attn_cute.kernels.common.assembly import add_four, pack
+from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
+
+_AT_ONCE = 4  # times eight columns of a row of dQ that a thread reads before it writes
+
+
+def by_fours(sums: cute.Pointer, columns: int) -> cute.Tensor:
+    """Some columns of a block, or of a piece: (column of the four, row, four)."""
+    return cute.make_tensor(sums, cute.make_layout((4, PART_ROWS, columns // 4), stride=(1, 4, 4 * PART_ROWS)))
+
+
+def put(numbers: list[Float32], sums: cute.Tensor, row: Int32) -> None:
+    """Writes a row of some columns."""
+    four = cute.make_rmem_tensor(4, Float32)
+    for i in range(len(numbers) // 4):
+        for j in range(4):
+            four[j] = numbers[4 * i + j]
+        cute.autovec_copy(four, sums[None, row, i])
+
+
+@cute.jit
+def share(numbers: cutlass.Constexpr, sums: cute.Tensor, row: Int32, is_first: Boolean) -> None:
+    """Adds a row of some columns; the first to come writes."""
+    if is_first:
+        put(numbers, sums, row)
+    else:
+        for i in cutlass.range_constexpr(len(numbers) // 4):
+            add_four(sums[None, row, i].iterator.toint(), *numbers[4 * i : 4 * i + 4])
+
+
+@cute.jit
+def take(acc: cute.Tensor, sums: cute.Tensor, row: Int32) -> None:
+    """Adds a row of some columns to what is in registers."""
+    four = cute.make_rmem_tensor(4, Float32)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        cute.autovec_copy(sums[None, row, i], four)
+        for j in cutlass.range_constexpr(4):
+            acc[4 * i + j] = acc[4 * i + j] + four[j]
+
+
+@cute.jit
+def round_block(
+    sums: cute.Tensor,
+    gdX: cute.Tensor,
+    first_row: Int32,
+    rows: SeqRows,
+    stop: Int32,
+    lane: Int32,
+    scale: Float32,
+    tile_d: cutlass.Constexpr,
+) -> None:
+    """By a warp: a block that has been added to, scaled, rounded, and zero in the padding.
+
+    Args:
+        sums: the block's.
+        gdX: (rows, d), the gradient of a head.
+        first_row: the block's, within its sequence.
+        rows: the sequence's; behind its length zeros are written.
+        stop: the row of the sequence before which writing ends.
+        lane: of the warp.
+        scale: what sums are multiplied by.
+        tile_d: columns of the block.
+    """
+    fours = by_fours(sums.iterator, tile_d)
+    for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):
+        found = [_read(fours, begin + 32 * i, scale, gdX.element_type) for i in range(_AT_ONCE)]
+        for rounded, row, vector in found:
+            within = first_row + row
+            if vector * 8 < gdX.shape[1] and within < stop:
+                for j in cutlass.range_constexpr(4):
+                    rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
+                target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
+                cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
+
+
+def _read(fours: cute.Tensor, unit: Int32, scale: Float32, dtype: type) -> tuple[cute.Tensor, Int32, Int32]:
+    """Eight columns of a row, rounded; which row, and which eight. Four neighbours have 32 columns of a row."""
+    row, vector = unit // 4 % PART_ROWS, unit % 4 + unit // (4 * PART_ROWS) * 4
+    rounded, four = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
+    for i in range(2):
+        cute.autovec_copy(fours[None, row, 2 * vector + i], four)
+        for j in range(2):
+            rounded[2 * i + j] = pack(four[2 * j] * scale, four[2 * j + 1] * scale, dtype)
+    return rounded, row, vector

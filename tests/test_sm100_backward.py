@@ -1,0 +1,254 @@
+"""The Blackwell backward kernel, executed on the CPU from its PTX (``tests.ptx``), against the oracle.
+
+The backend's own code prepares its arguments. The kernel ahead of it, which is the Hopper kernels', is a few lines of
+PyTorch here: ``Pass.stats``.
+"""
+
+import functools
+import itertools
+import math
+import random
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute.backend import CuteBackend
+from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
+from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from tests import oracle, ptx
+from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
+from tests.oracle import Call
+from tests.test_sm100 import Memory, tensor_argument
+
+NUM_SMS = 2
+LOG2_E = math.log2(math.e)
+
+
+@functools.cache
+def program(config: Any) -> ptx.Program:
+    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
+    compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
+    with tempfile.TemporaryDirectory() as folder:
+        text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
+    (main,) = (part for part in text.split(".visible .entry")[1:] if "BackwardCta" in part.split("(")[0])
+    return ptx.Program(main, config.dtype)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the backend launches in the place of a compiled pass."""
+
+    plan: BackwardPlan
+    draw: random.Random
+    num_ctas: int
+
+    def __call__(self, a: BackwardArguments) -> None:
+        """Runs the main kernel on the arguments."""
+        config, n = self.plan.config, self.plan.numbers
+        code, packed = program(config), config.features.packed
+        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, None)
+        places, size = {}, 0
+        for name, shape in parts.items():
+            places[name] = size
+            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
+        self.prepare(a, parts, places)
+        memory = Memory()
+        names = ("mQ", "mK", "mV", "mO", "mdO", "mLSE", "mdLSE", "mdQ", "mdK", "mdV", "mWorkspace", "mCuSeqlensQ")
+        more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
+        given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
+        at = {name: memory.put(spread(x)) for name, x in given.items()}
+        params, tensors = [bytes(32)] * 3, {}
+        for name in ("mQ", "mdO", "mK", "mV", "mdK", "mdV"):
+            x = given[name]
+            batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
+            tensors[len(params)] = ptx.Rows(
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+            )
+            params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
+        for name in ("mdK", "mdV"):
+            x = given[name].permute([0, 2, 1] if packed else [1, 3, 2, 0])
+            params.append(tensor_argument(at[name], x.shape, (x.stride(0), *x.stride()[2:])))
+        for name, x in given.items():
+            if name == "mWorkspace":
+                params.append(struct.pack("<Qq", ptx.address_of(at[name]), len(x)))
+            else:
+                params.append(tensor_argument(at[name], x.shape, x.stride()[:-1]))
+        params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in n if x is not None]
+        for name in ("mStats", "mdQaccum", "mdKVaccum", "mTurnsQ", "mTurnsK"):
+            if name in parts:
+                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
+                shape = parts[name]
+                sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
+                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
+                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
+        rest = n.softcap or n.softmax_scale
+        tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
+        params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        everything = memory.bytes()
+        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY)
+        for name in ("mdQ", "mdK", "mdV", "mNextTile"):
+            x = given[name]
+            assert x.is_contiguous()
+            found = torch.from_numpy(everything[at[name] : at[name] + x.numel() * x.element_size()])
+            x.copy_(found.view(x.dtype).view(x.shape))
+        assert not given["mNextTile"][:2].any(), "the counters of tiles are not left as they were"
+
+    def prepare(self, a: BackwardArguments, parts: dict[str, tuple[int, ...]], places: dict[str, int]) -> None:
+        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0."""
+        a.mWorkspace.fill_(255)
+
+        def part(name: str, dtype: torch.dtype) -> Tensor:
+            size = 4 * math.prod(parts[name])
+            return a.mWorkspace[places[name] : places[name] + size].view(dtype).view(parts[name])
+
+        for name in parts.keys() & {"mTurnsQ", "mTurnsK"}:
+            part(name, torch.int32).zero_()
+        stats = part("mStats", torch.float32)
+        stats[0], stats[1] = torch.inf, 0.0
+        for block, (batch, rows) in self.blocks(a).items():
+            o, do = ((x if batch is None else x[batch])[rows].float() for x in (a.mO, a.mdO))
+            lse, dlse = (None if x is None else (x if batch is None else x[batch])[:, rows] for x in (a.mLSE, a.mdLSE))
+            assert lse is not None
+            seen = ~lse.isneginf()
+            delta = torch.where(o != 0, o * do, 0.0).sum(-1).T
+            delta = delta if dlse is None else delta - dlse
+            stats[0, :, block, : o.shape[0]] = torch.where(seen, lse * LOG2_E, torch.inf)
+            stats[1, :, block, : o.shape[0]] = torch.where(seen, delta, 0.0)
+
+    def blocks(self, a: BackwardArguments) -> dict[int, tuple[int | None, slice]]:
+        """Blocks of the workspace, and which rows of which entry of the batch they are."""
+        tile = self.plan.config.tile_m
+        found: dict[int, tuple[int | None, slice]] = {}
+        if a.mCuSeqlensQ is None:
+            batch, length = a.mQ.shape[:2]
+            per_entry = -(-length // tile)
+            for b, i in itertools.product(range(batch), range(per_entry)):
+                found[b * per_entry + i] = b, slice(i * tile, min((i + 1) * tile, length))
+            return found
+        offsets = a.mCuSeqlensQ.tolist()
+        for b, (start, stop) in enumerate(itertools.pairwise(offsets)):
+            length = stop - start if a.mSeqUsedQ is None else min(int(a.mSeqUsedQ[b]), stop - start)
+            for i in range(-(-length // tile)):
+                found[start // tile + b + i] = None, slice(start + i * tile, start + min((i + 1) * tile, length))
+        return found
+
+
+def spread(x: Tensor) -> Tensor:
+    """The memory behind a tensor, as far as its strides reach."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach if x.numel() else 0,), (1,))
+
+
+class Interpreted(CuteBackend):
+    """The backend, whose backward pass is executed by the interpreter."""
+
+    def __init__(self, draw: random.Random, num_ctas: int = NUM_SMS):
+        super().__init__(ARCHITECTURES["sm100"])
+        self.draw, self.num_ctas = draw, num_ctas
+        self._prepare_backward = self.prepare  # type: ignore[assignment]
+
+    def prepare(
+        self, spec: AttentionSpec, q: Any, k: Any, num: int, longest: int, dlse: bool, layout: Any, _: Any
+    ) -> Any:
+        """What ``_plan_backward`` does, without a GPU."""
+        plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
+        return cute_backend._Launch(Pass(plan, self.draw, self.num_ctas), plan, takes_tiles=True)
+
+
+def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """The gradients of a call, from the results of its forward pass in float64."""
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink")
+    fields: dict[str, Any] = {name: getattr(call, name) for name in names}
+    fields |= {name: fields[name].detach() for name in ("q", "k", "v")}
+    inputs = AttentionInputs(
+        **fields, mask=None, bias=None, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3]
+    )
+    left, right = call.window_size
+    options = Options(
+        softmax_scale=call.softmax_scale,
+        window_left=left,
+        window_right=0 if call.causal else right,
+        softcap=call.softcap,
+        deterministic=False,
+        zero_padding=True,
+    )
+    spec = AttentionSpec.of(inputs, options)
+    with torch.no_grad():
+        out = oracle.attention(call)[0].detach()
+        sink = call.learnable_sink is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
+            found = backend._backward(spec, inputs, out, lse, dout, dlse, False, sink)
+    got = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+    return got | ({"dlearnable_sink": found.dsink} if found.dsink is not None else {})
+
+
+def check(call: Call, backend: Interpreted, *, through_lse: bool = False) -> dict[str, Tensor]:
+    """A call's gradients against the oracle's, and what stands in the padding; returns them."""
+    truth, low = call.to(torch.float64), call.to(call.q.dtype)
+    out, lse = oracle.attention(truth)
+    dout = poisoned_dout(call, out.to(call.q.dtype))
+    dlse = torch.randn(lse.shape) if through_lse else None
+    got = execute(call, backend, lse.detach().float(), dout, dlse)
+    expected = gradients(truth, out, lse, dout, dlse)
+    yardstick = gradients(low, *oracle.attention(low), dout, dlse)
+    size = max([1.0, *(x.abs().max().item() for x in expected.values() if x.numel())])
+    for name, x in got.items():
+        assert_close(name, x, expected[name], yardstick[name], 3.0 if call.softcap else 2.0, size)
+    real_q, real_k = call.real_rows()
+    for name, real in (("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        assert (got[name][~real] == 0).all(), f"{name}: padding rows are not zero"
+    return got
+
+
+EVERYTHING: dict[str, Any] = {"softcap": 5.0, "sink": True, "window_size": (100, 3), "seqused": True}
+CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128": ([150], [260], {"packed": False, "head_dim": 128, "nheads": 1}),
+    "d128-causal": ([257], [300], {"packed": False, "head_dim": 128, "causal": True}),
+    "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
+    "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
+    "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
+    "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
+    "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
+    "d96-float16": ([140], [150], {"packed": False, "head_dim": 96, "nheads": 1, "dtype": torch.float16}),
+    "d40-dv24": ([150], [150], {"packed": False, "head_dim": 40, "head_dim_v": 24, "window_size": (20, None)}),
+    "d64-blind": ([300], [140], {"packed": False, "head_dim": 64, "causal": True, "nheads": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_backward(case: str, fuzz_seconds: float) -> None:
+    """Sequences around tile edges, under schedules drawn at random: two CTAs, which wait for each other's turns."""
+    lengths_q, lengths_k, options = CASES[case]
+    call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, **options})
+    stop = time.monotonic() + fuzz_seconds
+    for number in itertools.count():
+        check(call, Interpreted(random.Random(f"{case} {number}")), through_lse=len(case) % 2 == number % 2)
+        if time.monotonic() > stop:
+            break
+
+
+def test_schedules_give_the_same_bits() -> None:
+    """Three tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
+    call = random_call([100], [300], packed=False, head_dim=64, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+    out, lse = oracle.attention(call.to(torch.float64))
+    dout = poisoned_dout(call, out.to(call.q.dtype))
+    first, *others = (
+        execute(call, Interpreted(random.Random(n), num_ctas), lse.detach().float(), dout, None)
+        for n, num_ctas in enumerate((1, 3))
+    )
+    for other in others:
+        assert all(bitwise_equal(first[name], other[name]) for name in first)
