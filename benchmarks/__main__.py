@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness, report
+from benchmarks import harness, plot, report
 from benchmarks.suites import attention, bias, packed, sparse
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
@@ -64,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bars = [bar for bar in suite.bars if chosen.cases.search(bar.case)]
     limits = [limit for limit in suite.limits if chosen.cases.search(limit.case)]
     environment = report.environment(device, dtype, chosen.commit)
-    title = f"{suite.name}, {chosen.device}, {dtype_name}"
     path = chosen.out / f"{suite.name}-{chosen.device}-{dtype_name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     reports: list[harness.CaseReport] = []
@@ -85,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report.ruling_line(ruling))
     print(f"wrote {path}")
     try:
-        report.write_plot(path.with_suffix(".png"), title, reports)
+        plot.write_plot(path.with_suffix(".png"), path.stem, reports)
         print(f"wrote {path.with_suffix('.png')}")
     except ImportError:
         print("no plot: matplotlib is missing (pip install flash-attn-cute[bench])")

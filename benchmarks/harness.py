@@ -35,6 +35,10 @@ class Unavailable(Exception):
     """Why a contender cannot run a case."""
 
 
+class NoPart(Exception):
+    """The case is none of the contender's, so that it is not spoken of."""
+
+
 class Disagreement(Exception):
     """Contenders computed different things, so their times say nothing."""
 
@@ -60,7 +64,7 @@ C = TypeVar("C", bound=Case)
 
 @dataclass(frozen=True)
 class Contender(Generic[C]):
-    """One implementation. ``make(case)`` returns what runs one repetition, or raises ``Unavailable``.
+    """One implementation. ``make(case)`` returns what runs one repetition, or raises ``Unavailable`` or ``NoPart``.
 
     Everything a real user would do once and not every step (offsets, masks, compiling) belongs in ``make``.
     Its ratios are to the contender ``against``, if not to the reference. Its results are compared with the reference's,
@@ -127,9 +131,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured in one case: seconds of every round by contender, FLOP/s and bytes/s by ceiling.
+    """What was measured in one case: seconds of every round by contender, FLOP/s of the gemm and bytes/s of the copy.
 
-    ``against`` tells to whom a contender's ratios are; those that have none are not in it.
+    Wide spreads of these rates, or changes from case to case, tell of a busy machine. ``against`` tells to whom a
+    contender's ratios are; those that have none are not in it.
     """
 
     name: str
@@ -137,22 +142,12 @@ class CaseReport:
     panel: str
     length: int | None
     work: Work
-    reference: str
     against: dict[str, str]
     times: dict[str, list[float]]
     peak_bytes: dict[str, int | None]
     unavailable: dict[str, str]
-    rates: dict[str, list[float]]
-
-    @property
-    def flop_rate(self) -> Spread:
-        """FLOP/s of the gemm; a wide spread, or a change from case to case, tells of a busy machine."""
-        return Spread.of(self.rates["gemm"])
-
-    @property
-    def byte_rate(self) -> Spread:
-        """Bytes/s of the copy."""
-        return Spread.of(self.rates["copy"])
+    flop_rate: Spread
+    byte_rate: Spread
 
     @property
     def bound(self) -> float:
@@ -230,18 +225,21 @@ def measure(suite: Suite[C], case: C, clock: Clock | None = None) -> CaseReport:
     clock = clock or clock_of(case.device)
     everyone: dict[str, Callable[[], object]] = {**runs, **{name: ceiling.run for name, ceiling in ceilings.items()}}
     times = interleave(everyone, clock, suite.rounds, suite.seconds)
+    rates = {
+        name: Spread.of([ceiling.amount / seconds for seconds in times[name]]) for name, ceiling in ceilings.items()
+    }
     return CaseReport(
         name=case.name,
         detail=case.detail,
         panel=case.panel,
         length=case.length,
         work=case.work,
-        reference=suite.reference,
         against=_opponents(suite, runs),
         times={name: times[name] for name in runs},
         peak_bytes=peak_bytes,
         unavailable=unavailable,
-        rates={name: [ceiling.amount / seconds for seconds in times[name]] for name, ceiling in ceilings.items()},
+        flop_rate=rates["gemm"],
+        byte_rate=rates["copy"],
     )
 
 
@@ -316,10 +314,13 @@ def _verified(suite: Suite[C], case: C) -> tuple[dict[str, Run], dict[str, str]]
         try:
             run = contender.make(case)
             results = run()
+        except NoPart:
+            continue
         except Unavailable as reason:
             unavailable[contender.name] = str(reason)
         except Exception as error:  # nobody's failure keeps the others from being measured
-            unavailable[contender.name] = "raised " + "".join(traceback.format_exception_only(error)).strip()
+            first, _, _ = "".join(traceback.format_exception_only(error)).strip().partition("\n")
+            unavailable[contender.name] = f"raised {first}"
         else:
             if contender.compared:
                 left = {part: x for part, x in expected.items() if part not in contender.omits}

@@ -1,30 +1,32 @@
-"""What a suite's run leaves behind: tables, means and verdicts on the terminal, a JSON file, a PNG plot."""
+"""What a suite's run leaves behind: tables, means and verdicts on the terminal, and a JSON file."""
 
 import dataclasses
 import datetime
 import json
 import platform
-import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from benchmarks import harness
 from benchmarks.harness import CaseReport, Mean, Ruling, Spread, Verdict
+from benchmarks.work import Work
 
 _PROJECT = Path(__file__).parents[1]
-# What to draw of the seconds that a case took.
-_Quantity: TypeAlias = Callable[[CaseReport, float], float]
-# A list of numbers, which is to be on one line.
-_NUMBERS = re.compile(r"\[([\d\s.,e+-]+)\]")
+# In files, of what is in seconds, FLOP/s and bytes/s here.
+_UNITS = {"times": "us", "flop_rate": "TFLOP/s: median, p10, p90", "byte_rate": "TB/s: median, p10, p90"}
+_MICRO, _TERA = 1e-6, 1e12
+_COLUMNS = 120
+# What files leave out of a case.
+_EMPTY: dict[str, Any] = {"panel": "", "length": None, "unavailable": {}}
 
 
 def table(report: CaseReport) -> str:
     """One case: what it is, what bounds it, a line a contender."""
-    scale, unit = _flop_unit(report)
+    scale, unit = flop_unit(report)
     headers = "contender", "median ms", "p10..p90", unit, "of bound", "peak MB"
     rows = [(*headers, "time ratio", "p10..p90", "peak ratio", "to")]
     for name, times in report.times.items():
@@ -113,114 +115,70 @@ def write_json(
     """Everything measured, raw times included. Whenever the process ends, the file is a whole one."""
     content = {
         "environment": environment,
-        "cases": [dataclasses.asdict(report) | {"work": report.work._asdict()} for report in reports],
-        "means": [dataclasses.asdict(mean) for mean in harness.means(reports)],
+        "units": _UNITS,
+        "against": {name: other for report in reports for name, other in report.against.items()},
+        "cases": [_written(report) for report in reports],
+        "means": [_rounded(dataclasses.asdict(mean), 5) for mean in harness.means(reports)],
         "bars": [
-            dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio, "passed": verdict.passed} for verdict in verdicts
+            _rounded(dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio}, 5) | {"passed": verdict.passed}
+            for verdict in verdicts
         ],
         "limits": [dataclasses.asdict(ruling) | {"passed": ruling.passed} for ruling in rulings],
     }
     partial = path.with_suffix(".partial")
-    text = json.dumps(_rounded(content), indent=1)
-    partial.write_text(_NUMBERS.sub(_on_one_line, text) + "\n")
+    partial.write_text(_laid_out(_rounded(content, 7)) + "\n")
     partial.replace(path)
 
 
-def _on_one_line(numbers: re.Match[str]) -> str:
-    """A list of raw times or rates, with five digits each: more do not repeat."""
-    return f"[{', '.join(f'{float(number):.5g}' for number in numbers[1].split(','))}]"
+def read_json(path: Path) -> list[CaseReport]:
+    """The cases of a file that ``write_json`` has written, with five digits of each time."""
+    content = json.loads(path.read_text())
+    reports = []
+    for case in content["cases"]:
+        ran = case["times"].keys()
+        case["against"] = {name: other for name, other in content["against"].items() if {name, other} <= ran}
+        case["work"] = Work(**case["work"])
+        case["times"] = {name: [x * _MICRO for x in times] for name, times in case["times"].items()}
+        for rate in ("flop_rate", "byte_rate"):
+            case[rate] = Spread(*(x * _TERA for x in case[rate]))
+        reports.append(CaseReport(**_EMPTY | case))
+    return reports
 
 
-def _rounded(content: Any) -> Any:
-    """With seven digits a number, which is more than clocks have."""
+def _written(report: CaseReport) -> dict[str, Any]:
+    """As it is in a file: in its units, raw times with five digits, as more do not repeat, and nothing empty."""
+    times = {name: _rounded([x / _MICRO for x in times], 5) for name, times in report.times.items()}
+    rates = {name: [x / _TERA for x in getattr(report, name)] for name in ("flop_rate", "byte_rate")}
+    case = dataclasses.asdict(report) | {"work": report.work._asdict(), "times": times} | rates
+    del case["against"]  # the same in all cases that both ran
+    return {key: value for key, value in case.items() if key not in _EMPTY or value != _EMPTY[key]}
+
+
+def _rounded(content: Any, digits: int) -> Any:
+    """With so many digits a number."""
     if isinstance(content, float):
-        return float(f"{content:.7g}")
+        number = float(f"{content:.{digits}g}")
+        return int(number) if number.is_integer() else number
     if isinstance(content, Mapping):
-        return {key: _rounded(value) for key, value in content.items()}
+        return {key: _rounded(value, digits) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_rounded(value) for value in content]
+        return [_rounded(value, digits) for value in content]
     return content
 
 
-def write_plot(path: Path, title: str, reports: Sequence[CaseReport]) -> None:
-    """Medians with their p10..p90, and the bound of each case in black.
-
-    Throughput as bars, cases side by side; if they have lengths, time and throughput over them, a column a panel.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    from matplotlib.figure import Figure
-
-    scale, unit = _flop_unit(reports[0])
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for r in reports for name in r.times))}
-
-    def speed(report: CaseReport, seconds: float) -> float:
-        return report.work.flop / seconds / scale
-
-    def milliseconds(report: CaseReport, seconds: float) -> float:
-        return 1e3 * seconds
-
-    if reports[0].length is None:
-        figure = Figure(figsize=(2 + 2 * len(reports), 4.5), layout="constrained")
-        left = figure.subplots()
-        _draw_bars(left, reports, colours, speed)
+def _laid_out(content: Any, indent: str = "") -> str:
+    """JSON with a line for what fits on one, and for any list of numbers."""
+    if isinstance(content, list) and all(isinstance(x, int | float) for x in content):
+        return json.dumps(content, separators=(",", ":"))
+    line, deeper = json.dumps(content), indent + " "
+    if len(indent) + len(line) <= _COLUMNS or not isinstance(content, dict | list):
+        return line
+    if isinstance(content, dict):
+        parts = [f"{json.dumps(key)}: {_laid_out(value, deeper)}" for key, value in content.items()]
     else:
-        panels: dict[str, list[CaseReport]] = {}
-        for report in reports:
-            panels.setdefault(report.panel, []).append(report)
-        figure = Figure(figsize=(3 + 4 * len(panels), 8), layout="constrained")
-        above, below = figure.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False)
-        for times, speeds, (panel, those) in zip(above, below, panels.items(), strict=True):
-            _draw_lines(times, those, colours, milliseconds)
-            _draw_lines(speeds, those, colours, speed)
-            times.set_title(panel)
-            speeds.set_xlabel("sequence length")
-        above[0].set_yscale("log")
-        above[0].set_ylabel("ms")
-        left = below[0]
-    left.set_ylim(bottom=0)
-    left.set_ylabel(f"{unit}, visible pairs only")
-    figure.suptitle(title)
-    drawn = {label: x for axes in figure.axes for x, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper")
-    figure.savefig(path, dpi=100)
-
-
-def _draw_bars(axes: Any, reports: Sequence[CaseReport], colours: Mapping[str, str], quantity: _Quantity) -> None:
-    width = 0.8 / len(colours)
-    for i, (name, colour) in enumerate(colours.items()):
-        shown = [(x, report) for x, report in enumerate(reports) if name in report.times]
-        heights, whiskers = _spreads(name, [report for _, report in shown], quantity)
-        middles = [x + (i - (len(colours) - 1) / 2) * width for x, _ in shown]
-        axes.bar(middles, heights, width, yerr=whiskers, capsize=2, color=colour, label=name)
-    bounds = [quantity(report, report.bound) for report in reports]
-    places = range(len(reports))
-    axes.hlines(bounds, [x - 0.45 for x in places], [x + 0.45 for x in places], "black", "dashed", label="bound")
-    axes.set_xticks(places, [report.name.replace(" ", "\n") for report in reports])
-
-
-def _draw_lines(axes: Any, reports: Sequence[CaseReport], colours: Mapping[str, str], quantity: _Quantity) -> None:
-    for name, colour in colours.items():
-        shown = [report for report in reports if name in report.times]
-        heights, whiskers = _spreads(name, shown, quantity)
-        if shown:
-            lengths = [report.length for report in shown]
-            axes.errorbar(lengths, heights, yerr=whiskers, marker=".", capsize=2, color=colour, label=name)
-    lengths = [report.length for report in reports]
-    axes.plot(lengths, [quantity(report, report.bound) for report in reports], "k--", label="bound")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, lengths, rotation=45)
-
-
-def _spreads(
-    name: str, reports: Sequence[CaseReport], quantity: _Quantity
-) -> tuple[list[float], tuple[list[float], list[float]]]:
-    """Medians of a contender's quantity, and how far p10 and p90 are from them."""
-    spreads = [Spread.of([quantity(report, seconds) for seconds in report.times[name]]) for report in reports]
-    below = [max(0.0, x.median - x.p10) for x in spreads]  # rounding can make a quantile of equal samples a bit larger
-    above = [max(0.0, x.p90 - x.median) for x in spreads]
-    return [x.median for x in spreads], (below, above)
+        parts = [_laid_out(value, deeper) for value in content]
+    start, end = line[0], line[-1]
+    return f"{start}\n{deeper}" + f",\n{deeper}".join(parts) + f"\n{indent}{end}"
 
 
 def _ratios(report: CaseReport, contender: str) -> tuple[str, str, str, str]:
@@ -244,7 +202,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"
 
 
-def _flop_unit(report: CaseReport) -> tuple[float, str]:
+def flop_unit(report: CaseReport) -> tuple[float, str]:
+    """What to divide FLOP/s by, and the unit it gives."""
     return (1e12, "TFLOP/s") if report.flop_rate.median >= 1e13 else (1e9, "GFLOP/s")
 
 

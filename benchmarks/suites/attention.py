@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import Bar, Case, Contender, Results, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -123,7 +123,7 @@ def _contenders() -> list[Contender[AttentionCase]]:
 def _deterministic(make: Maker) -> Callable[[AttentionCase], Forward]:
     def of(case: AttentionCase) -> Forward:
         if case.passes == "forward":
-            raise Unavailable("forward passes are deterministic without it, too")
+            raise NoPart  # forward passes are deterministic without it, too
         return make(case, deterministic=True)
 
     return of

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness import Bar, Case, Contender, Results, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -188,7 +188,7 @@ def _passes(make: Callable[[BiasCase], Callable[[], Tensor]], without: tuple[str
 def _other(name: str) -> Callable[[BiasCase], Run]:
     def of(case: BiasCase) -> Run:
         if name not in case.others:
-            raise Unavailable("this row is not held against it")
+            raise NoPart
         return _passes(_package)(case.others[name])
 
     return of
@@ -305,7 +305,7 @@ def _package(case: BiasCase, *, deterministic: bool = False) -> Callable[[], Ten
 
 def _deterministic(case: BiasCase) -> Callable[[], Tensor]:
     if case.passes == "forward":
-        raise Unavailable("forward passes are deterministic without it, too")
+        raise NoPart  # forward passes are deterministic without it, too
     return _package(case, deterministic=True)
 
 
@@ -371,7 +371,7 @@ def _flex(case: BiasCase) -> Callable[[], Tensor]:
 
 def _cuequivariance(case: BiasCase) -> Callable[[], Tensor]:
     if not case.triangle or case.bias is None or case.mask is None:
-        raise Unavailable("it has triangle attention only")
+        raise NoPart  # it has triangle attention only
     try:
         from cuequivariance_torch import triangle_attention
     except ImportError as reason:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import harness, report
+from benchmarks import harness, plot, report
 from benchmarks.harness import Case, Contender, Results, Run, Suite, Unavailable
 from benchmarks.work import Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_varlen_func
@@ -234,7 +234,7 @@ def draw_model(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     below[0].set_ylim(0, 1)
     below[0].legend()
     figure.suptitle(f"a model, not measured: {HEADS}/{HEADS_K} heads of {D}, {model.LINK / 1e9:.0f} GB/s a rank")
-    figure.savefig(path, dpi=100)
+    plot.save(path, figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report.table(reports[-1]), flush=True)
             report.write_json(path, environment, reports, ())
     if dist.get_rank() == 0:
-        report.write_plot(path.with_suffix(".png"), name, reports)
+        plot.write_plot(path.with_suffix(".png"), name, reports)
         print(f"wrote {path} and .png")
     dist.destroy_process_group()
     return 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.harness import Bar, Case, Contender, Limit, Results, Run, Suite, Unavailable
+from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.flops import visible_pairs
@@ -342,7 +342,7 @@ def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: 
 def _deterministic(order: str) -> Callable[[SparseCase], Run]:
     def of(case: SparseCase) -> Run:
         if case.passes == "forward":
-            raise Unavailable("forward passes add nothing in an order")
+            raise NoPart  # forward passes add nothing in an order
         mask = case.shown.mask.with_order(order)
         return _passes(lambda case: _package(case, mask, deterministic=True))(case)
 
@@ -369,7 +369,7 @@ def _without(case: SparseCase) -> Callable[[], Tensor]:
     if case.row.kind == "window":
         options["window_size"] = (WINDOW - 1, 0)
     elif not (case.row.kind == "random" and case.row.share == 1):
-        raise Unavailable("no other argument asks for this mask")
+        raise NoPart  # no other argument asks for this mask
 
     def run() -> Tensor:
         out: Tensor = flash_attn_func(q, k, v, **options)
@@ -380,7 +380,7 @@ def _without(case: SparseCase) -> Callable[[], Tensor]:
 
 def _all_blocks(case: SparseCase) -> Callable[[], Tensor]:
     if case.row.kind != "random" or case.row.share == 1:
-        raise Unavailable("this row is not held against it")
+        raise NoPart
     return _package(case, BlockMask.from_blocks(torch.ones_like(_random_blocks(case.row)).to(case.device)))
 
 
@@ -526,7 +526,7 @@ def _tables(case: TablesCase) -> Run:
 
 def _peers_tables(case: TablesCase) -> Run:
     if case.peers is None:
-        raise Unavailable("it has nothing of the kind")
+        raise NoPart  # it has nothing of the kind
     return _without_results(case.peers)
 
 

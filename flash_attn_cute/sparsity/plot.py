@@ -21,9 +21,9 @@ from flash_attn_cute.spec import BlockTables
 _TURNS_UP_TO = 32  # blocks a side: with more there is no room for numbers
 _EMPTY, _PARTIAL, _FULL = "white", "#9ecae1", "#3182bd"
 _WAITING, _RUNNING = "0.8", "#fd8d3c"
-_FRAMES, _MILLISECONDS, _STILL = 48, 120, 3000  # of a moving picture: of each frame, and of the last one
+_FRAMES, _MILLISECONDS, _STILL = 24, 240, 3000  # of a moving picture: of each frame, and of the last one
 _STEPS = 240  # of time, that a moving timeline is drawn in
-_COLOURS = 48
+_COLOURS = 16
 
 
 def figure(mask: BlockMask, batch: int, head: int) -> Figure:
@@ -53,7 +53,7 @@ def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> N
         names: of the orders.
         path: the GIF to be written.
     """
-    drawn = Figure(figsize=(7.5, 2.9 * len(masks)), dpi=80, layout="constrained")
+    drawn = Figure(figsize=(7.5, 2.4 * len(masks)), dpi=80, layout="constrained")
     axes = drawn.subplots(len(masks), 2, squeeze=False, width_ratios=(1, 2.4))
     lanes = []
     for (left, right), mask, name in zip(axes, masks, names, strict=True):
@@ -112,6 +112,7 @@ class _Lane:
         self.columns = self.blocks.imshow(
             self.visible.long().tolist(), ListedColormap([_EMPTY, _PARTIAL, _RUNNING, _FULL]), vmin=0, vmax=3
         )
+        self.columns.set_interpolation("nearest")
         self.blocks.set_ylabel(self.name)
         self.blocks.set_xticks([])
         self.blocks.set_yticks([])

@@ -1,6 +1,5 @@
 """The Hopper kernels as a call launches them, and the record of what they took."""
 
-import json
 import re
 import statistics
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.report import read_json
 from flash_attn_cute import explain
 from tools.sm100_model.hopper import BackwardCluster, BackwardCta, Forward
 from tools.sm100_model.launch import Order, Prediction, Shape, predict
@@ -91,10 +91,9 @@ class Row(NamedTuple):
 
 def rows(suite: str) -> Iterator[Row]:
     """The dense rows of ``benchmarks/results/SUITE-cuda-bfloat16.json`` with as many heads of keys as of queries."""
-    record = json.loads((RESULTS / f"{suite}-cuda-bfloat16.json").read_text())
-    for case in record["cases"]:
-        found = re.fullmatch(r"(?:(forward|backward) )?(\d+)x(\d+) (\d+k?) (causal|full|plain)", case["name"])
-        sizes = re.match(r"q(?:, k and v)? \((\d+), (\d+), ", case["detail"])
+    for case in read_json(RESULTS / f"{suite}-cuda-bfloat16.json"):
+        found = re.fullmatch(r"(?:(forward|backward) )?(\d+)x(\d+) (\d+k?) (causal|full|plain)", case.name)
+        sizes = re.match(r"q(?:, k and v)? \((\d+), (\d+), ", case.detail)
         if found is None or sizes is None or suite == "both":
             continue
         shape = Shape(
@@ -108,8 +107,8 @@ def rows(suite: str) -> Iterator[Row]:
         )
         yield Row(
             suite,
-            case["name"],
+            case.name,
             shape,
-            statistics.median(case["times"]["flash_attn_cute"]),
-            statistics.median(case["rates"]["gemm"]),
+            statistics.median(case.times["flash_attn_cute"]),
+            case.flop_rate.median,
         )
