@@ -20,6 +20,7 @@ from flash_attn_cute.kernels.sm90.config import (
     forward_config,
 )
 from flash_attn_cute.sparsity.model import machine_of
+from flash_attn_cute.sparsity.order import SUMS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 SM90 = ARCHITECTURES["sm90"]
@@ -169,10 +170,13 @@ def test_backward_sections(
 
 @pytest.mark.parametrize("seqlen", [1, 64, 500, 2048, 4096, 8192, 16384, 32768, 131072])
 def test_the_model_of_launch_orders_has_as_many_heads_in_flight(seqlen: int) -> None:
-    spec = spec_of(nheads=16, nheads_k=16, deterministic=True)
+    """And as many sums."""
     shapes = Shapes((64, seqlen, 16, 128), (64, seqlen, 16, 128), num_sequences=0, max_seqlen_q=seqlen)
-    planned = plan_backward(SM90, spec, shapes, 132).numbers
-    assert machine_of(seqlen).section == min(planned.heads_in_cache, 132)
+    for has_block_mask, in_turn, sums in ((False, False, 1), (True, True, 1), (True, False, SUMS)):
+        spec = spec_of(nheads=16, nheads_k=16, deterministic=True, has_block_mask=has_block_mask, in_turn=in_turn)
+        planned = plan_backward(SM90, spec, shapes, 132).numbers
+        assert machine_of(seqlen, sums).section == min(planned.heads_in_cache, 132)
+        assert planned.sums == (sums if has_block_mask else None)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

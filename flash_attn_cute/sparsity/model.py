@@ -4,8 +4,9 @@ CTAs draw tickets in the order of launch. A tile of keys takes a time to begin a
 that it meets, in ascending order; before it adds to a block's dQ it waits for its turn, which the tile before hands
 over after a while. So a tile only ever waits for tickets below its own, and tickets can be played through one after
 the other: if r is when a block is handed over, and k the steps taken up to it, a tile that begins at time s is done
-with a block at ``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. That is the
-longest path of DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
+with a block at ``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. Of a block that
+has several sums r is when the one is handed over to which the tile of this turn adds. That is the longest path of
+DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
 
 Heads of a section draw a ticket each, in turn. Those of one rank are played together: that a CTA could be through with
 one of them and draw another is left out.
@@ -28,6 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flash_attn_cute.sparsity.order import SUMS
+
 Numbers: TypeAlias = NDArray[Any]
 
 _CANDIDATES = 16  # tiles that list scheduling chooses among
@@ -43,22 +46,23 @@ class Machine(NamedTuple):
     tile: float = 4.0
     step: float = 2.1
     hand_over: float = 2.0
+    sums: int = 1  # of a block of queries, to which tiles add in turn
     steps_ahead: int = 2  # a CTA draws its next ticket when so many steps are left to it
 
 
 H200 = Machine()
 
 
-def machine_of(seqlen_q: int) -> Machine:
+def machine_of(seqlen_q: int, sums: int = SUMS) -> Machine:
     """An H200, with as many heads in flight as deterministic backward passes at d = 128 have on it.
 
     As ``backends.cute.plan`` has it: so many as the cache has room for, or more where few would wait too long for each
-    other's first turns.
+    other's first turns. ``sums`` a block of queries: one of regular masks in their usual order.
     """
     halves = max(1, -(-seqlen_q // 64))
-    in_cache = 16_000_000 // (1024 * max(seqlen_q, 1))
+    in_cache = 16_000_000 // (512 * (1 + sums) * max(seqlen_q, 1))
     for_turns = -(-5 * H200.ctas // (2 * halves))
-    return H200._replace(section=min(max(1, in_cache, for_turns), H200.ctas))
+    return H200._replace(section=min(max(1, in_cache, for_turns), H200.ctas), sums=sums)
 
 
 class Timeline(NamedTuple):
@@ -203,6 +207,8 @@ class _Section:
         self.lanes_heads = np.arange(device.lanes * len(heads))
         self.first_tile = np.tile(work.sets[heads] * work.blocks_k, device.lanes)
         self.handed_over = np.full((len(self.lanes_heads), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
+        # Of a block with several sums that of the next turn; behind it those of the turns after it, the last one first.
+        self.later = [self.handed_over.copy() for _ in range(work.machine.sums - 1)]
         self.first_block = self.lanes_heads[:, None] * (self.tiles.blocks_q + 1)
         self.played: list[tuple[Numbers, ...]] = []
 
@@ -218,8 +224,14 @@ class _Section:
             done[:, 0] = start
             np.maximum.accumulate(done, 1, out=done)
             done += taken
-            self.handed_over.put(met, done + self.after)
-            self.handed_over[:, -1] = -np.inf
+            ready = done + self.after
+            for sums in self.later:
+                of_turn_before = sums.take(met)
+                sums.put(met, ready)
+                ready = of_turn_before
+            self.handed_over.put(met, ready)
+            for sums in (self.handed_over, *self.later):
+                sums[:, -1] = -np.inf
         else:
             done = taken + start[:, None]
         end = done[:, -1]

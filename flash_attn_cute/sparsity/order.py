@@ -26,10 +26,18 @@ than the tile whose turn is before. How many heads draw their tickets in turn de
 head's tiles follow each other so closely that those of a full mask wait, many heads' so far that the cache has lost
 what they share. And shortest first leaves long tiles to the end, when some CTAs have none: the heads of a last section
 start with their first keys and walk from the last query.
+
+Irregular masks wait in any order. Their blocks have several sums, to which turns 0, 1, ... belong one after the other:
+a tile waits for the last one that added to its own sum, and in the end the sums are added up, the first one first. The
+argument above covers that, as a tile still waits for lower tickets alone.
 """
 
 import torch
 from torch import Tensor
+
+# Of a block of queries, under masks that are not known to be regular. Two make waits half as long; what more of them
+# would take to and from memory is more than the waits they would spare.
+SUMS = 2
 
 
 def turns_of_window(

@@ -18,6 +18,7 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
+from flash_attn_cute.sparsity.order import SUMS
 from flash_attn_cute.spec import AttentionSpec
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -31,9 +32,6 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
-# Sums of a block of dQ to which the tiles of an irregular block mask add in turn: with two the waits are half as long;
-# what more of them take to and from memory is more than waits they spare (``benchmarks/notes/block-masks.md``).
-_SUMS_IRREGULAR = 2
 _MAX_SPLITS = 16  # of what a tile of a bias's gradient is the sum of
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
@@ -164,7 +162,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    sums = _SUMS_IRREGULAR if config.spreads_sums and not spec.in_turn and not spec.has_mask else 1
+    sums = SUMS if config.spreads_sums and not spec.in_turn and not spec.has_mask else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
