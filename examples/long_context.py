@@ -3,9 +3,9 @@
     python examples/long_context.py
 
 One causal sequence, or with ``--documents`` as many packed into the same tokens. On an H200 a million tokens of 8 heads
-of 128 are expected to take some 10 seconds and 25 GB: q, k, v, out and their gradients, and dQ once more in float32;
-the scores, which would take 16 TB, exist nowhere. Anywhere else it runs with fewer tokens. Some rows of out are checked
-against a direct computation in float64.
+of 128 take 14 seconds and 22 GB: q, k, v, out and their gradients, and dQ once more in float32; the scores, which would
+take 16 TB, exist nowhere. Anywhere else it runs with fewer tokens. Some rows of out are checked against a direct
+computation in float64.
 """
 
 import argparse
