@@ -2,9 +2,10 @@
 
 The 32 lanes of a warp are numpy arrays. CTAs and warps take turns at random, some warps rarely. TMA and the tensor
 cores are engines that do what they have been asked for at some later time, copies in any order, products in the order
-in which they were issued; so a kernel that does not wait for something sooner or later misses it. Shared and tensor
-memory start with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory
-when it runs, and where no warp can go on ``FaultError`` says what each waits for.
+in which they were issued; so a kernel that does not wait for something sooner or later misses it. It is sooner where
+somebody lags: an engine, or some warps, that go on only when nobody else of the CTA can. Shared and tensor memory start
+with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it runs,
+and where no warp can go on ``FaultError`` says what each waits for.
 
 It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
 """
@@ -25,6 +26,7 @@ Mask = Array | None  # of lanes; None: all
 Read = Callable[["Warp"], Array]
 Write = Callable[["Warp", Array, Mask], None]
 Instruction = Callable[["Warp", Mask], None]
+Lagging = frozenset[int | str]  # numbers of warps, and of engines "loads", "stores", "products"
 
 _GLOBAL, _SHARED, _PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
 _PARAM_PITCH = 1 << 12
@@ -627,7 +629,7 @@ def _tensor_memory(d: _Decoder, name: str, operands: list[str]) -> Instruction:
         _converged(mask)
         at = address(warp)
         lane, column = int(at[0]) >> 16, int(at[0]) & 0xFFFF
-        if (at != at[0]).any() or lane != 32 * (warp.index % 4) or column + len(names) > _COLUMNS:
+        if (at != at[0]).any() or lane != 32 * (warp.index % 4) or column + len(names) > warp.cta.columns:
             raise FaultError(f"{name} by warp {warp.index} at lane {lane}, column {column}")
         rows = warp.cta.tensor_memory[lane : lane + 32]
         for i, (write, read) in enumerate(zip(targets, reads, strict=True)):
@@ -640,26 +642,26 @@ def _tensor_memory(d: _Decoder, name: str, operands: list[str]) -> Instruction:
 
 
 def _allocate(d: _Decoder, name: str, operands: list[str]) -> Instruction:
-    holder = d.address(operands[0])
-    if operands[1] != "512" and not operands[1].startswith("%"):
-        raise FaultError(f"{name} of other than all columns")
+    holder, count = d.address(operands[0]), d.source(operands[1], "u32")
 
     def allocate(warp: Warp, mask: Mask) -> None:
         _converged(mask)
-        if warp.cta.is_allocated:
+        if warp.cta.columns:
             raise FaultError("allocated twice")
-        warp.cta.is_allocated = True
+        warp.cta.columns = int(count(warp)[0])
         warp.cta.shared.view("u4")[(int(holder(warp)[0]) - _SHARED) // 4] = 0
 
     return allocate
 
 
 def _deallocate(d: _Decoder, name: str, operands: list[str]) -> Instruction:
+    count = d.source(operands[1], "u32")
+
     def deallocate(warp: Warp, mask: Mask) -> None:
         _converged(mask)
-        if not warp.cta.is_allocated or warp.cta.products:
-            raise FaultError("freed twice, or while products are under way")
-        warp.cta.is_allocated = False
+        if warp.cta.products or count(warp)[0] != warp.cta.columns:
+            raise FaultError("freed twice, or in part, or while products are under way")
+        warp.cta.columns = 0
 
     return deallocate
 
@@ -769,13 +771,17 @@ class Cta:
         num_ctas: int,
         draw: random.Random,
         bytes_shared: int,
+        lagging: Lagging | None,
     ):
-        """``tensors``: of the parameters that are descriptors of TMA. ``memory`` is global memory, in bytes."""
+        """``tensors``: of the parameters that are descriptors of TMA. ``memory`` is global memory, in bytes.
+
+        ``lagging``: who goes on only when nobody else can; None: drawn, half of the time nobody.
+        """
         self.program, self.params, self.memory, self.tensors = program, params, memory, tensors
         self.index, self.num_ctas, self.draw = index, num_ctas, draw
         self.shared = np.full(bytes_shared, 0xFF, np.uint8)
         self.tensor_memory = np.full((128, _COLUMNS), 0x7FC0DEAD, np.uint32)
-        self.is_allocated = False
+        self.columns = 0  # of tensor memory that are allocated
         self.barriers: dict[int, Barrier] = {}
         self.meetings: dict[int, list[Warp]] = {}
         # Of boxes: parameter, coordinates, address, barrier; of bytes: where to, where from, how many, barrier.
@@ -783,6 +789,11 @@ class Cta:
         self.stores: list[Store | BulkStore] = []
         self.products: list[Product | int] = []  # an int: a commit to a barrier
         self.warps = [Warp(self, i) for i in range(_NUM_WARPS)]
+        some = [frozenset({name}) for name in self._engines()] + [
+            frozenset(range(first, first + 4)) for first in range(0, _NUM_WARPS, 4)
+        ]
+        drawn = draw.choice((draw.choice(some), frozenset()))
+        self.lagging = drawn if lagging is None else lagging
 
     def run(self) -> Iterator[None]:
         """Until all warps have returned; others may come between.
@@ -794,8 +805,11 @@ class Cta:
         pace = [self.draw.choice((1.0, 1.0, 0.01)) for _ in self.warps]  # some warps lag far behind
         while not all(warp.is_done for warp in self.warps):
             with np.errstate(all="ignore"):
-                ready = [warp for warp in self.warps if self._can_go_on(warp)]
-                engines = [run for run, work in self._engines() if work]
+                able = {warp.index: warp for warp in self.warps if self._can_go_on(warp)}
+                busy = {name: run for name, (run, work) in self._engines().items() if work}
+                behind = self.lagging if not self.lagging >= able.keys() | busy.keys() else frozenset()
+                ready = [warp for index, warp in able.items() if index not in behind]
+                engines = [run for name, run in busy.items() if name not in behind]
                 if engines and (not ready or self.draw.random() < eagerness):
                     self.draw.choice(engines)()
                 elif ready:
@@ -805,11 +819,17 @@ class Cta:
                     waiting = {warp.index: warp.waits_for for warp in self.warps if not warp.is_done}
                     raise FaultError(f"deadlock: {waiting}")
             yield
-        if self.is_allocated:
+        if self.columns:
             raise FaultError("tensor memory is not freed")
+        if self.loads or self.stores or self.products:
+            raise FaultError("ends while copies are under way")
 
-    def _engines(self) -> list[tuple[Callable[[], None], list[Any]]]:
-        return [(self._load, self.loads), (self._store, self.stores), (self._multiply, self.products)]
+    def _engines(self) -> dict[str, tuple[Callable[[], None], list[Any]]]:
+        return {
+            "loads": (self._load, self.loads),
+            "stores": (self._store, self.stores),
+            "products": (self._multiply, self.products),
+        }
 
     def _can_go_on(self, warp: Warp) -> bool:
         if warp.waits_for is not None:
@@ -871,6 +891,10 @@ class Cta:
         warp.waits_for = (kind, first, second)
         if kind == "meet":
             together = self.meetings.setdefault(first, [])
+            if any(each.waits_for != warp.waits_for for each in together):
+                raise FaultError(
+                    f"barrier {first} is awaited by different numbers of threads: {second} by {warp.index}"
+                )
             together.append(warp)
             if 32 * len(together) == second:
                 for each in self.meetings.pop(first):
@@ -940,7 +964,8 @@ class Cta:
         store.is_written = True
 
     def _multiply(self) -> None:
-        for _ in range(min(len(self.products), self.draw.choice((1, 4, 16)))):
+        at_once = 1 if "products" in self.lagging else self.draw.choice((1, 4, 16))
+        for _ in range(min(len(self.products), at_once)):
             product = self.products.pop(0)
             if isinstance(product, int):
                 self.barriers[product].arrive()
@@ -992,13 +1017,19 @@ def run(
     num_ctas: int,
     draw: random.Random,
     bytes_shared: int,
+    lagging: Lagging | None = None,
 ) -> None:
     """Runs all CTAs of a launch, by turns, which change ``memory``; see ``Cta``.
+
+    ``lagging`` are those that go on only when nobody else of their CTA can; None: drawn. Nobody may where warps wait in
+    loops for what others write into global memory.
 
     Raises:
         FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
     """
-    ctas = [Cta(program, params, memory, tensors, i, num_ctas, draw, bytes_shared).run() for i in range(num_ctas)]
+    ctas = [
+        Cta(program, params, memory, tensors, i, num_ctas, draw, bytes_shared, lagging).run() for i in range(num_ctas)
+    ]
     count = 0
     while ctas:
         cta = draw.choice(ctas)

@@ -31,6 +31,7 @@ KERNEL = """
     mbarrier.init.shared.b64 [%r1+8], 4;      // P: full
     mbarrier.init.shared.b64 [%r1+16], 1;     // K: full, two stages
     mbarrier.init.shared.b64 [%r1+24], 1;
+    fence.mbarrier_init.release.cluster;
 READY:
     bar.sync 0;
     setp.gt.u32 %p2, %r3, 3;
@@ -52,6 +53,7 @@ WAIT_S:
     st.shared.b32 [%r16+1024], %r13;
     fence.proxy.async.shared::cta;
     tcgen05.fence::before_thread_sync;
+    bar.warp.sync -1;
     elect.sync _|%p4, -1;
     @!%p4 bra END;
     mbarrier.arrive.shared.b64 _, [%r1+8];
@@ -111,6 +113,13 @@ def test_a_kernel_that_keeps_all_rules() -> None:
 
 
 PLANTED = {
+    "no fence behind initialisation": ("init-fence", r"fence\.mbarrier_init[^;]*;", ""),
+    "no barrier of the warp": ("warp", r"bar\.warp\.sync -1;", ""),
+    "a store behind the barrier of the warp": (
+        "warp",
+        r"(st\.shared\.b32 \[%r16\+1024\], %r13;)((?:.*\n)*?.*bar\.warp\.sync -1;)",
+        r"\2 \1 fence.proxy.async.shared::cta;",
+    ),
     "no proxy fence": ("proxy", r"fence\.proxy\.async[^;]*;", ""),
     "proxy fence behind the arrival": (
         "proxy",
@@ -126,7 +135,7 @@ PLANTED = {
     "register used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s32 %r14, %r11, 1; \1"),
     "copy used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s64 %rd6, %rd1, 1; \1"),
     "no wait for stores": ("store-wait", r"tcgen05\.wait::st\.sync\.aligned;", ""),
-    "a load behind the fence": ("fence-before", r"(tcgen05\.fence::before_thread_sync;)(\s+elect)", r"\2"),
+    "a load behind the fence": ("fence-before", r"(tcgen05\.fence::before_thread_sync;)(\s+bar)", r"\2"),
     "no fence behind a commit": ("fence-after", r"tcgen05\.fence::after_thread_sync;(\s+tcgen05\.ld)", r"\1"),
     "no fence before a product": ("fence-after", r"tcgen05\.fence::after_thread_sync;(\s+@%p12)", r"\1"),
     "products by a whole warp": ("election", r"@%p12 (tcgen05\.mma[^;]*%rd3)", r"\1"),

@@ -52,18 +52,22 @@ def tensor_argument(place: int, shape: tuple[int, ...], strides: tuple[int, ...]
     return struct.pack("<Q", ptx.address_of(place)) + sizes + struct.pack(f"<{len(strides)}q", *strides)
 
 
-@functools.cache
-def program(config: Any, folder: Path) -> ptx.Program:
+def text_of(config: Any, folder: Path) -> str:
+    """The PTX of a configuration's kernel."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
-    kernel = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(str(folder)))
-    return ptx.Program(kernel.artifacts.PTX, config.dtype)
+    text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(str(folder))).artifacts.PTX
+    return text
 
 
-def execute(call: Call, folder: Path, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Out and lse of a call that kernels take as it is: dense, or packed."""
-    packed = call.cu_seqlens_q is not None
+@functools.cache
+def program(config: Any, folder: Path) -> ptx.Program:
+    return ptx.Program(text_of(config, folder), config.dtype)
+
+
+def planned(call: Call) -> tuple[Any, Any]:
+    """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
@@ -81,7 +85,20 @@ def execute(call: Call, folder: Path, draw: random.Random) -> tuple[Tensor, Tens
     )
     shapes = Shapes(call.q.shape, call.k.shape, 0, FEW_QUERIES + 1)
     config, numbers, _ = plan_forward(ARCHITECTURES["sm100"], spec, shapes, NUM_SMS)
-    code = program(config, folder)
+    return config, numbers
+
+
+def execute(
+    call: Call,
+    folder: Path,
+    draw: random.Random,
+    changed: ptx.Program | None = None,
+    lagging: ptx.Lagging | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
+    packed = call.cu_seqlens_q is not None
+    config, numbers = planned(call)
+    code = program(config, folder) if changed is None else changed
     memory, heads = Memory(), call.q.shape[-2]
     out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
     lse = torch.empty((heads, call.q.shape[0]) if packed else (call.q.shape[0], heads, call.q.shape[1]))
@@ -115,7 +132,7 @@ def execute(call: Call, folder: Path, draw: random.Random) -> tuple[Tensor, Tens
     if call.cu_seqlens_q is not None:
         tiles = (call.q.shape[0] // config.tile_m + len(call.cu_seqlens_q) + 1) * heads
     everything = memory.bytes()
-    ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), draw, SHARED_MEMORY)
+    ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), draw, SHARED_MEMORY, lagging)
     assert not everything[counter : counter + 4].any(), "the counter of tiles is not left as it was"
     for x, place in ((out, places[3]), (lse, places[4])):
         found = torch.from_numpy(everything[place : place + x.numel() * x.element_size()])
@@ -123,10 +140,16 @@ def execute(call: Call, folder: Path, draw: random.Random) -> tuple[Tensor, Tens
     return out, lse
 
 
-def check(call: Call, folder: Path, draw: random.Random) -> None:
+def check(
+    call: Call,
+    folder: Path,
+    draw: random.Random,
+    changed: ptx.Program | None = None,
+    lagging: ptx.Lagging | None = None,
+) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, folder, draw)
+    out, lse = execute(call, folder, draw, changed, lagging)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call)
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):

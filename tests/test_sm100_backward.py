@@ -57,7 +57,7 @@ class Pass:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
         code, packed = program(config), config.features.packed
-        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, a.mK.shape[-2], n.num_n_blocks, None)
+        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
         places, size = {}, 0
         for name, shape in parts.items():
             places[name] = size
@@ -97,7 +97,7 @@ class Pass:
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY)
+        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, frozenset())
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()

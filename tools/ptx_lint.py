@@ -3,6 +3,8 @@
 Looked at is a kernel's PTX, thread by thread (``tools.ptx_threads``), the first two threads of a warp for all of it.
 What must lie between two instructions is looked for on every path from the one to the other.
 
+    init-fence       mbarrier.init; fence.mbarrier_init; others are told
+    warp             a warp's st.shared, tcgen05.ld and st; bar.warp.sync; an arrival by one of its threads
     proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; others are told
     load-wait        tcgen05.ld; tcgen05.wait::ld; its registers are computed with, others are told
     store-wait       tcgen05.st; tcgen05.wait::st; others are told, tcgen05.commit
@@ -228,6 +230,7 @@ class _Walk:
         self.kernel = kernel
         self.thread = thread
         self.findings = findings
+        self.others = kernel.program.warps[thread.number // WARP][1]  # of its warp
         self.issues_products = _executes_any(thread, "tcgen05.mma")
         self.uses_tensor_memory = _executes_any(thread, "tcgen05")
 
@@ -257,6 +260,11 @@ class _Walk:
         x = self.kernel.instructions[number]
         if tells_others(x):
             self.check_telling(number, x, state)
+        self.warp(number, x, state)
+        if x.is_a("mbarrier.init"):
+            state.setdefault("initialised", number)
+        elif x.is_a("fence.mbarrier_init", "fence.proxy.async"):
+            state.pop("initialised", None)
         if x.is_a("st.shared", "stmatrix"):
             address = self.thread.address(number, 0)
             region = None if address is None else self.kernel.region(address.number)
@@ -277,12 +285,28 @@ class _Walk:
         if self.uses_tensor_memory:
             self.tensor_memory(number, x, state)
 
+    def warp(self, number: int, x: Instruction, state: _State) -> None:
+        """What all threads of the warp have stored, before one of them arrives for all.
+
+        What they have loaded from shared memory may be for another mbarrier, and is no concern of this one.
+        """
+        if x.opcode.split(".")[0] in ("bar", "barrier"):
+            state.pop("accessed", None)
+        elif self.others.executes(number):
+            if x.is_a("st.shared", "stmatrix", "tcgen05.ld", "tcgen05.st"):
+                state.setdefault("accessed", number)
+        elif x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts and "accessed" in state:
+            self.report("warp", number, state.pop("accessed"), "without bar.warp.sync behind the access of")
+
     def unfenced(self, number: int, state: _State, region: int) -> None:
         origin = state.pop(f"proxy {region}")  # once is enough
         self.report("proxy", number, origin, "without fence.proxy.async behind the store of")
 
     def check_telling(self, number: int, x: Instruction, state: _State) -> None:
         """Rules of instructions behind which other threads go on."""
+        if "initialised" in state and not x.is_a("bar.warp"):
+            self.report("init-fence", number, state["initialised"], "without fence.mbarrier_init behind")
+            del state["initialised"]  # once is enough
         for region in [int(fact.split()[1]) for fact in state if fact.startswith("proxy ")]:
             if self.kernel.hands_over(self.thread, number, region):
                 self.unfenced(number, state, region)
