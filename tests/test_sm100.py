@@ -66,23 +66,27 @@ def program(config: Any, folder: Path) -> ptx.Program:
     return ptx.Program(text_of(config, folder), config.dtype)
 
 
-def planned(call: Call) -> tuple[Any, Any]:
-    """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
+def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
+    """A call as backends are given it; autograd knows nothing of its q, k and v."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
+    fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
-    spec = AttentionSpec.of(
-        inputs,
-        Options(
-            softmax_scale=call.softmax_scale,
-            window_left=left,
-            window_right=0 if call.causal else right,
-            softcap=call.softcap,
-            deterministic=False,
-            zero_padding=True,
-        ),
+    options = Options(
+        softmax_scale=call.softmax_scale,
+        window_left=left,
+        window_right=0 if call.causal else right,
+        softcap=call.softcap,
+        deterministic=False,
+        zero_padding=True,
     )
+    return inputs, AttentionSpec.of(inputs, options)
+
+
+def planned(call: Call) -> tuple[Any, Any]:
+    """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
+    _, spec = as_given(call)
     shapes = Shapes(call.q.shape, call.k.shape, 0, FEW_QUERIES + 1)
     config, numbers, _ = plan_forward(ARCHITECTURES["sm100"], spec, shapes, NUM_SMS)
     return config, numbers

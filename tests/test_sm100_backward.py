@@ -24,11 +24,11 @@ from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backwa
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, tensor_argument
+from tests.test_sm100 import Memory, as_given, tensor_argument
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
@@ -169,22 +169,7 @@ class Interpreted(CuteBackend):
 
 def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
     """The gradients of a call, from the results of its forward pass in float64."""
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink")
-    fields: dict[str, Any] = {name: getattr(call, name) for name in names}
-    fields |= {name: fields[name].detach() for name in ("q", "k", "v")}
-    inputs = AttentionInputs(
-        **fields, mask=None, bias=None, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3]
-    )
-    left, right = call.window_size
-    options = Options(
-        softmax_scale=call.softmax_scale,
-        window_left=left,
-        window_right=0 if call.causal else right,
-        softcap=call.softcap,
-        deterministic=False,
-        zero_padding=True,
-    )
-    spec = AttentionSpec.of(inputs, options)
+    inputs, spec = as_given(call)
     with torch.no_grad():
         out = oracle.attention(call)[0].detach()
         sink = call.learnable_sink is not None

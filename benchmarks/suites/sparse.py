@@ -26,7 +26,6 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.model import Pass, machine_of
-from flash_attn_cute.sparsity.order import SUMS
 from flash_attn_cute.spec import BlockTables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
@@ -250,9 +249,10 @@ def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
     """What the model says of the backward pass: its time without an order of additions, and under some orders."""
     times: dict[str, float] = {}
     for order in ("default", "spt", "permutation"):
-        tables = mask.with_order(order).tables(device, backward=False)
+        ordered = mask.with_order(order)
+        tables = ordered.tables(device, backward=False)
         steps = plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1)
-        work = Pass(steps, machine=machine_of(mask.seqlen_q, 1 if mask.with_order(order).waits_little else SUMS))
+        work = Pass(steps, machine=machine_of(mask.seqlen_q, ordered.waits_little))
         launch = tables.order.cpu().expand(work.order_shape)
         if not times:
             times["no order"] = work.play(launch, ordered=False).makespan

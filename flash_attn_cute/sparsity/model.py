@@ -53,12 +53,13 @@ class Machine(NamedTuple):
 H200 = Machine()
 
 
-def machine_of(seqlen_q: int, sums: int = SUMS) -> Machine:
+def machine_of(seqlen_q: int, waits_little: bool = False) -> Machine:
     """An H200, with as many heads in flight as deterministic backward passes at d = 128 have on it.
 
     As ``backends.cute.plan`` has it: so many as the cache has room for, or more where few would wait too long for each
-    other's first turns. ``sums`` a block of queries: one of regular masks in their usual order.
+    other's first turns. A block of queries has one sum where a mask ``waits_little``.
     """
+    sums = 1 if waits_little else SUMS
     halves = max(1, -(-seqlen_q // 64))
     in_cache = 16_000_000 // (512 * (1 + sums) * max(seqlen_q, 1))
     for_turns = -(-5 * H200.ctas // (2 * halves))

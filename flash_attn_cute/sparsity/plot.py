@@ -16,7 +16,6 @@ from torch import Tensor
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.sparsity.model import Pass, Timeline, machine_of
-from flash_attn_cute.sparsity.order import SUMS
 from flash_attn_cute.spec import BlockTables
 
 _TURNS_UP_TO = 32  # blocks a side: with more there is no room for numbers
@@ -135,7 +134,7 @@ class _Lane:
 def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """The backward pass of a mask, and its launch order."""
     group = mask.heads // tables.order.shape[1]
-    machine = machine_of(mask.seqlen_q, 1 if mask.waits_little else SUMS)
+    machine = machine_of(mask.seqlen_q, mask.waits_little)
     work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine)
     return work, tables.order.cpu().expand(work.order_shape)
 

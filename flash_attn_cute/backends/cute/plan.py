@@ -162,7 +162,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    sums = SUMS if config.spreads_sums and not spec.in_turn and not spec.has_mask else 1
+    sums = SUMS if config.spreads_sums and spec.has_block_mask and not spec.in_turn else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)

@@ -1,6 +1,7 @@
 """Stages of shared memory that are used in turn, step by step, and the barriers that guard them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -77,3 +78,21 @@ class Ring:
         lane = cute.arch.lane_idx()
         if lane < 2:
             cute.arch.mbarrier_arrive(self.empty(step), lane)
+
+
+class RingSet:
+    """A kernel's rings, the fields of a dataclass."""
+
+    @staticmethod
+    def stages(config: Any) -> dict[str, int]:
+        """Of each, by its name."""
+        raise NotImplementedError
+
+    @classmethod
+    def at(cls, config: Any, barriers: cute.Pointer) -> Any:
+        """One after the other."""
+        rings, first = {}, 0
+        for name, stages in cls.stages(config).items():
+            rings[name] = Ring(barriers + first, stages)
+            first += 2 * stages
+        return cls(**rings)

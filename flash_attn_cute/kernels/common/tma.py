@@ -11,7 +11,7 @@ the data, faults where nothing is mapped there.)
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -59,6 +59,17 @@ class RowTiles:
             self.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
         return shared, glob
+
+
+class BackwardTiles(NamedTuple):
+    """Of the tensors that a backward kernel loads and stores, by their names."""
+
+    Q: RowTiles
+    dO: RowTiles
+    K: RowTiles
+    V: RowTiles
+    dK: RowTiles
+    dV: RowTiles
 
 
 def make_row_tiles(

@@ -79,11 +79,10 @@ from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile, Q
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import make_row_tiles
-from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import (
     O_COLUMNS,
     PART_ROWS,
-    TENSOR_COLUMNS,
     TILE_STAGES,
     ForwardConfig,
 )
@@ -93,8 +92,7 @@ from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transpose
 from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
-_THREADS = 512
-_EPILOGUE_WARPS, _MMA_WARP, _PRODUCER_WARP = 8, 12, 13  # the first, and single ones; softmax warps are before
+_EPILOGUE_WARPS = 8  # the first; softmax warps are before
 _COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
 
 
@@ -138,7 +136,7 @@ class ForwardSm100:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(self.tiles.num(a), a.numbers.num_sms)
         self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, scales).launch(
-            grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[ctas, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -152,18 +150,7 @@ class ForwardSm100:
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         rings = Rings.at(c, storage.barriers.data_ptr())
-        if warp_idx == _PRODUCER_WARP:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
-            with cute.arch.elect_one():
-                rings.init(c)
-            cute.arch.mbarrier_init_fence()
-        if warp_idx == _MMA_WARP:
-            cute.arch.alloc_tmem(TENSOR_COLUMNS, storage.holder.data_ptr())
-            cute.arch.relinquish_tmem_alloc_permit()
-        tensor_memory.before_sync()
-        cute.arch.sync_threads()
-        tensor_memory.after_sync()
+        frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
         shared = Shared(
             sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
             sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
@@ -179,20 +166,16 @@ class ForwardSm100:
             self.softmax(a, shared, scales, warp_idx // 4, thread)
         elif warp_idx < _EPILOGUE_WARPS:
             cute.arch.setmaxregister_decrease(c.registers.none)
-        elif warp_idx < _MMA_WARP:
+        elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers.epilogue)
             self.epilogue(a, tma.O, shared, mO, mLSE, thread)
         else:
             cute.arch.setmaxregister_decrease(c.registers.others)
-            if warp_idx == _MMA_WARP:
+            if warp_idx == frame.MMA_WARP:
                 self.mma(mmas, shared)
-            elif warp_idx == _PRODUCER_WARP:
+            elif warp_idx == frame.PRODUCER_WARP:
                 self.producer(a, tma, shared)
-        tensor_memory.before_sync()
-        cute.arch.sync_threads()  # nobody reads tensor memory any more
-        if warp_idx == _MMA_WARP:
-            tensor_memory.after_sync()
-            cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
+        frame.end(shared, warp_idx)
 
     @cute.jit
     def mma(self, mmas: _Mmas, shared: Shared) -> None:

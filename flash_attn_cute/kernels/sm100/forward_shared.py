@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     O_COLUMNS,
     O_STAGES,
@@ -40,7 +40,7 @@ def layouts_of(config: ForwardConfig, dtype: type) -> Layouts:
 
 
 @dataclass(frozen=True)
-class Rings:
+class Rings(RingSet):
     """All barriers of the kernel; see ``forward`` for who fills and empties what."""
 
     tiles: Ring
@@ -65,15 +65,6 @@ class Rings:
             "outputs": c.q_parts,
             "stats": c.q_parts,
         } | ({"added": 1} if c.q_parts == 1 else {})
-
-    @staticmethod
-    def at(config: ForwardConfig, barriers: cute.Pointer) -> "Rings":
-        """One after the other."""
-        rings, first = {}, 0
-        for name, stages in Rings.stages(config).items():
-            rings[name] = Ring(barriers + first, stages)
-            first += 2 * stages
-        return Rings(**rings)
 
     def init(self, config: ForwardConfig) -> None:
         """Before all else, by one thread."""

@@ -93,11 +93,11 @@ from flash_attn_cute.kernels.common.key_tiles import (
 )
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
-from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
-from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, layouts_of, storage_of
-from flash_attn_cute.kernels.sm100.backward.cta_transfers import Tma, Transfers
+from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -105,15 +105,13 @@ from flash_attn_cute.kernels.sm100.config import (
     DQ_STAGES,
     O_COLUMNS,
     PART_ROWS,
-    TENSOR_COLUMNS,
     TILE_STAGES,
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
 from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 
-_THREADS = 512
-_COMPUTE_WARPS, _MMA_WARP, _PRODUCER_WARP, _ADDING_WARPS = 4, 12, 13, 14  # the first ones, and single ones
+_COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 _QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
@@ -152,7 +150,7 @@ class BackwardCtaSm100:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
         sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
-        tma = Tma(
+        tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
             dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
@@ -163,14 +161,14 @@ class BackwardCtaSm100:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[ctas, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def kernel(
         self,
         mmas: _Mmas,
-        tma: Tma,
+        tma: BackwardTiles,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         a: BackwardArguments,
@@ -184,18 +182,7 @@ class BackwardCtaSm100:
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         rings = Rings.at(c, storage.barriers.data_ptr())
-        if warp_idx == _PRODUCER_WARP:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
-            with cute.arch.elect_one():
-                rings.init(c)
-            cute.arch.mbarrier_init_fence()
-        if warp_idx == _MMA_WARP:
-            cute.arch.alloc_tmem(TENSOR_COLUMNS, storage.holder.data_ptr())
-            cute.arch.relinquish_tmem_alloc_permit()
-        tensor_memory.before_sync()
-        cute.arch.sync_threads()
-        tensor_memory.after_sync()
+        frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
         shared = Shared(
             **{
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
@@ -215,24 +202,20 @@ class BackwardCtaSm100:
             if const_expr(f.packed or f.left or f.right):  # else every key is seen
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
-        elif warp_idx < _MMA_WARP:
+        elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
             rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
             cute.arch.setmaxregister_decrease(c.registers.others)
-            if warp_idx == _MMA_WARP:
+            if warp_idx == frame.MMA_WARP:
                 self.mma(a, mmas, shared)
-            elif warp_idx == _PRODUCER_WARP:
+            elif warp_idx == frame.PRODUCER_WARP:
                 self.transfers.producer(a, ws, tma, shared)
             else:
                 self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)
-        tensor_memory.before_sync()
-        cute.arch.sync_threads()  # nobody reads tensor memory any more
-        if warp_idx == _MMA_WARP:
-            tensor_memory.after_sync()
-            cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
+        frame.end(shared, warp_idx)
 
     @cute.jit
     def mma(self, a: BackwardArguments, mmas: _Mmas, shared: Shared) -> None:
@@ -290,7 +273,7 @@ class BackwardCtaSm100:
         self,
         a: BackwardArguments,
         ws: Workspace,
-        tma: Tma,
+        tma: BackwardTiles,
         shared: Shared,
         scales: ScoreScales,
         warpgroup: Int32,
@@ -398,7 +381,7 @@ class BackwardCtaSm100:
             write_row(rounded, sdS, work.thread, first)
 
     @cute.jit
-    def _put_out(self, work: "_Work", ws: Workspace, tma: Tma, walk: Int32) -> None:
+    def _put_out(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.tile_again(c, a, walk)
@@ -413,7 +396,7 @@ class BackwardCtaSm100:
                 turns.count_as_warpgroup(counter, barrier)
 
     @cute.jit
-    def _pieces(self, work: "_Work", ws: Workspace, tma: Tma, walk: Int32, is_first: Boolean) -> None:
+    def _pieces(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32, is_first: Boolean) -> None:
         """Of 64 columns: at d = 128 one of dV and one of dK a warpgroup, else dV is the first one's, dK the other's."""
         c, rings = self.config, work.shared.rings
         for which in cutlass.range_constexpr(2):  # dV, dK
@@ -432,7 +415,7 @@ class BackwardCtaSm100:
         self,
         work: "_Work",
         ws: Workspace,
-        tma: Tma,
+        tma: BackwardTiles,
         walk: Int32,
         which: cutlass.Constexpr,
         piece: Int32,

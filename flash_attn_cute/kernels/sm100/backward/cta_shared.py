@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     DQ_COLUMNS,
@@ -45,7 +45,7 @@ def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
 
 
 @dataclass(frozen=True)
-class Rings:
+class Rings(RingSet):
     """All barriers of the kernel; see ``cta`` for who fills and empties what."""
 
     tiles: Ring
@@ -68,15 +68,6 @@ class Rings:
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
         return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, **pieces, "dv": 1, "dk": 1}
-
-    @staticmethod
-    def at(config: BackwardConfig, barriers: cute.Pointer) -> "Rings":
-        """One after the other."""
-        rings, first = {}, 0
-        for name, stages in Rings.stages(config).items():
-            rings[name] = Ring(barriers + first, stages)
-            first += 2 * stages
-        return Rings(**rings)
 
     def init(self, config: BackwardConfig) -> None:
         """Before all else, by one thread."""

@@ -1,7 +1,5 @@
 """What brings tiles to the backward kernel and takes dQ away (see ``cta``)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -13,23 +11,12 @@ from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
 from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
-
-
-class Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    dO: RowTiles
-    K: RowTiles
-    V: RowTiles
-    dK: RowTiles
-    dV: RowTiles
 
 
 class Transfers:
@@ -39,7 +26,7 @@ class Transfers:
         self.config = config
 
     @cute.jit
-    def producer(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared) -> None:
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared) -> None:
         """One warp: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c, rings = self.config, shared.rings
         num_tiles = num_key_tiles(c, a)

@@ -68,7 +68,7 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     STEP_STAGES,
@@ -79,7 +79,7 @@ from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     piece_number,
     storage_of,
 )
-from flash_attn_cute.kernels.sm90.backward.cta_transfers import Tma, Transfers
+from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
@@ -138,7 +138,7 @@ class BackwardCtaSm90:
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
-        tma = Tma(
+        tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
             dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
@@ -156,7 +156,7 @@ class BackwardCtaSm90:
     def kernel(
         self,
         mmas: _Mmas,
-        tma: Tma,
+        tma: BackwardTiles,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         a: BackwardArguments,

@@ -1,7 +1,5 @@
 """Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``cta``)."""
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -14,21 +12,10 @@ from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
-
-
-class Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    dO: RowTiles
-    K: RowTiles
-    V: RowTiles
-    dK: RowTiles
-    dV: RowTiles
 
 
 class Transfers:
@@ -39,7 +26,7 @@ class Transfers:
         self.warpgroups = config.num_mma_warpgroups
 
     @cute.jit
-    def producer(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared) -> None:
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared) -> None:
         """Warp 0: chooses tiles, and loads all that they need in the order in which it is consumed."""
         c = self.config
         num_tiles = num_key_tiles(c, a)
@@ -117,7 +104,7 @@ class Transfers:
         self,
         ws: Workspace,
         tile: KeyTile,
-        tma: Tma,
+        tma: BackwardTiles,
         shared: Shared,
         head: Int32,
         m_block: Int32,
@@ -146,7 +133,7 @@ class Transfers:
             t.load(t.at(start, stop, head, tile.batch), sX[None, None, stage], full)
 
     @cute.jit
-    def carry_out(self, a: BackwardArguments, ws: Workspace, tma: Tma, shared: Shared, w: Int32) -> None:
+    def carry_out(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared, w: Int32) -> None:
         """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
         c, out = self.config, shared.out(w)
         step, walk, come = (Int32(0) for _ in range(3))

@@ -1,0 +1,49 @@
+"""How every kernel begins and ends: its threads, the warps that do so, barriers, and all of tensor memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.config import TENSOR_COLUMNS
+
+THREADS = 512
+MMA_WARP, PRODUCER_WARP = 12, 13
+
+
+@cute.jit
+def begin(
+    config: cutlass.Constexpr, tma: cutlass.Constexpr, rings: cutlass.Constexpr, holder: cute.Pointer, warp_idx: Int32
+) -> None:
+    """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
+
+    Args:
+        config: of the kernel.
+        tma: whose descriptors it loads and stores by.
+        rings: its barriers.
+        holder: in shared memory.
+        warp_idx: of the thread, uniform.
+    """
+    if warp_idx == PRODUCER_WARP:
+        for rows in tma:
+            cpasync.prefetch_descriptor(rows.atom)
+        with cute.arch.elect_one():
+            rings.init(config)
+        cute.arch.mbarrier_init_fence()
+    if warp_idx == MMA_WARP:
+        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder)
+        cute.arch.relinquish_tmem_alloc_permit()
+    tensor_memory.before_sync()
+    cute.arch.sync_threads()
+    tensor_memory.after_sync()
+
+
+@cute.jit
+def end(shared: cutlass.Constexpr, warp_idx: Int32) -> None:
+    """By all threads, behind their roles: frees the tensor memory that ``shared`` knows of."""
+    tensor_memory.before_sync()
+    cute.arch.sync_threads()  # nobody reads tensor memory any more
+    if warp_idx == MMA_WARP:
+        tensor_memory.after_sync()
+        cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
