@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute.backend import CuteBackend
+from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
+from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -63,7 +66,14 @@ def text_of(config: Any, folder: Path) -> str:
 
 @functools.cache
 def program(config: Any, folder: Path) -> ptx.Program:
-    return ptx.Program(text_of(config, folder), config.dtype)
+    (main,) = (part for part in text_of(config, folder).split(".visible .entry")[1:] if "ForwardSm100" in part[:200])
+    return ptx.Program(main, config.dtype)
+
+
+def spread(x: Tensor) -> Tensor:
+    """The memory behind a tensor, as far as its strides reach."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach if x.numel() else 0,), (1,))
 
 
 def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
@@ -71,6 +81,8 @@ def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
+    if call.block_mask is not None:
+        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=False)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
     options = Options(
@@ -92,6 +104,85 @@ def planned(call: Call) -> tuple[Any, Any]:
     return config, numbers
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What the backend launches in the place of a compiled pass: its main kernel, executed by the interpreter."""
+
+    plan: ForwardPlan
+    folder: Path
+    draw: random.Random
+    changed: ptx.Program | None  # instead of the configuration's
+    lagging: ptx.Lagging | None
+
+    def __call__(self, a: ForwardArguments) -> None:
+        """Runs it on the arguments."""
+        config, numbers = self.plan.config, self.plan.numbers
+        code = program(config, self.folder) if self.changed is None else self.changed
+        packed, memory = config.features.packed, Memory()
+        tables = {} if a.blocks.mTiles is None else self.tables_of(a)
+        given: dict[str, Tensor] = {}
+        for name, x in a._asdict().items():
+            some = x._asdict() if name == "blocks" else {name: x}
+            given |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
+        places = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
+        params, tensors = [bytes(32)] * 2, {}
+        for name in ("mQ", "mK", "mV", "mO"):
+            x = given[name]
+            batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
+            tensors[len(params)] = ptx.Rows(
+                places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+            )
+            params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
+        order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch
+        by_rows, numbers_by_rows = given["mO"].permute(order), given["mLSE"].permute([1, 0] if packed else [2, 1, 0])
+        params.append(tensor_argument(places["mO"], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
+        params.append(tensor_argument(places["mLSE"], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
+        for name, x in given.items():
+            params.append(tensor_argument(places[name], x.shape, x.stride()[:-1]))
+        params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in numbers if x is not None]
+        for name, x in tables.items():  # all but how many there are is known to who compiles
+            params.append(tensor_argument(places[name], x.shape[:1], ()))
+        rest = numbers.softcap or numbers.softmax_scale
+        tanh = numbers.softmax_scale / numbers.softcap if numbers.softcap else 1.0
+        params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * math.log2(math.e))]
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        heads, rows = a.mQ.shape[-2], a.mQ.shape[-3]
+        tiles = -(-rows // config.tile_m) * heads * (1 if packed else a.mQ.shape[0])
+        if a.mCuSeqlensQ is not None:
+            tiles = (rows // config.tile_m + len(a.mCuSeqlensQ) + 1) * heads
+        everything = memory.bytes()
+        ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), self.draw, SHARED_MEMORY, self.lagging)
+        for name in ("mO", "mLSE", "mNextTile"):
+            x = given[name]
+            assert x.is_contiguous()
+            found = torch.from_numpy(everything[places[name] : places[name] + x.numel() * x.element_size()])
+            x.copy_(found.view(x.dtype).view(x.shape))
+        assert not a.mNextTile[:1].any(), "the counter of tiles is not left as it was"
+
+    def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
+        """Lists, entries and bits: of a block mask as they are."""
+        return {
+            "mLists": a.blocks.mSpans.view(-1, 2),
+            "mEntriesOfLists": a.blocks.mEntries.view(-1, 2),
+            "mBitsOfLists": a.blocks.mTiles.view(-1, 1, 128, 4),
+        }
+
+
+class Interpreted(CuteBackend):
+    """The backend, whose forward pass is executed by the interpreter."""
+
+    def __init__(self, **options: Any):
+        super().__init__(ARCHITECTURES["sm100"])
+        self.options = options
+        self._prepare_forward = self.prepare  # type: ignore[assignment]
+
+    def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, few: bool, layout: Any, _: Any) -> Any:
+        """What ``_plan_forward`` does, without a GPU."""
+        shapes = cute_backend._forward_shapes(q, k, num, few, layout)
+        plan = plan_forward(self.architecture, spec, shapes, NUM_SMS)
+        return cute_backend._Launch(Pass(plan, **self.options), plan, takes_tiles=True)
+
+
 def execute(
     call: Call,
     folder: Path,
@@ -100,48 +191,11 @@ def execute(
     lagging: ptx.Lagging | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
-    packed = call.cu_seqlens_q is not None
-    config, numbers = planned(call)
-    code = program(config, folder) if changed is None else changed
-    memory, heads = Memory(), call.q.shape[-2]
-    out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
-    lse = torch.empty((heads, call.q.shape[0]) if packed else (call.q.shape[0], heads, call.q.shape[1]))
-    places = [memory.put(x) for x in (call.q, call.k, call.v, out, lse)]
-    params, tensors = [bytes(32)] * 2, {}
-    for x, place in zip((call.q, call.k, call.v, out), places[:4], strict=True):
-        batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
-        tensors[len(params)] = ptx.Rows(
-            place // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
-        )
-        params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
-    order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch
-    by_rows, numbers_by_rows = out.permute(order), lse.permute([1, 0] if packed else [2, 1, 0])
-    params.append(tensor_argument(places[3], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
-    params.append(tensor_argument(places[4], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
-    for x, place in zip((call.q, call.k, call.v, out, lse), places, strict=True):
-        params.append(tensor_argument(place, x.shape, x.stride()[:-1]))
-    sink = None if call.learnable_sink is None else call.learnable_sink.float()
-    for vector in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, sink):
-        if vector is not None:
-            params.append(tensor_argument(memory.put(vector), vector.shape, ()))
-    counter = memory.put(torch.zeros(4, dtype=torch.int32))
-    params.append(tensor_argument(counter, (4,), ()))
-    given = [x for x in numbers if x is not None]
-    params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in given]
-    rest = call.softcap or numbers.softmax_scale
-    tanh = numbers.softmax_scale / call.softcap if call.softcap else 1.0
-    params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * math.log2(math.e))]
-    params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-    tiles = -(-call.q.shape[-3] // config.tile_m) * heads * (1 if packed else call.q.shape[0])
-    if call.cu_seqlens_q is not None:
-        tiles = (call.q.shape[0] // config.tile_m + len(call.cu_seqlens_q) + 1) * heads
-    everything = memory.bytes()
-    ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), draw, SHARED_MEMORY, lagging)
-    assert not everything[counter : counter + 4].any(), "the counter of tiles is not left as it was"
-    for x, place in ((out, places[3]), (lse, places[4])):
-        found = torch.from_numpy(everything[place : place + x.numel() * x.element_size()])
-        x.copy_(found.view(x.dtype).view(x.shape))
-    return out, lse
+    inputs, spec = as_given(call)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
+        backend = Interpreted(folder=folder, draw=draw, changed=changed, lagging=lagging)
+        return backend._forward(spec, inputs)
 
 
 def check(

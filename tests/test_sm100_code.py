@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import explain, flash_attn_func, ops
+from flash_attn_cute import BlockMask, explain, flash_attn_func, ops
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute.plan import plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
@@ -44,6 +44,8 @@ def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
     return config(dtype, d, d_v or d, Features(**options), target=target)
 
 
+# Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
+LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}
 FEW = {
     "d64-packed-causal": chosen(64, right=True, packed=True),
     "d128": chosen(128),
@@ -51,12 +53,16 @@ FEW = {
     "d96-float16-everything": chosen(96, dtype="float16", **EVERYTHING),
     "d192-dv128-causal": chosen(192, 128, right=True),
     "d256-everything-b300": chosen(256, target=B300, **EVERYTHING),
+    "d128-block-mask": chosen(128, block_mask=True),
+    "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
 }
 MASKS = {
     "full": {},
     "causal": {"right": True},
     "packed-causal": {"packed": True, "right": True},
     "everything": EVERYTHING,
+    "block-mask": {"block_mask": True},
+    "intervals": LISTED,
 }
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
@@ -79,7 +85,7 @@ FEW_BACKWARD = {
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
 }
-BACKWARD_MASKS = MASKS | {
+BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not mask.get("block_mask")} | {
     "causal-grouped": {"right": True, "grouped": True},
     "packed-left": {"packed": True, "left": True, "seqused_k": True},
     "softcap": {"softcap": True},
@@ -117,13 +123,15 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     # capped and hidden. O is read to be rescaled, and to be stored.
     changes = 1 + c.features.softcap
     assert count["LDTM"] == 4 * 3 + 4 * changes + c.tile_dv // 32 + c.tile_dv // 16
-    # Weights are stored at two places, and zeros at a third.
-    assert count["STTM"] == 2 * 3 + 4 * changes + c.tile_dv // 32
+    # Weights are stored at two places, and, but under a mask, zeros at a third.
+    assert count["STTM"] == 2 * (2 + (not c.features.listed)) + 4 * changes + c.tile_dv // 32
     # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
-    assert len(re.findall(r"\bUTMALDG", sass)) == (c.q_parts + 1) * c.tile_d // 64 + c.tile_dv // 64
+    # Q once; under a mask the compiler may write the first block of a walk apart.
+    of_block, loads = (c.tile_d + c.tile_dv) // 64, len(re.findall(r"\bUTMALDG", sass))
+    assert loads - c.q_parts * c.tile_d // 64 in (of_block, of_block * (1 + c.features.listed))
     assert len(re.findall(r"\bUTMASTG", sass)) == c.tile_dv // 64
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
     assert len(re.findall(r"\btcgen05\.relinquish_alloc_permit\b", ptx)) == 1
@@ -235,11 +243,15 @@ def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
     given.passes = ["backward"]
     with pytest.raises(ValueError, match="head_dim: expected at most 128, got 256"):
         command.configurations(given)
+    given = command.parser().parse_args([*arguments[:-1], "64", "--features", "block_mask"])
+    assert {c.pass_name for c in command.configurations(given)} == {"forward"}
 
 
 def test_features_that_are_lacking_are_refused() -> None:
-    with pytest.raises(ValueError, match="features: expected none that the sm100 kernels lack, got mask, bias"):
-        chosen(128, mask=True, bias=True)
+    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got mask, bias$"):
+        chosen(128, mask=True, bias=True, block_mask=True)
+    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got block_mask$"):
+        backward(128, block_mask=True)
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -271,6 +283,19 @@ def test_gradients_that_are_lacking_are_refused_by_the_forward_call(
     q, v = (torch.zeros(1, 8, 2, columns, dtype=torch.bfloat16) for columns in (d, d_v))
     with pytest.raises(ValueError, match=rf"got 'sm100', which has none: {limits} \(gradients: up to 128\)$"):
         flash_attn_func(q.requires_grad_(), q, v, backend="sm100")
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_gradients_under_block_masks_are_refused_by_the_forward_call(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CuteBackend, "limits", lambda self, spec, inputs: ())
+    monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
+    monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
+    q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
+    mask = BlockMask.causal(8, 8)
+    with pytest.raises(ValueError, match=r"got 'sm100', which has none: block_mask; d = 192 \(gradients: up to 128\)"):
+        flash_attn_func(q.requires_grad_(), q, q, block_mask=mask, backend="sm100")
 
 
 def test_gradients_are_planned_as_far_as_there_are_some() -> None:

@@ -5,13 +5,16 @@ from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.mask_tile import MaskTile
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
 # that a call lacks with zeros.
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that no kernel serves yet
+# Features of calls that no kernel serves yet, of any pass and of the backward one.
+LACKING = ("MASK", "BIAS")
+LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -38,6 +41,9 @@ class ForwardConfig:
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
     tile_n: ClassVar[int] = SCORE_COLUMNS  # keys a block
+    # Of a part, whose lists its tile walks over.
+    mask_tile: ClassVar[MaskTile] = MaskTile(PART_ROWS, SCORE_COLUMNS, row_a_thread=True)
+    reorders_bits: ClassVar[bool] = False  # of a block mask
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -55,6 +61,11 @@ class ForwardConfig:
         return self.q_parts * PART_ROWS
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether a part may see nothing of a block that the tile walks over, and gets no products of it."""
+        return self.features.listed and self.q_parts > 1
+
+    @property
     def blocks_ahead(self) -> int:
         """Blocks whose scores are begun before the output of one is: two products of scores are under way."""
         return 2 // self.q_parts
@@ -69,6 +80,8 @@ class ForwardConfig:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
+        if self.features.listed:  # who walks over lists has more to keep
+            return Registers(softmax=192, epilogue=72, others=56)
         return Registers(softmax=200, epilogue=72, others=40)
 
     # The map of tensor memory. Weights take the place of the second half of the scores that they are of.
@@ -98,6 +111,7 @@ class ForwardConfig:
 
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
 TILE_STAGES = 2  # tiles that roles have been told of
+ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
 
 
 class _ForwardTile(NamedTuple):
@@ -137,7 +151,7 @@ def forward_config(
     Raises:
         ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features)
+    _refuse_lacking(features, LACKING)
     del group
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
@@ -161,8 +175,8 @@ def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
 
 
-def _refuse_lacking(features: Features) -> None:
-    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
+def _refuse_lacking(features: Features, names: tuple[str, ...]) -> None:
+    lacking = [name.lower() for name in names if getattr(features, name.lower())]
     if lacking:
         raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
 
@@ -187,6 +201,7 @@ class BackwardConfig(BackwardSizes):
     ctas_a_tile: ClassVar[int] = 1
     tile_n: ClassVar[int] = PART_ROWS
     counts_additions: ClassVar[bool] = True
+    reorders_bits: ClassVar[bool] = False
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -287,7 +302,7 @@ def backward_config(
     Raises:
         ValueError: features, or head dimensions, that no kernel serves yet.
     """
-    _refuse_lacking(features)
+    _refuse_lacking(features, LACKING_BACKWARD)
     columns = _tile_columns(max(head_dim, head_dim_v))
     tile = next((t for t in _BACKWARD_TILES if t.tile_d == columns), None)
     if tile is None:

@@ -45,7 +45,12 @@ def hide(
         stop = cutlass.select_(row < num_rows, stop, Int32(0))
     # A word of bits: comparisons one by one take longer, and the compiler keeps them all for when the same scores are
     # read again.
-    visible, nothing = bit_mask(start, cutlass.max(stop - start, 0)), hidden(scale_log2)
+    return hide_by_bits(scores, scale_log2, bit_mask(start, cutlass.max(stop - start, 0)))
+
+
+def hide_by_bits(scores: list[Float32], scale_log2: Float32, visible: Int32) -> list[Float32]:
+    """Scores of 32 columns, but those whose bits are 0, by selection."""
+    nothing = hidden(scale_log2)
     return [cutlass.select_(visible & 1 << i != 0, score, nothing) for i, score in enumerate(scores)]
 
 
@@ -67,8 +72,15 @@ def hide_in_memory(
     edges: Edges,
     num_rows: Int32 | None = None,
 ) -> None:
-    """Hides scores: those of a thread's row in some columns from ``place`` on. Arguments as of ``hide``."""
+    """Hides scores that an edge does: those of a thread's row in some columns from ``place`` on, as ``hide``."""
     for first in range(0, columns, _COLUMNS):
         scores = tensor_memory.load(place + first, _COLUMNS)
         some = hide(scores, scale_log2, row, first_column + first, num_columns, window, edges, num_rows)
         tensor_memory.store(place + first, some)
+
+
+def hide_by_bits_in_memory(place: Int32, scale_log2: Float32, words: list[Int32]) -> None:
+    """Hides scores whose bits are 0: those of a thread's row in columns from ``place`` on, 32 a word."""
+    for i, word in enumerate(words):
+        scores = tensor_memory.load(place + i * _COLUMNS, _COLUMNS)
+        tensor_memory.store(place + i * _COLUMNS, hide_by_bits(scores, scale_log2, word))

@@ -29,6 +29,11 @@ class Sm90Config:
     tile_d: int  # one of ``HEAD_DIMS``
     features: Features
 
+    @property
+    def reorders_bits(self) -> bool:
+        """Whether the tiles of a block mask are put into the order of registers."""
+        return self.features.block_mask
+
 
 def _read_alike(features: Features) -> Features:
     """Without what kernels do not look at: strided biases are read element by element, whatever else they are."""

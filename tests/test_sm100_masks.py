@@ -1,0 +1,57 @@
+"""Block masks in the Blackwell forward kernel, executed on the CPU from its PTX (``tests.ptx``), against the oracle."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import BlockMask
+from tests.checks import draws, random_call
+from tests.masks import KINDS, random_mask
+from tests.oracle import Call
+from tests.test_sm100 import check
+
+# Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
+BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128": ([300], [400], {"packed": False, "head_dim": 128}),
+    "d64-gqa": ([140, 140], [300, 300], {"packed": False, "head_dim": 64, "nheads": 4, "nheads_k": 2}),
+    "d128-window": ([300], [400], {"packed": False, "head_dim": 128, "window_size": (150, 20), "nheads": 1}),
+    "d64-everything": ([200, 1, 90], [300, 129, 0], {"softcap": 5.0, "sink": True, "seqused": True, "causal": True}),
+    "d192-dv128": ([270], [300], {"packed": False, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}),
+    "d256-packed": ([140, 60], [200, 130], {"head_dim": 256, "nheads": 1, "causal": True}),
+}
+
+
+def with_block_mask(call: Call, draw: random.Random, kind: str | None = None) -> Call:
+    """The call with a mask for each batch entry and head, one for all, or anything between."""
+    (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+    batch = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
+    sets = draw.choice([1, batch]), draw.choice([1, nheads, nheads_k])
+    made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
+    return replace(call, block_mask=made.mask, shown=made.shown)
+
+
+@pytest.mark.parametrize("case", BLOCK_MASKS)
+def test_block_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+    """Any kind of mask, whose blocks both parts of a tile see, or one of them, or nobody."""
+    lengths_q, lengths_k, options = BLOCK_MASKS[case]
+    for count, draw in draws(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        check(with_block_mask(call, draw), tmp_path, draw)
+
+
+def test_parts_that_see_different_blocks(tmp_path: Path) -> None:
+    """Blocks that are far apart, of both parts, of one, and of none; a part, and rows, that see nothing at all."""
+    call = random_call([700], [128 * 70], packed=False, nheads=1, head_dim=64, dtype=torch.bfloat16)
+    visible = torch.zeros(6, 70, dtype=torch.bool)
+    visible[0, [3, 5, 40, 69]] = visible[1, [5, 6, 36, 38, 69]] = True
+    visible[2, 33] = visible[5, 0] = True
+    shown = visible.repeat_interleave(128, 0).repeat_interleave(128, 1)[:700]
+    shown[:, 5::7] = False
+    shown[130:140] = False
+    call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
+    check(call, tmp_path, random.Random(0))
