@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import struct
@@ -16,15 +17,55 @@ from torch import Tensor
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
-from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
 from tests.checks import assert_close, draws, random_call
 from tests.oracle import Call
 
 NUM_SMS = 2
+WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
+
+
+def tables_of_mask(a: ForwardArguments, n: ForwardNumbers) -> dict[str, Tensor]:
+    """What the kernels ahead of the main one make of a mask, in their order: those are ``common.mask_tiles``."""
+    blocks = max(1, -(-a.mMask.shape[3] // BLOCK))
+    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
+    tiles = torch.zeros(*codes.shape, BLOCK, BLOCK, dtype=torch.bool)
+    sequences = []  # batch entry, first row in it, lengths, the number of the first list
+    if a.mCuSeqlensQ is None:
+        sequences = [(b, 0, a.mQ.shape[1], a.mK.shape[1], 0) for b in range(n.lists_batch)]
+    else:
+        starts, slots_q, slots_k = a.mCuSeqlensQ[:-1], a.mCuSeqlensQ.diff(), a.mCuSeqlensK.diff()
+        used_q = slots_q if a.mSeqUsedQ is None else a.mSeqUsedQ
+        used_k = slots_k if a.mSeqUsedK is None else a.mSeqUsedK
+        for s, (start, q, k) in enumerate(zip(starts.tolist(), used_q.tolist(), used_k.tolist(), strict=True)):
+            sequences.append((start // n.rows_a_slot, start % n.rows_a_slot, q, k, start // BLOCK + s))
+    for entry, first_row, num_q, num_k, first in sequences:
+        num_k = min(num_k, a.mMask.shape[3])
+        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
+        window = (j >= i - n.window_left) & (j <= i + n.window_right)
+        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // BLOCK), n.lists_tiles))):
+            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
+            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
+            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(BLOCK, 1)):
+                tiles[number, block, : part.shape[0], : part.shape[1]] = part
+                is_whole = part.all() and part.shape[1] == BLOCK
+                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
+    for number, row_of_codes in enumerate(codes):
+        seen = (row_of_codes != UNSEEN).nonzero().flatten()
+        entries[number, : len(seen)] = torch.stack((seen, row_of_codes[seen]), 1)
+        lists.append([number * blocks, len(seen)])
+    return {
+        "lists": torch.tensor(lists, dtype=torch.int32),
+        "entries": entries.view(-1, 2),
+        "codes": codes,
+        "tiles": pack(tiles).view(-1, 1, BLOCK, BLOCK // 32),
+    }
 
 
 class Memory:
@@ -119,7 +160,7 @@ class Pass:
         config, numbers = self.plan.config, self.plan.numbers
         code = program(config, self.folder) if self.changed is None else self.changed
         packed, memory = config.features.packed, Memory()
-        tables = {} if a.blocks.mTiles is None else self.tables_of(a)
+        tables = self.tables_of(a)
         given: dict[str, Tensor] = {}
         for name, x in a._asdict().items():
             some = x._asdict() if name == "blocks" else {name: x}
@@ -138,10 +179,16 @@ class Pass:
         params.append(tensor_argument(places["mO"], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
         params.append(tensor_argument(places["mLSE"], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
         for name, x in given.items():
-            params.append(tensor_argument(places[name], x.shape, x.stride()[:-1]))
+            if name == "mWorkspace":
+                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
+            else:
+                strides = x.stride() if name == "mMask" else x.stride()[:-1]
+                params.append(tensor_argument(places[name], x.shape, strides))
         params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in numbers if x is not None]
-        for name, x in tables.items():  # all but how many there are is known to who compiles
-            params.append(tensor_argument(places[name], x.shape[:1], ()))
+        for name, x in tables.items():
+            # All but how many there are is known to who compiles, unless that is any number of blocks.
+            sizes = (x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())
+            params.append(tensor_argument(places[name], *sizes))
         rest = numbers.softcap or numbers.softmax_scale
         tanh = numbers.softmax_scale / numbers.softcap if numbers.softcap else 1.0
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * math.log2(math.e))]
@@ -160,12 +207,11 @@ class Pass:
         assert not a.mNextTile[:1].any(), "the counter of tiles is not left as it was"
 
     def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
-        """Lists, entries and bits: of a block mask as they are."""
-        return {
-            "mLists": a.blocks.mSpans.view(-1, 2),
-            "mEntriesOfLists": a.blocks.mEntries.view(-1, 2),
-            "mBitsOfLists": a.blocks.mTiles.view(-1, 1, 128, 4),
-        }
+        """Lists, entries and bits: of a block mask as they are, or made of a mask, behind its codes."""
+        if a.blocks.mTiles is not None:
+            lists, entries, tiles = a.blocks.mSpans, a.blocks.mEntries, a.blocks.mTiles
+            return {"lists": lists.view(-1, 2), "entries": entries.view(-1, 2), "tiles": tiles.view(-1, 1, BLOCK, 4)}
+        return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers)
 
 
 class Interpreted(CuteBackend):

@@ -33,7 +33,13 @@ from flash_attn_cute.kernels.sm100.config import (
 )
 from flash_attn_cute.kernels.sm100.config import forward_config as config
 from tests.test_cute_plan import DENSE, spec_of
-from tests.test_machine_code import BACKWARD_EVERYTHING, EVERYTHING, check_before_and_after, machine_code
+from tests.test_machine_code import (
+    BACKWARD_EVERYTHING,
+    EVERYTHING,
+    MASKED,
+    check_before_and_after,
+    machine_code,
+)
 from tools.ptx_lint import lint
 
 B200, B300 = TARGETS.values()
@@ -55,6 +61,7 @@ FEW = {
     "d256-everything-b300": chosen(256, target=B300, **EVERYTHING),
     "d128-block-mask": chosen(128, block_mask=True),
     "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
+    "d64-mask-everything": chosen(64, mask=True, **MASKED),
 }
 MASKS = {
     "full": {},
@@ -63,6 +70,7 @@ MASKS = {
     "everything": EVERYTHING,
     "block-mask": {"block_mask": True},
     "intervals": LISTED,
+    "mask": {"mask": True, **MASKED},
 }
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
@@ -85,7 +93,7 @@ FEW_BACKWARD = {
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
 }
-BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not mask.get("block_mask")} | {
+BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "block_mask"} & mask.keys()} | {
     "causal-grouped": {"right": True, "grouped": True},
     "packed-left": {"packed": True, "left": True, "seqused_k": True},
     "softcap": {"softcap": True},
@@ -248,10 +256,10 @@ def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
 
 
 def test_features_that_are_lacking_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got mask, bias$"):
+    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got bias$"):
         chosen(128, mask=True, bias=True, block_mask=True)
-    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got block_mask$"):
-        backward(128, block_mask=True)
+    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got mask, block_mask$"):
+        backward(128, mask=True, block_mask=True)
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -268,7 +276,7 @@ def test_only_those_who_ask_get_it() -> None:
     assert list(supposing("sm100")) == ["portable", "sm100"]
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     mask, bias = torch.ones(8, 8, dtype=torch.bool), torch.zeros(8, 8, dtype=q.dtype)
-    with pytest.raises(ValueError, match=r"got 'sm100', which cannot: mask; bias; tensors on cpu$"):
+    with pytest.raises(ValueError, match=r"got 'sm100', which cannot: bias; tensors on cpu$"):
         flash_attn_func(q, q, q, mask=mask, bias=bias, backend="sm100")
 
 
@@ -286,16 +294,14 @@ def test_gradients_that_are_lacking_are_refused_by_the_forward_call(
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_gradients_under_block_masks_are_refused_by_the_forward_call(
-    watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_under_masks_are_refused_by_the_forward_call(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuteBackend, "limits", lambda self, spec, inputs: ())
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
-    mask = BlockMask.causal(8, 8)
-    with pytest.raises(ValueError, match=r"got 'sm100', which has none: block_mask; d = 192 \(gradients: up to 128\)"):
-        flash_attn_func(q.requires_grad_(), q, q, block_mask=mask, backend="sm100")
+    masks: dict[str, Any] = {"mask": torch.ones(8, 8, dtype=torch.bool), "block_mask": BlockMask.causal(8, 8)}
+    with pytest.raises(ValueError, match=r"which has none: mask; block_mask; d = 192 \(gradients: up to 128\)"):
+        flash_attn_func(q.requires_grad_(), q, q, **masks, backend="sm100")
 
 
 def test_gradients_are_planned_as_far_as_there_are_some() -> None:

@@ -1,4 +1,4 @@
-"""Block masks in the Blackwell forward kernel, executed on the CPU from its PTX (``tests.ptx``), against the oracle."""
+"""Masks and block masks in the Blackwell forward kernel, executed on the CPU from its PTX, against the oracle."""
 
 import random
 from dataclasses import replace
@@ -55,3 +55,26 @@ def test_parts_that_see_different_blocks(tmp_path: Path) -> None:
     shown[130:140] = False
     call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
     check(call, tmp_path, random.Random(0))
+
+
+MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128-causal": ([300], [400], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
+    "d64-packed": ([150, 0, 260], [200, 100, 140], {"mask": (1, 1, 1), "window_size": (None, 60)}),
+    "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
+    "d128-everything": ([150, 1], [200, 0], {"head_dim": 128, "softcap": 5.0, "sink": True, "seqused": True}),
+    "d256-by-batch": ([60, 200], [140, 80], {"head_dim": 256, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+    """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
+    lengths_q, lengths_k, options = MASKS[case]
+    for count, draw in draws(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "mask": (1, 1), **options})
+        assert call.mask is not None
+        for value in (False, True):
+            rows, keys = draw.choice([0, 128, 256]), draw.choice([0, 128])
+            call.mask[..., rows : rows + 128, keys : keys + draw.choice([100, 128])] = value
+        check(call, tmp_path, draw)

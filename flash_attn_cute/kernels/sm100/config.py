@@ -13,7 +13,7 @@ HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
 # Features of calls that no kernel serves yet, of any pass and of the backward one.
-LACKING = ("MASK", "BIAS")
+LACKING = ("BIAS",)
 LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
@@ -59,6 +59,10 @@ class ForwardConfig:
     def tile_m(self) -> int:
         """Queries of a tile."""
         return self.q_parts * PART_ROWS
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
+        return self.mask_tile.parts_with_lists(lists, blocks)
 
     @property
     def leaves_out(self) -> bool:
