@@ -857,6 +857,8 @@ class Cta:
                         what(warp, mask if chosen is lanes or (chosen == lanes).all() else chosen)
                     except Exception as error:
                         raise FaultError(f"warp {warp.index}, {statement}: {error}") from error
+                if "mbarrier.arrive" in statement and warp.index in self.lagging:
+                    break  # somebody else may be able to go on now
             elif kind == "return":
                 warp.is_done = not warp.places
                 return

@@ -30,9 +30,12 @@ NUM_SMS = 2
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
 
 
-def tables_of_mask(a: ForwardArguments, n: ForwardNumbers) -> dict[str, Tensor]:
-    """What the kernels ahead of the main one make of a mask, in their order: those are ``common.mask_tiles``."""
-    blocks = max(1, -(-a.mMask.shape[3] // BLOCK))
+def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[str, Tensor]:
+    """What the kernels ahead of the main one make of a mask (``common.mask_tiles``), in their order.
+
+    ``keys`` are those of a block.
+    """
+    blocks = max(1, -(-a.mMask.shape[3] // keys))
     codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
     tiles = torch.zeros(*codes.shape, BLOCK, BLOCK, dtype=torch.bool)
     sequences = []  # batch entry, first row in it, lengths, the number of the first list
@@ -51,9 +54,9 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers) -> dict[str, Tensor]:
         for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // BLOCK), n.lists_tiles))):
             number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
             shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
-            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(BLOCK, 1)):
+            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(keys, 1)):
                 tiles[number, block, : part.shape[0], : part.shape[1]] = part
-                is_whole = part.all() and part.shape[1] == BLOCK
+                is_whole = part.all() and part.shape[1] == keys
                 codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
     entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
     for number, row_of_codes in enumerate(codes):
@@ -64,7 +67,7 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers) -> dict[str, Tensor]:
         "lists": torch.tensor(lists, dtype=torch.int32),
         "entries": entries.view(-1, 2),
         "codes": codes,
-        "tiles": pack(tiles).view(-1, 1, BLOCK, BLOCK // 32),
+        "tiles": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
     }
 
 
@@ -167,11 +170,12 @@ class Pass:
             given |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
         places = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
         params, tensors = [bytes(32)] * 2, {}
-        for name in ("mQ", "mK", "mV", "mO"):
+        boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
+        for name, box in boxes.items():
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+                places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch
@@ -211,7 +215,7 @@ class Pass:
         if a.blocks.mTiles is not None:
             lists, entries, tiles = a.blocks.mSpans, a.blocks.mEntries, a.blocks.mTiles
             return {"lists": lists.view(-1, 2), "entries": entries.view(-1, 2), "tiles": tiles.view(-1, 1, BLOCK, 4)}
-        return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers)
+        return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
 
 
 class Interpreted(CuteBackend):

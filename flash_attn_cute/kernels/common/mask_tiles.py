@@ -267,11 +267,12 @@ class RowTables:
         return tables
 
     def _rows_of(self, blocks: BlockArguments) -> cute.Tensor:
-        """The tiles of a block mask as they are, (tile, warpgroup, row, word)."""
+        """The tiles of a block mask as they are, cut along the keys: (tile and its part, warpgroup, row, word)."""
         t = self.config.mask_tile
-        tile_words = 128 * t.words
+        words_a_row, parts = BLOCK // 32, BLOCK // t.keys
+        words_a_tile = BLOCK * words_a_row
         layout = cute.make_layout(
-            (blocks.mTiles.shape[0] // tile_words, t.warpgroups, 128, t.words),
-            stride=(tile_words, tile_words, t.words, 1),
+            ((parts, blocks.mTiles.shape[0] // words_a_tile), t.warpgroups, BLOCK, t.words),
+            stride=((t.words, words_a_tile), words_a_tile, words_a_row, 1),
         )
         return cute.make_tensor(blocks.mTiles.iterator, layout)

@@ -66,8 +66,8 @@ class QueryTiles:
         return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
 
     @cute.jit
-    def at(self, a: ForwardArguments, tables: Tables | None, index: Int32) -> QueryTile:
-        """What tile ``index`` is. ``tables``: what a mask says, if there is one."""
+    def at(self, a: ForwardArguments, tables: Any, index: Int32) -> QueryTile:
+        """What tile ``index`` is. ``tables``: what ``listed`` is to know of a mask, if there is one."""
         c, queries = self.config, self.queries
         packed = c.features.packed
         # Packed, all heads of a tile come together.

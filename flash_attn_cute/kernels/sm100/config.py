@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
@@ -40,9 +41,6 @@ class ForwardConfig:
     pass_name: ClassVar[PassName] = "forward"
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
-    tile_n: ClassVar[int] = SCORE_COLUMNS  # keys a block
-    # Of a part, whose lists its tile walks over.
-    mask_tile: ClassVar[MaskTile] = MaskTile(PART_ROWS, SCORE_COLUMNS, row_a_thread=True)
     reorders_bits: ClassVar[bool] = False  # of a block mask
 
     target: str  # one of ``TARGETS``
@@ -51,6 +49,7 @@ class ForwardConfig:
     features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     q_parts: int  # of a tile of queries, with 128 of them and a softmax warpgroup each
+    tile_n: int  # keys a block
     k_stages: int  # blocks of keys in shared memory
     v_stages: int  # and of values
     o_in_q: bool  # O leaves through the place of its part of Q, as there is no other
@@ -59,6 +58,16 @@ class ForwardConfig:
     def tile_m(self) -> int:
         """Queries of a tile."""
         return self.q_parts * PART_ROWS
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: a part of a tile, whose lists that walks over, and a block."""
+        return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)
+
+    @property
+    def blocks_an_entry(self) -> int:
+        """Of a list: those of a block mask are of 128 keys."""
+        return BLOCK // self.tile_n if self.features.block_mask else 1
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
@@ -85,11 +94,11 @@ class ForwardConfig:
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
         if self.features.listed:  # who walks over lists has more to keep
-            return Registers(softmax=192, epilogue=72, others=56)
+            return Registers(softmax=200, epilogue=72, others=40)
         return Registers(softmax=200, epilogue=72, others=40)
 
-    # The map of tensor memory. Weights take the place of the second half of the scores that they are of.
-    columns_before_P: ClassVar[int] = SCORE_COLUMNS // 2
+    # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
+    # pieces of a row are stored while scores of its last piece are still to be read.
 
     def first_S(self, stage: Any) -> Any:
         """The first column of scores."""
@@ -116,6 +125,8 @@ class ForwardConfig:
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
 TILE_STAGES = 2  # tiles that roles have been told of
 ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
+WINDOW = 32  # blocks of keys that a walk over lists looks at together
+WALK_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
 
 
 class _ForwardTile(NamedTuple):
@@ -124,18 +135,21 @@ class _ForwardTile(NamedTuple):
     tile_d: int
     tile_dv: int
     q_parts: int
+    tile_n: int
     k_stages: int
     v_stages: int
     o_in_q: bool = False
 
 
-# Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q of all parts, K and V.
+# Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q of all parts, K and V. With 64 keys
+# a block products of scores wait for shared memory, but where it has no room for two blocks of 128 they would have to
+# wait for global memory, block by block.
 _FORWARD_TILES = (
-    _ForwardTile(64, 64, 2, 4, 4),
-    _ForwardTile(128, 128, 2, 2, 2),
-    _ForwardTile(192, 128, 2, 2, 1, o_in_q=True),
-    _ForwardTile(192, 192, 1, 2, 1),
-    _ForwardTile(256, 256, 1, 1, 1),
+    _ForwardTile(64, 64, 2, 128, 4, 4),
+    _ForwardTile(128, 128, 2, 128, 2, 2),
+    _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
+    _ForwardTile(192, 192, 1, 64, 2, 4),
+    _ForwardTile(256, 256, 1, 64, 2, 2),
 )
 
 
@@ -167,6 +181,7 @@ def forward_config(
         features=features.of_pass("forward"),
         tile_dv=columns_v,
         q_parts=tile.q_parts,
+        tile_n=tile.tile_n,
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         o_in_q=tile.o_in_q,

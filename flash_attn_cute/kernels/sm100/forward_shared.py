@@ -15,6 +15,7 @@ from flash_attn_cute.kernels.sm100.config import (
     PART_ROWS,
     SHARED_MEMORY,
     TILE_STAGES,
+    WALK_FIELDS,
     ForwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
@@ -49,6 +50,7 @@ class Rings(RingSet):
     k: Ring
     v: Ring
     scores: Ring
+    weights: Ring
     outputs: Ring
     stats: Ring
     added: Ring | None = None  # with one part
@@ -66,6 +68,7 @@ class Rings(RingSet):
             "k": c.k_stages,
             "v": c.v_stages,
             "scores": 2,
+            "weights": 2,
             "outputs": c.q_parts,
             "stats": c.q_parts,
             **added,
@@ -80,6 +83,7 @@ class Rings(RingSet):
             ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
         self.q.init(full=1, empty=2 if config.o_in_q else 1)  # likewise; and O has left
         self.scores.init(full=1, empty=4)  # a commit; the warps of a part
+        self.weights.init(full=4, empty=1)
         self.outputs.init(full=1, empty=epilogue)  # a commit
         self.stats.init(full=4, empty=epilogue)
         if self.added is not None:
@@ -92,6 +96,7 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     num_barriers = 2 * sum(Rings.stages(config).values())
     num_entries = (1 + config.q_parts) * ENTRY_STAGES if config.features.listed else 0
+    num_fields = WALK_FIELDS * config.q_parts if config.features.listed else 0
 
     @cute.struct
     class Storage:
@@ -99,6 +104,7 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
         holder: cute.struct.MemRange[Int32, 1]
         tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
         entries: cute.struct.MemRange[Int32, num_entries]
+        walk: cute.struct.MemRange[Int32, num_fields]
         stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -119,6 +125,7 @@ class Shared:
     sO: cute.Tensor | None  # (128, 64, stage); None, if O leaves through the place of Q
     tiles: cute.Tensor  # (field, tile stage)
     entries: cute.Tensor | None  # (block and its code for each part, stage), under a mask
+    walk: cute.Tensor | None  # (field, part), the producer's, under a mask
     stats: cute.Tensor  # (row, sum and reference, part)
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins

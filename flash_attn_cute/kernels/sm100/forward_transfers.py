@@ -47,10 +47,9 @@ class Producer:
         num_tiles = self.tiles.num(a)
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
-        if const_expr(c.features.listed):
-            walk = ListWalk.of(tables.mEntries, c.q_parts)
+        walk = ListWalk.of(c, tables, shared.walk) if const_expr(c.features.listed) else None
         while index < num_tiles:
-            tile = self.tiles.at(a, tables, index)
+            tile = self.tiles.at(a, walk, index)
             index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
             if self.tiles.is_work(tile):
                 rings.tiles.wait_empty(step)  # from all other roles: they are done with the stage's last tile
@@ -59,22 +58,25 @@ class Producer:
                     cute.arch.mbarrier_arrive(rings.tiles.full(step))
                 step += 1
                 if const_expr(c.features.listed):
-                    walk.begin(tile.blocks)
+                    cute.arch.sync_warp()  # it is written
+                k_start = tile.k.start
                 for i in cutlass.range(tile.blocks.num, unroll=1):
-                    block = tile.blocks.nth(i)
+                    block, told = tile.blocks.nth(i), tile
                     if const_expr(c.features.listed):
-                        block, codes = walk.following()
+                        block, codes = walk.nth(i)
                         self._tell_of_entry((block, *codes), shared, block_step)
+                        # Beside the walk registers are short, so that what the tile is is read again.
+                        told = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
                     start = block * c.tile_n
-                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
-                    start += tile.k.start
-                    head_k = tile.head // heads_a_key_head
-                    gK = tma.K.at(start, stop, head_k, tile.batch)
+                    stop = k_start + cutlass.min(start + c.tile_n, told.k.length)
+                    start += k_start
+                    head_k = told.head // heads_a_key_head
+                    gK = tma.K.at(start, stop, head_k, told.batch)
                     self._load(tma.K, gK, shared.sK, rings.k, block_step)
                     if i == 0:
-                        self._load_Q(tile, tma.Q, shared, q_step)
+                        self._load_Q(told, tma.Q, shared, q_step)
                         q_step += c.q_parts
-                    gV = tma.V.at(start, stop, head_k, tile.batch)
+                    gV = tma.V.at(start, stop, head_k, told.batch)
                     self._load(tma.V, gV, shared.sV, rings.v, block_step)
                     block_step += 1
         rings.tiles.wait_empty(step)

@@ -20,76 +20,43 @@ from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.query_tiles import QueryTiles
 from flash_attn_cute.kernels.common.tiles import WorkTile
 from flash_attn_cute.kernels.common.workspace import packed_block
-from flash_attn_cute.kernels.sm100.config import PART_ROWS
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, WINDOW, ForwardConfig
 
-_WINDOW = 32  # blocks
 _BEHIND_ALL = 2**30  # the block of an entry that there is not
 
 
 @dataclass(frozen=True)
-class PartLists(BlockList):
-    """The lists of a tile's parts. ``num`` counts blocks that any of them has; ``first`` is that of the first part."""
-
-    firsts: tuple[Int32, ...] = ()
-    ends: tuple[Int32, ...] = ()  # behind the last entry
-
-
-class ListedTiles(QueryTiles):
-    """Tiles of queries whose parts have lists of their own."""
-
-    @cute.jit
-    def listed(
-        self, a: ForwardArguments, tables: Tables, work: WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
-    ) -> PartLists:
-        """The lists of a tile, with how many blocks they have together; by one converged warp."""
-        c = self.config
-        row = work.first_row // PART_ROWS
-        if const_expr(c.features.packed):
-            row += packed_block(q.start, work.batch, PART_ROWS)
-        firsts, ends = [], []
-        for part in cutlass.range_constexpr(c.q_parts):
-            first, num = Int32(0), Int32(0)
-            if num_queries > PART_ROWS * part:
-                number = Sharing.of(a.numbers).number(batch, work.head, row + part)
-                first, num = tables.mLists[number, 0], tables.mLists[number, 1]
-            firsts.append(first)
-            ends.append(first + num)
-        lists = PartLists(firsts[0], Int32(0), firsts=tuple(firsts), ends=tuple(ends))
-        num = ends[0] - firsts[0]
-        if const_expr(c.q_parts > 1):
-            num = ListWalk.of(tables.mEntries, c.q_parts).count(lists)
-        return PartLists(firsts[0], num, firsts=tuple(firsts), ends=tuple(ends))
-
-
-@dataclass(frozen=True)
 class ListWalk:
-    """A walk over the lists of a tile's parts, by one converged warp, in registers."""
+    """A walk over the lists of a tile's parts, by one converged warp.
 
-    mEntries: cute.Tensor  # (entry, block and its code)
-    parts: cutlass.Constexpr
-    places: cute.Tensor  # (part,): the next entry that no window has had
-    ends: cute.Tensor  # (part,)
-    # Of the window: its first block, bits of those to come, and what each list says of the block that is as far behind
-    # the first as the lane is behind lane 0.
+    What it has no registers for is in shared memory, of each part: its next entry that no window has had, the end of
+    its list, and what that says of the 32 blocks of the window.
+    """
+
+    tables: Tables
+    fields: cute.Tensor  # (field, part), in shared memory
+    parts: cutlass.Constexpr  # of a tile
+    blocks_an_entry: cutlass.Constexpr
+    # In registers: the first block of the window, bits of those of it that are to come, and the present entry.
     window: cute.Tensor
     coming: cute.Tensor
-    codes: cute.Tensor  # (part,)
+    entry: cute.Tensor  # its block, and the code of each part
 
     @staticmethod
-    def of(mEntries: cute.Tensor, parts: int) -> "ListWalk":
+    def of(config: ForwardConfig, tables: Tables, fields: cute.Tensor) -> "ListWalk":
         """One that is yet to begin."""
-        return ListWalk(mEntries, parts, *(cute.make_rmem_tensor(n, Int32) for n in (parts, parts, 1, 1, parts)))
+        numbers = (cute.make_rmem_tensor(n, Int32) for n in (1, 1, 1 + config.q_parts))
+        return ListWalk(tables, fields, config.q_parts, config.blocks_an_entry, *numbers)
 
-    def begin(self, lists: PartLists) -> None:
-        """Before the first block of a tile."""
-        for part in range(self.parts):
-            self.places[part], self.ends[part] = lists.firsts[part], lists.ends[part]
+    def begin(self, part: int, first: Int32, end: Int32) -> None:
+        """At a part's list, of each part."""
+        cute.arch.sync_warp()  # nobody reads what was there
+        self.fields[0, part], self.fields[1, part] = first, end
         self.coming.fill(0)
 
     @cute.jit
-    def count(self, lists: PartLists) -> Int32:
-        """How many blocks there are."""
-        self.begin(lists)
+    def count(self) -> Int32:
+        """Goes to the end; returns how many entries of any list have blocks of their own."""
         num = Int32(0)
         while self._has_entries():
             self._read_window()
@@ -97,19 +64,32 @@ class ListWalk:
         return num
 
     @cute.jit
-    def following(self) -> tuple[Int32, list[Int32]]:
-        """The next block, of which there has to be one, and what the list of each part says of it."""
+    def nth(self, i: Int32) -> tuple[Int32, list[Int32]]:
+        """The i-th block, asked for one after the other, and what the list of each part says of it."""
+        if i % self.blocks_an_entry == 0:
+            self._take_entry()
+        block, *codes = (self.entry[j] for j in range(1 + self.parts))
+        if const_expr(self.blocks_an_entry > 1):
+            part = i % self.blocks_an_entry
+            block = block * self.blocks_an_entry + part
+            codes = [x * self.blocks_an_entry + part if x >= 0 else x for x in codes]
+        return block, codes
+
+    @cute.jit
+    def _take_entry(self) -> None:
         if self.coming[0] == 0:
             self._read_window()
         coming = self.coming[0]
         place = cute.arch.popc(~coming & (coming - 1))  # of the lowest bit
         self.coming[0] = coming & (coming - 1)
-        return self.window[0] + place, [cute.arch.shuffle_sync(self.codes[p], place) for p in range(self.parts)]
+        self.entry[0] = self.window[0] + place
+        for part in cutlass.range_constexpr(self.parts):
+            self.entry[1 + part] = self.fields[2 + place, part]
 
     def _has_entries(self) -> Boolean:
         left = Int32(0)
         for part in range(self.parts):
-            left += self.ends[part] - self.places[part]
+            left += self.fields[1, part] - self.fields[0, part]
         return left > 0
 
     @cute.jit
@@ -117,22 +97,57 @@ class ListWalk:
         lane = cute.arch.lane_idx()
         blocks, codes, window = [], [], Int32(_BEHIND_ALL)
         for part in cutlass.range_constexpr(self.parts):
+            i = self.fields[0, part] + lane
             block, code = Int32(_BEHIND_ALL), Int32(UNSEEN)
-            if self.places[part] + lane < self.ends[part]:
-                block = self.mEntries[self.places[part] + lane, 0]
-                code = self.mEntries[self.places[part] + lane, 1]
+            if i < self.fields[1, part]:
+                block, code = self.tables.mEntries[i, 0], self.tables.mEntries[i, 1]
             blocks.append(block)
             codes.append(code)
             window = cutlass.min(window, cute.arch.shuffle_sync(block, 0))
+        cute.arch.sync_warp()  # all have read what is to be overwritten
         coming = Int32(0)
         for part in cutlass.range_constexpr(self.parts):
             distance = blocks[part] - window
-            bits = Int32(1) << distance if distance < _WINDOW else Int32(0)
-            for i in cutlass.range_constexpr(_WINDOW.bit_length() - 1):
+            bits = Int32(1) << distance if distance < WINDOW else Int32(0)
+            for i in cutlass.range_constexpr(WINDOW.bit_length() - 1):
                 bits = bits | cute.arch.shuffle_sync(bits, lane ^ (1 << i))
             # The lane's block is among the list's entries behind as many as have bits below its own.
             code = cute.arch.shuffle_sync(codes[part], cute.arch.popc(bits & ((1 << lane) - 1)))
-            self.codes[part] = cutlass.select_((bits >> lane & 1) != 0, code, Int32(UNSEEN))
-            self.places[part] = self.places[part] + cute.arch.popc(bits)
+            self.fields[2 + lane, part] = cutlass.select_((bits >> lane & 1) != 0, code, Int32(UNSEEN))
+            if lane == 0:
+                self.fields[0, part] = self.fields[0, part] + cute.arch.popc(bits)
             coming = coming | bits
+        cute.arch.sync_warp()
         self.window[0], self.coming[0] = window, coming
+
+
+class ListedTiles(QueryTiles):
+    """Tiles of queries whose parts have lists of their own."""
+
+    @cute.jit
+    def listed(
+        self, a: ForwardArguments, walk: ListWalk, work: WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
+    ) -> BlockList:
+        """How many blocks the lists of a tile have together; its walk begins. By one converged warp."""
+        c = self.config
+        row = work.first_row // PART_ROWS
+        if const_expr(c.features.packed):
+            row += packed_block(q.start, work.batch, PART_ROWS)
+        lists = []
+        for part in cutlass.range_constexpr(c.q_parts):
+            first, num = Int32(0), Int32(0)
+            if num_queries > PART_ROWS * part:
+                number = Sharing.of(a.numbers).number(batch, work.head, row + part)
+                first, num = walk.tables.mLists[number, 0], walk.tables.mLists[number, 1]
+            lists.append((first, num))
+        self._begin(walk, lists)
+        num = lists[0][1]
+        if const_expr(c.q_parts > 1):
+            num = walk.count()
+            self._begin(walk, lists)
+        return BlockList(lists[0][0], num * c.blocks_an_entry)
+
+    def _begin(self, walk: ListWalk, lists: list[tuple[Int32, Int32]]) -> None:
+        for part, (first, num) in enumerate(lists):
+            walk.begin(part, first, first + num)
+        cute.arch.sync_warp()
