@@ -63,7 +63,7 @@ def text_of(config: Any, folder: Path) -> str:
 
 @functools.cache
 def program(config: Any, folder: Path) -> ptx.Program:
-    return ptx.Program(text_of(config, folder), config.dtype)
+    return ptx.Program(text_of(config, folder))
 
 
 def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
