@@ -185,7 +185,8 @@ class Pass:
             if name == "mWorkspace":
                 params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
             else:
-                strides = x.stride() if name == "mMask" else x.stride()[:-1]
+                is_strided = name == "mMask" or (name == "mBias" and config.features.strided_bias)
+                strides = x.stride() if is_strided else x.stride()[:-1]
                 params.append(tensor_argument(places[name], x.shape, strides))
         params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in numbers if x is not None]
         for name, x in tables.items():
@@ -194,7 +195,8 @@ class Pass:
             params.append(tensor_argument(places[name], *sizes))
         rest = numbers.softcap or numbers.softmax_scale
         tanh = numbers.softmax_scale / numbers.softcap if numbers.softcap else 1.0
-        params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * math.log2(math.e))]
+        before_bias, behind = (rest, 1.0) if config.features.bias else (1.0, rest)
+        params += [struct.pack("<f", x) for x in (tanh, before_bias, behind * math.log2(math.e))]
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         heads, rows = a.mQ.shape[-2], a.mQ.shape[-3]
         tiles = -(-rows // config.tile_m) * heads * (1 if packed else a.mQ.shape[0])
@@ -258,7 +260,7 @@ def check(
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
     out, lse = execute(call, folder, draw, changed, lagging)
     with torch.no_grad():
-        expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call)
+        expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
         size = max(1.0, true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0)
         assert_close(name, got, true, yardstick, 3.0 if call.softcap else 2.0, size)

@@ -62,6 +62,8 @@ FEW = {
     "d128-block-mask": chosen(128, block_mask=True),
     "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
     "d64-mask-everything": chosen(64, mask=True, **MASKED),
+    "d128-bias": chosen(128, bias=True, right=True),
+    "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
 }
 MASKS = {
     "full": {},
@@ -71,6 +73,10 @@ MASKS = {
     "block-mask": {"block_mask": True},
     "intervals": LISTED,
     "mask": {"mask": True, **MASKED},
+    "bias": {"bias": True, **EVERYTHING},
+    "bias-mask": {"bias": True, "mask": True, **MASKED},
+    "float32-bias": {"bias": True, "float32_bias": True, "block_mask": True, "softcap": True},
+    "strided-bias": {"bias": True, "strided_bias": True, **EVERYTHING},
 }
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
@@ -93,7 +99,7 @@ FEW_BACKWARD = {
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
 }
-BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "block_mask"} & mask.keys()} | {
+BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()} | {
     "causal-grouped": {"right": True, "grouped": True},
     "packed-left": {"packed": True, "left": True, "seqused_k": True},
     "softcap": {"softcap": True},
@@ -129,14 +135,14 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
     # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be
-    # capped and hidden. O is read to be rescaled, and to be stored.
+    # capped and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
     changes = 1 + c.features.softcap
     pieces = c.tile_n // 32
-    assert count["LDTM"] == pieces * (3 + changes) + c.tile_dv // 32 + c.tile_dv // 16
+    assert count["LDTM"] == pieces * (3 + changes) + c.features.bias + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third, but
     # under a mask.
     weights, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
-    assert count["STTM"] == 2 * weights + zeros + pieces * changes + c.tile_dv // 32
+    assert count["STTM"] == 2 * weights + zeros + pieces * changes + c.features.bias + c.tile_dv // 32
     # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
@@ -259,11 +265,9 @@ def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
     assert {c.pass_name for c in command.configurations(given)} == {"forward"}
 
 
-def test_features_that_are_lacking_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got bias$"):
-        chosen(128, mask=True, bias=True, block_mask=True)
-    with pytest.raises(ValueError, match=r"that the sm100 kernels lack, got mask, block_mask$"):
-        backward(128, mask=True, block_mask=True)
+def test_features_that_there_are_no_gradients_of_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got mask, bias, block_mask$"):
+        backward(128, mask=True, bias=True, block_mask=True)
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -279,9 +283,8 @@ def test_only_those_who_ask_get_it() -> None:
     assert names.index("portable") < names.index("sm100")
     assert list(supposing("sm100")) == ["portable", "sm100"]
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-    mask, bias = torch.ones(8, 8, dtype=torch.bool), torch.zeros(8, 8, dtype=q.dtype)
-    with pytest.raises(ValueError, match=r"got 'sm100', which cannot: bias; tensors on cpu$"):
-        flash_attn_func(q, q, q, mask=mask, bias=bias, backend="sm100")
+    with pytest.raises(ValueError, match=r"got 'sm100', which cannot: tensors on cpu$"):
+        flash_attn_func(q, q, q, backend="sm100")
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -298,13 +301,14 @@ def test_gradients_that_are_lacking_are_refused_by_the_forward_call(
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_gradients_under_masks_are_refused_by_the_forward_call(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuteBackend, "limits", lambda self, spec, inputs: ())
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
     masks: dict[str, Any] = {"mask": torch.ones(8, 8, dtype=torch.bool), "block_mask": BlockMask.causal(8, 8)}
-    with pytest.raises(ValueError, match=r"which has none: mask; block_mask; d = 192 \(gradients: up to 128\)"):
+    masks["bias"] = torch.zeros(8, 8, dtype=q.dtype)
+    with pytest.raises(ValueError, match=r"which has none: mask; bias; block_mask; d = 192 \(gradients: up to 128\)"):
         flash_attn_func(q.requires_grad_(), q, q, **masks, backend="sm100")
 
 

@@ -78,3 +78,46 @@ def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
             rows, keys = draw.choice([0, 128, 256]), draw.choice([0, 128])
             call.mask[..., rows : rows + 128, keys : keys + draw.choice([100, 128])] = value
         check(call, tmp_path, draw)
+
+
+BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128": ([200], [300], {"packed": False, "head_dim": 128, "bias": (1, 1), "causal": True}),
+    "d64-sliced": ([140], [200], {"packed": False, "bias": (1, 1, 1), "bias_layout": "sliced"}),
+    "d64-packed-float32": ([150, 0, 60], [130, 7, 140], {"bias": (1, 1, 1), "bias_dtype": torch.float32}),
+    "d128-transposed": (
+        [150],
+        [140],
+        {"packed": False, "head_dim": 128, "bias": (0, 1, 1), "bias_layout": "transposed"},
+    ),
+    "d64-everything": (
+        [140, 1],
+        [200, 0],
+        {"bias": (1, 1, 1), "mask": (1, 1), "softcap": 5.0, "sink": True, "seqused": True, "window_size": (90, 20)},
+    ),
+    "d256-float16": ([70], [200], {"packed": False, "head_dim": 256, "bias": (1, 1), "dtype": torch.float16}),
+    "d64-keys": ([140], [150], {"packed": False, "bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced"}),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_biases(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+    """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
+    lengths_q, lengths_k, options = BIASES[case]
+    for count, draw in draws(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "nheads": 1, **options})
+        assert call.bias is not None
+        with torch.no_grad():
+            call.bias[..., ::7] = -torch.inf
+            if call.bias.ndim > 1:
+                call.bias[..., 5, :] = -torch.inf
+                call.bias[..., 10:20, :] = torch.finfo(call.bias.dtype).min
+                call.bias[..., 30:40, 10] = 1e4
+        check(call, tmp_path, draw)
+
+
+def test_bias_beside_a_block_mask(tmp_path: Path) -> None:
+    call = random_call(
+        [300], [280], packed=False, head_dim=128, nheads=1, bias=(1, 1, 1), softcap=3.0, dtype=torch.bfloat16
+    )
+    check(with_block_mask(call, random.Random(1), "causal"), tmp_path, random.Random(0))

@@ -44,8 +44,7 @@ class Architecture(NamedTuple):
     passes: dict[PassName, Pass]
     max_head_dim_backward: int  # of d and d_v, as far as there are gradients
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
-    lacking: tuple[str, ...] = ()  # names of features of calls that it does not serve
-    lacking_backward: tuple[str, ...] = ()  # and of those that it has no gradients of
+    lacking_backward: tuple[str, ...] = ()  # names of features of calls that it has no gradients of
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
 
     def has_gradients(self, head_dim: int, features: Features) -> bool:
@@ -88,7 +87,6 @@ ARCHITECTURES = {
             },
             max_head_dim_backward=sm100.MAX_HEAD_DIM_BACKWARD,
             num_sms=148,  # a B200
-            lacking=sm100.LACKING,
             lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU
         ),

@@ -52,7 +52,7 @@ class CuteBackend:
     def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture
         self.name = architecture.name
-        self.features = frozenset(Feature) - {Feature[name] for name in architecture.lacking}
+        self.features = frozenset(Feature)
         # Explains calls as on a machine with the architecture's usual GPU, and runs none.
         self._is_supposed = is_supposed
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.

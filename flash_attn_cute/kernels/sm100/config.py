@@ -13,9 +13,7 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-# Features of calls that no kernel serves yet, of any pass and of the backward one.
-LACKING = ("BIAS",)
-LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")
+LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -165,12 +163,10 @@ def forward_config(
     """The configuration that serves a call.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
-
-    Raises:
-        ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features, LACKING)
     del group
+    # Every thread reads its row of a bias, by words, wherever it is.
+    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
@@ -178,7 +174,7 @@ def forward_config(
         target=target,
         dtype=dtype,
         tile_d=tile.tile_d,
-        features=features.of_pass("forward"),
+        features=features,
         tile_dv=columns_v,
         q_parts=tile.q_parts,
         tile_n=tile.tile_n,
@@ -192,12 +188,6 @@ def forward_config(
 
 def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
-
-
-def _refuse_lacking(features: Features, names: tuple[str, ...]) -> None:
-    lacking = [name.lower() for name in names if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
 
 
 class BackwardRegisters(NamedTuple):
@@ -321,7 +311,9 @@ def backward_config(
     Raises:
         ValueError: features, or head dimensions, that no kernel serves yet.
     """
-    _refuse_lacking(features, LACKING_BACKWARD)
+    lacking = [name.lower() for name in LACKING_BACKWARD if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
     columns = _tile_columns(max(head_dim, head_dim_v))
     tile = next((t for t in _BACKWARD_TILES if t.tile_d == columns), None)
     if tile is None:

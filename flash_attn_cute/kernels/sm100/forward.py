@@ -72,6 +72,8 @@ that units are counted as ever. O of a part begins with the first block that it 
 of its row, 16 bytes, which it asks for while it waits for scores; intervals of keys beside a block mask (packed
 sequences, windows) it writes into these words.
 
+A bias is read by the softmax threads, each its own row (``scores.BiasRow``), and added to scores where they are.
+
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
 zeros, so NaN behind it cannot reach P V, and are not written.
 """
@@ -94,6 +96,7 @@ from flash_attn_cute.kernels.common.mask_tiles import RowTables
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import (
@@ -107,7 +110,13 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transposed
-from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_by_bits_in_memory, hide_in_memory
+from flash_attn_cute.kernels.sm100.scores import (
+    BiasRow,
+    add_bias_in_memory,
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+)
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
 _EPILOGUE_WARPS = 8  # the first; softmax warps are before
@@ -327,7 +336,8 @@ class ForwardSm100:
         """A warpgroup: a part of every tile's queries, one a thread, from scores to weights."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        rows = _Rows(a, tables, shared, scales, RowSoftmax(scales.log2, c.polynomial_every), part, thread, address)
+        online = RowSoftmax(scales.log2, c.polynomial_every, is_natural=c.features.bias)
+        rows = _Rows(a, tables, shared, scales, online, part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
@@ -367,6 +377,8 @@ class ForwardSm100:
         if is_seen:
             if const_expr(c.features.softcap):
                 rows.cap(c, place)
+            if const_expr(c.features.bias):
+                rows.add_bias(c, step, block, place)
             if is_cut:
                 if const_expr(c.features.listed):
                     hide_by_bits_in_memory(place, rows.scales.log2, words)
@@ -510,6 +522,15 @@ class _Rows:
     def cap(self, config: ForwardConfig, place: Int32) -> None:
         """Puts a block's scores behind tanh, where they are in tensor memory."""
         cap_in_memory(place, config.tile_n, self.scales.tanh)
+
+    def add_bias(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
+        """Adds the row's bias to a block's scores, where they are in tensor memory."""
+        f, tile = config.features, self.tile(config, step)
+        tensors = ScoreTensors.of(f, self.arguments)
+        row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
+        mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
+        bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
+        add_bias_in_memory(place, config.tile_n, self.scales.bias, bias, block * config.tile_n)
 
     def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
         """Hides a block's scores from a row that does not see them, where they are in tensor memory."""

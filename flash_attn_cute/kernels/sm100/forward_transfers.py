@@ -168,7 +168,7 @@ class Epilogue:
         sink = None
         if const_expr(a.mSink is not None):
             sink = a.mSink[tile.head].to(Float32)
-        factor, lse = finished(total, reference, sink, is_natural=False)
+        factor, lse = finished(total, reference, sink, is_natural=c.features.bias)
         if first_row + thread < stop:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
