@@ -67,7 +67,7 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[st
         "lists": torch.tensor(lists, dtype=torch.int32),
         "entries": entries.view(-1, 2),
         "codes": codes,
-        "tiles": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
+        "bits": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
     }
 
 
@@ -109,8 +109,8 @@ def text_of(config: Any, folder: Path) -> str:
 
 
 @functools.cache
-def program(config: Any, folder: Path) -> ptx.Program:
-    return ptx.Program(text_of(config, folder), "ForwardSm100")
+def program(config: Any, folder: Path, kernel: str = "ForwardSm100") -> ptx.Program:
+    return ptx.Program(text_of(config, folder), kernel)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -161,12 +161,8 @@ class Pass:
         """Runs it on the arguments."""
         config, numbers = self.plan.config, self.plan.numbers
         code = program(config, self.folder) if self.changed is None else self.changed
-        packed, memory = config.features.packed, Memory()
+        packed, memory, given = config.features.packed, Memory(), tensors_of(a)
         tables = self.tables_of(a)
-        given: dict[str, Tensor] = {}
-        for name, x in a._asdict().items():
-            some = x._asdict() if name == "blocks" else {name: x}
-            given |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
         places = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
         params, tensors = [bytes(32)] * 2, {}
         boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
@@ -181,42 +177,68 @@ class Pass:
         by_rows, numbers_by_rows = given["mO"].permute(order), given["mLSE"].permute([1, 0] if packed else [2, 1, 0])
         params.append(tensor_argument(places["mO"], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
         params.append(tensor_argument(places["mLSE"], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
-        for name, x in given.items():
-            if name == "mWorkspace":
-                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
-            else:
-                is_strided = name == "mMask" or (name == "mBias" and config.features.strided_bias)
-                strides = x.stride() if is_strided else x.stride()[:-1]
-                params.append(tensor_argument(places[name], x.shape, strides))
-        params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in numbers if x is not None]
-        for name, x in tables.items():
-            # All but how many there are is known to who compiles, unless that is any number of blocks.
-            sizes = (x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())
-            params.append(tensor_argument(places[name], *sizes))
+        params += self.arguments(given, places)
+        params += [table_argument(name, places[name], x) for name, x in tables.items()]
         rest = numbers.softcap or numbers.softmax_scale
         tanh = numbers.softmax_scale / numbers.softcap if numbers.softcap else 1.0
         before_bias, behind = (rest, 1.0) if config.features.bias else (1.0, rest)
         params += [struct.pack("<f", x) for x in (tanh, before_bias, behind * math.log2(math.e))]
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         heads, rows = a.mQ.shape[-2], a.mQ.shape[-3]
         tiles = -(-rows // config.tile_m) * heads * (1 if packed else a.mQ.shape[0])
         if a.mCuSeqlensQ is not None:
             tiles = (rows // config.tile_m + len(a.mCuSeqlensQ) + 1) * heads
         everything = memory.bytes()
-        ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), self.draw, SHARED_MEMORY, self.lagging)
+        self.run(code, params, everything, tensors, min(tiles, NUM_SMS))
         for name in ("mO", "mLSE", "mNextTile"):
-            x = given[name]
-            assert x.is_contiguous()
-            found = torch.from_numpy(everything[places[name] : places[name] + x.numel() * x.element_size()])
-            x.copy_(found.view(x.dtype).view(x.shape))
+            assert given[name].is_contiguous()
+            given[name].copy_(at(everything, places[name], given[name]))
         assert not a.mNextTile[:1].any(), "the counter of tiles is not left as it was"
 
+    def arguments(self, given: dict[str, Tensor], places: dict[str, int]) -> list[bytes]:
+        """``ForwardArguments`` as every kernel of the pass gets them."""
+        params = []
+        for name, x in given.items():
+            if name == "mWorkspace":
+                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
+            else:
+                is_strided = name == "mMask" or (name == "mBias" and self.plan.config.features.strided_bias)
+                strides = x.stride() if is_strided else x.stride()[:-1]
+                params.append(tensor_argument(places[name], x.shape, strides))
+        return params + [
+            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
+        ]
+
+    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+        """Executes a kernel, which changes memory."""
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
+
     def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
-        """Lists, entries and bits: of a block mask as they are, or made of a mask, behind its codes."""
+        """Lists, entries and bits: of a block mask as they are, or made of a mask, with its codes."""
         if a.blocks.mTiles is not None:
             lists, entries, tiles = a.blocks.mSpans, a.blocks.mEntries, a.blocks.mTiles
-            return {"lists": lists.view(-1, 2), "entries": entries.view(-1, 2), "tiles": tiles.view(-1, 1, BLOCK, 4)}
+            return {"lists": lists.view(-1, 2), "entries": entries.view(-1, 2), "bits": tiles.view(-1, 1, BLOCK, 4)}
         return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
+
+
+def tensors_of(a: ForwardArguments) -> dict[str, Tensor]:
+    """Those among the arguments, in their order."""
+    found: dict[str, Tensor] = {}
+    for name, x in a._asdict().items():
+        some = x._asdict() if name == "blocks" else {name: x}
+        found |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
+    return found
+
+
+def table_argument(name: str, place: int, x: Tensor) -> bytes:
+    """A table of a mask: all but how many rows there are is known to who compiles, unless that is any number."""
+    return tensor_argument(place, *((x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())))
+
+
+def at(memory: Any, place: int, x: Tensor) -> Tensor:
+    """What stands in the place of a tensor."""
+    found = torch.from_numpy(memory[place : place + x.numel() * x.element_size()].copy())
+    return found.view(x.dtype).view(x.shape)
 
 
 class Interpreted(CuteBackend):

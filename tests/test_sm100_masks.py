@@ -9,10 +9,23 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments
+from tests import test_sm100
 from tests.checks import draws, random_call
 from tests.masks import KINDS, random_mask
 from tests.oracle import Call
-from tests.test_sm100 import check
+from tests.test_sm100 import (
+    UNSEEN,
+    Memory,
+    Pass,
+    at,
+    check,
+    execute,
+    program,
+    spread,
+    table_argument,
+    tensors_of,
+)
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
 BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -55,6 +68,49 @@ def test_parts_that_see_different_blocks(tmp_path: Path) -> None:
     shown[130:140] = False
     call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
     check(call, tmp_path, random.Random(0))
+
+
+class KernelsAhead(Pass):
+    """What makes tables of a mask, executed, in the place of the whole pass: it has to make what other tests take."""
+
+    def __call__(self, a: ForwardArguments) -> None:
+        """Compares what the kernels make with ``tables_of_mask``."""
+        expected, given, memory = self.tables_of(a), tensors_of(a), Memory()
+        unwritten = {name: torch.full_like(x, -3) for name, x in expected.items()}
+        places = {name: memory.put(spread(x)) for name, x in (given | unwritten).items()}
+        tables = {name: table_argument(name, places[name], x) for name, x in unwritten.items()}
+        everything, blocks = memory.bytes(), expected["codes"].shape[1]
+        cut, list_rows = (program(self.plan.config, self.folder, name) for name in ("MaskTiles", "RowLists"))
+        num_rows = len(expected["codes"])
+        if a.mCuSeqlensQ is not None:
+            num_rows = a.mQ.shape[0] // BLOCK + len(a.mCuSeqlensQ) + 1
+        params = [*self.arguments(given, places), tables["codes"], tables["bits"]]
+        self.run(cut, params, everything, {}, num_rows * blocks)
+        self.run(list_rows, [tables[name] for name in ("codes", "lists", "entries")], everything, {}, 1)
+        made = {name: at(everything, places[name], x) for name, x in unwritten.items()}
+        assert len(expected["codes"]) <= list_rows.num_warps
+        real = (expected["codes"] != UNSEEN).any(1)  # rows of no queries hold anything
+        assert real.sum() > 1
+        for name in ("codes", "lists"):
+            assert torch.equal(made[name][real], expected[name][real])
+        for (first, num), bits in zip(expected["lists"][real].tolist(), expected["codes"][real], strict=True):
+            assert torch.equal(made["entries"][first : first + num], expected["entries"][first : first + num])
+            coded = bits[bits >= 0].long()
+            assert torch.equal(made["bits"][coded], expected["bits"][coded])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_tables_of_masks(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden blocks, whole ones, and bits; of a window, of ends of sequences, and of what is neither True nor False."""
+    lengths = ([140, 20], [130, 200]) if packed else ([200], [270])
+    call = random_call(
+        *lengths, packed=packed, nheads=1, mask=(1, 1), window_size=(250, 90), dtype=torch.bfloat16, head_dim=192
+    )
+    assert call.mask is not None
+    call.mask[..., 20:128, 64:128] = False
+    call.mask[:, :64] = True
+    monkeypatch.setattr(test_sm100, "Pass", KernelsAhead)
+    execute(call, tmp_path, random.Random(0))
 
 
 MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
