@@ -163,6 +163,21 @@ def test_links_lead_somewhere() -> None:
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
 
 
+def told_to_install(text: str) -> list[str]:
+    """Commands that install the package by its name, which belongs to somebody else in the index."""
+    return re.findall(r"pip install[^&\n]*?[ '\"]flash.attn.cute\S*", text)
+
+
+def test_nobody_is_told_to_install_it_by_name() -> None:
+    assert len(told_to_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
+    assert not told_to_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
+    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    assert len(files) > 100
+    for path in [*files, *ROOT.glob("*.md"), ROOT / "Containerfile"]:
+        assert not told_to_install(path.read_text()), path
+
+
 def names_in(path: Path) -> set[str]:
     """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``."""
     found: set[str] = set()

@@ -557,7 +557,7 @@ class BlockMask:
         """A matplotlib figure of one batch entry and head: blocks, their turns, and the timeline of a model.
 
         Raises:
-            ImportError: matplotlib is missing (``pip install flash-attn-cute[plot]``).
+            ImportError: matplotlib is missing (``pip install matplotlib``).
             ValueError: a batch entry or head that there is not.
         """
         from flash_attn_cute.sparsity import plot
