@@ -179,7 +179,10 @@ def test_nobody_is_told_to_install_it_by_name() -> None:
 
 
 def names_in(path: Path) -> set[str]:
-    """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``."""
+    """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``.
+
+    Of a package also what it imports, to be found there.
+    """
     found: set[str] = set()
 
     def collect(body: list[ast.stmt], prefix: str) -> None:
@@ -188,6 +191,8 @@ def names_in(path: Path) -> set[str]:
                 collect(node.body, f"{node.name}.")
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 new = {node.name}
+            elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
+                new = {alias.name for alias in node.names}
             else:
                 targets = getattr(node, "targets", [getattr(node, "target", None)])
                 new = {target.id for target in targets if isinstance(target, ast.Name)}
@@ -230,7 +235,15 @@ def what_is_missing(page: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
+# Those about Blackwell name files of other projects, too.
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(x for x in (ROOT / "docs").glob("*.md") if "blackwell" not in x.name),
+]
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
 def test_what_pages_name_is_there(page: str) -> None:
     assert what_is_missing((ROOT / page).read_text()) == []
 
