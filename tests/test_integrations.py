@@ -1,5 +1,6 @@
 """Calls as other libraries write them: results and gradients, orders of arguments, refusals, and docs/migrating.md."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+import transformers
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
@@ -809,6 +811,25 @@ MEANINGS: dict[str, Expected] = {
 }
 
 
+def eager_twin(model: Any) -> Any:
+    """A model of transformers with the same weights and its own attention."""
+    config = copy.deepcopy(model.config)
+    twin = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert twin.config._attn_implementation == "eager"
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def assert_same_model_output(call: str, got: Any, names: dict[str, Any]) -> None:
+    """What a call of a model gives is what the same call gives of its twin, in rows that are real."""
+    expected = eval(call, {**names, "model": eager_twin(names["model"])})
+    if isinstance(expected, Tensor):  # tokens
+        assert torch.equal(got, expected)
+        return
+    rows = names["ones"].bool() if "attention_mask" in call else torch.ones_like(names["ids"], dtype=torch.bool)
+    torch.testing.assert_close(got.logits[rows], expected.logits[rows])
+
+
 def page_rows(page: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The code blocks of a page and the rows of its tables: a call, and what happens."""
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -865,7 +886,9 @@ def test_the_page_has_twenty_calls_and_more() -> None:
 def test_what_the_page_says_of_a_call(call: str, here: str, namespace: dict[str, Any]) -> None:
     happened, result = outcome(call, namespace)
     assert here.split(":")[0] == happened, result
-    if happened == "served":
+    if happened == "served" and call.startswith("model"):
+        assert_same_model_output(call, result, namespace)
+    elif happened == "served":
         assert_means(result, MEANINGS[call](SimpleNamespace(**namespace)))
     else:
         assert call not in MEANINGS
@@ -880,5 +903,7 @@ def test_the_page_can_be_wrong(namespace: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="above the bound"):
         assert_means(result, of_qkv(names, causal=True))
     assert outcome("flash_attn_func(q, k, v, 0.1)", namespace)[0] == "refused"
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_same_model_output("model(ids)", names.model(names.ids, position_ids=names.positions + 1), namespace)
     with pytest.raises(AssertionError, match="another form"):
         page_rows("| `f()` | served\n")
