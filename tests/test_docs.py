@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import flash_attn_cute
-from flash_attn_cute import integrations
+from flash_attn_cute import distributed, integrations
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
@@ -106,7 +106,7 @@ def test_the_site(tmp_path: Path) -> None:
 
     reference = re.findall(r'id="flash_attn_cute\.([\w.]+)"', (tmp_path / "reference.html").read_text())
     names = {name.split(".")[-1] for name in reference}
-    assert set(flash_attn_cute.__all__) <= names
+    assert {*flash_attn_cute.__all__, *distributed.__all__} <= names
     for module in pkgutil.iter_modules(integrations.__path__):
         assert any(name.startswith(f"integrations.{module.name}.") for name in reference), module.name
     assert {"padding.Packing.of", "padding.seqused_of", "integrations.flash_attn.flash_attn_func"} <= set(reference)

@@ -205,11 +205,25 @@ class Sharding:
         return self.offsets(rank)[-1]
 
     def index(self, rank: int) -> Tensor:
-        """(rows,) int64 on the CPU: which of all packed rows each row of a rank is."""
+        """Which of all packed rows each row of a rank is.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+
+        Returns:
+            (rows of the rank,) int64, on the CPU.
+        """
         return rows_of((s.start, s.stop) for s in self.segments[rank])
 
     def positions(self, rank: int) -> Tensor:
-        """(rows,) int64 on the CPU: each row's position in its document, as rotary embeddings want it; padding: 0."""
+        """Each row's position in its document, as rotary embeddings want it.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+
+        Returns:
+            (rows of the rank,) int64, on the CPU; 0 for rows of padding.
+        """
         positions = self.index(rank)
         for s, row in zip(self.segments[rank], self.offsets(rank), strict=False):
             rows = positions[row : row + s.stop - s.start]
@@ -223,6 +237,9 @@ class Sharding:
             x: any tensor with ``total`` rows, on any device.
             rank: whose rows.
             dim: the dimension of rows: 0 of packed tensors, 1 of (batch, rows, ...).
+
+        Returns:
+            A copy of x's dtype and device, with the rank's rows in that dimension.
 
         Raises:
             ValueError: a tensor of another number of rows.
@@ -240,6 +257,9 @@ class Sharding:
         Args:
             shards: a tensor a rank, as ``shard`` gives them.
             dim: the dimension of rows.
+
+        Returns:
+            A tensor of their dtype and device, with ``total`` rows in that dimension.
 
         Raises:
             ValueError: another number of shards than ranks, or a shard of another number of rows.
@@ -268,7 +288,18 @@ class Sharding:
     ) -> int:
         """The visible (query, key) pairs of a rank's queries, of one head: what balance is measured by.
 
-        Arguments and errors are those of ``balanced``.
+        Other arguments and errors are those of ``balanced``.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+            causal: as in ``balanced``, like all that follow.
+            window_size: (left, right).
+            seqused_q: the real query rows of each document.
+            cu_seqlens_k: the offsets of the keys, if they are not those of the queries.
+            seqused_k: the real keys of each document.
+
+        Returns:
+            Their number.
         """
         window = checked_window(causal, window_size)
         offsets_k = self.cu_seqlens if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]

@@ -406,6 +406,9 @@ class BlockMask:
         Its function is evaluated on its partial blocks alone, and never compiled. Its orders of additions to dQ are not
         taken: see ``with_order``.
 
+        Args:
+            mask: a ``torch.nn.attention.flex_attention.BlockMask``.
+
         Raises:
             TypeError: something else.
         """
@@ -554,7 +557,14 @@ class BlockMask:
         return 1 - (told.full + told.partial) / told.blocks if told.blocks else 0.0
 
     def plot(self, *, batch: int = 0, head: int = 0) -> Any:
-        """A matplotlib figure of one batch entry and head: blocks, their turns, and the timeline of a model.
+        """A picture of one batch entry and head: blocks, their turns, and the timeline of a model.
+
+        Args:
+            batch: which entry.
+            head: which head, of those that the mask has.
+
+        Returns:
+            A ``matplotlib.figure.Figure``; ``savefig`` writes it.
 
         Raises:
             ImportError: matplotlib is missing (``pip install matplotlib``).
