@@ -130,7 +130,9 @@ def _check_mask(name: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name}: expected bool (True = real), got {mask.dtype}")
+        raise TypeError(
+            f"{name}: expected bool (True = real), got {mask.dtype}; {name}.bool() is True where it is not 0"
+        )
     if mask.ndim != 2:
         raise ValueError(f"{name}: expected shape (batch, rows), got shape {tuple(mask.shape)}")
 
