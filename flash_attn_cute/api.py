@@ -135,8 +135,8 @@ def flash_attn_func(
     A score is ``s = softmax_scale * q . k``; with a softcap, ``s = softcap * tanh(s / softcap)``; then bias is
     added; then masks hide keys. Causal and windowed attention are aligned to the bottom right, as for a KV
     cache: query i sees key j when ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``.
-    A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero: if
-    it is the window that leaves it none, whatever it and the gradient of its out hold, NaN included.
+    A query that sees no key gives out 0, lse -inf (with a sink: the sink's logit) and zero gradients. If it is the
+    window that hides all keys from it, it and the gradient of its out may hold anything, NaN included.
 
     Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
 

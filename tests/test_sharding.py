@@ -210,6 +210,8 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             "x: expected 4 rows in dimension 0",
             lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(5), 0),
         ),
+        (ValueError, "rank: expected 0 to 1, got 2", lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(4), 2)),
+        (ValueError, "rank: expected 0 to 1, got -1", lambda: Sharding.contiguous([0, 4], 2).positions(-1)),
         (
             ValueError,
             "shards: expected 2, one a rank, got 1",

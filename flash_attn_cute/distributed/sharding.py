@@ -196,9 +196,19 @@ class Sharding:
         """The size of the group."""
         return len(self.segments)
 
+    def _of(self, rank: int) -> tuple[Segment, ...]:
+        """The segments of a rank.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
+        return self.segments[rank]
+
     def offsets(self, rank: int) -> tuple[int, ...]:
         """Where in a rank's own rows each of its segments starts and, last, how many rows it has."""
-        return (0, *itertools.accumulate(s.stop - s.start for s in self.segments[rank]))
+        return (0, *itertools.accumulate(s.stop - s.start for s in self._of(rank)))
 
     def num_rows(self, rank: int) -> int:
         """The rows of a rank."""
@@ -212,8 +222,11 @@ class Sharding:
 
         Returns:
             (rows of the rank,) int64, on the CPU.
+
+        Raises:
+            ValueError: a rank that there is not.
         """
-        return rows_of((s.start, s.stop) for s in self.segments[rank])
+        return rows_of((s.start, s.stop) for s in self._of(rank))
 
     def positions(self, rank: int) -> Tensor:
         """Each row's position in its document, as rotary embeddings want it.
@@ -223,9 +236,12 @@ class Sharding:
 
         Returns:
             (rows of the rank,) int64, on the CPU; 0 for rows of padding.
+
+        Raises:
+            ValueError: a rank that there is not.
         """
         positions = self.index(rank)
-        for s, row in zip(self.segments[rank], self.offsets(rank), strict=False):
+        for s, row in zip(self._of(rank), self.offsets(rank), strict=False):
             rows = positions[row : row + s.stop - s.start]
             rows.zero_() if s.document < 0 else rows.sub_(self.cu_seqlens[s.document])
         return positions
@@ -242,11 +258,11 @@ class Sharding:
             A copy of x's dtype and device, with the rank's rows in that dimension.
 
         Raises:
-            ValueError: a tensor of another number of rows.
+            ValueError: a tensor of another number of rows, or a rank that there is not.
         """
         if x.shape[dim] != self.total:
             raise ValueError(f"x: expected {self.total} rows in dimension {dim}, got shape {tuple(x.shape)}")
-        parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self.segments[rank]]
+        parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self._of(rank)]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -306,7 +322,7 @@ class Sharding:
         used_q = real_lengths("seqused_q", seqused_q, self.cu_seqlens)
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
         area = 0
-        for s in self.segments[rank]:
+        for s in self._of(rank):
             if s.document >= 0:
                 length_q, length_k = used_q[s.document], used_k[s.document]
                 start, stop = (min(row - self.cu_seqlens[s.document], length_q) for row in (s.start, s.stop))
