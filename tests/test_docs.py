@@ -31,6 +31,7 @@ PAGES = [
             "masks-and-biases",
             "migrating",
             "padding",
+            "profiling",
             "quickstart",
             "transformers",
         )
