@@ -393,7 +393,7 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     slots = [stop - start for start, stop in itertools.pairwise(offsets)]
     if used is None:
         return tuple(slots)
-    lengths = numbers(used)
+    lengths = numbers(name, used)
     if len(lengths) != len(slots):
         raise ValueError(f"{name}: expected {len(slots)} lengths, got {len(lengths)}")
     for document, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
@@ -402,13 +402,26 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     return lengths
 
 
-def numbers(given: Numbers) -> tuple[int, ...]:
-    """Lengths or offsets as ints."""
-    return tuple(given.tolist() if isinstance(given, Tensor) else map(int, given))
+def numbers(name: str, given: Numbers) -> tuple[int, ...]:
+    """Lengths or offsets as ints.
+
+    Raises:
+        TypeError: something else than a sequence of ints, or than a tensor of one dimension of them.
+    """
+    if isinstance(given, Tensor):
+        listed = given.tolist() if given.ndim == 1 else None
+        got = f"{given.dtype} of shape {tuple(given.shape)}"
+    else:
+        listed = list(given) if isinstance(given, Iterable) else None
+        got = repr(given)
+    found = None if listed is None else [validate.as_int(x) for x in listed]
+    if found is None or any(x is None for x in found):
+        raise TypeError(f"{name}: expected a sequence of ints, or a tensor (n,) of them, got {got}")
+    return tuple(x for x in found if x is not None)
 
 
 def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[int, ...], int]:
-    offsets = numbers(given)
+    offsets = numbers(name, given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
     rows = offsets[-1] if total is None else total
