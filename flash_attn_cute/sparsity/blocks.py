@@ -460,8 +460,9 @@ class BlockMask:
         Args:
             order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
                 processing time); ``"permutation"``, found for this mask by list scheduling on a model of the device;
-                ``"auto"``, of all these the one that takes that model the least time. Or a tensor of key blocks as they
-                are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
+                ``"auto"``, of all these the one that takes that model the least time, but for masks whose constructors
+                tell that the default waits for little: these keep it, and one sum of dQ. Or a tensor of key blocks as
+                they are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
                 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1. Passes that add
                 in no order launch them the other way round, so that long tiles come first.
             group: query heads of a key head, if the mask is one of query heads: those share an order.
@@ -481,6 +482,8 @@ class BlockMask:
             raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order not in launch.NAMES:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
+        elif order == "auto" and self._node.is_regular:
+            order = "default"
         return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None) -> BlockMask:
