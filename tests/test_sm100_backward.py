@@ -68,12 +68,12 @@ class Pass:
         more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
         given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
         at = {name: memory.put(spread(x)) for name, x in given.items()}
-        params, tensors = [bytes(32)] * 3, {}
+        params, tensors = [bytes(32)] * 4, {}
         for name in ("mQ", "mdO", "mK", "mV", "mdK", "mdV"):
-            x = given[name]
+            x, box = given[name], config.tile_m if name in ("mQ", "mdO") else config.tile_n
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         for name in ("mdK", "mdV"):
@@ -205,6 +205,17 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
     "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
     "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d192-dv128": ([150], [260], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
+    "d192-dv128-packed": (
+        [129, 0, 140],
+        [128, 17, 150],
+        {"head_dim": 192, "head_dim_v": 128, "causal": True, "nheads": 1},
+    ),
+    "d192-dv128-everything": (
+        [100, 1, 30],
+        [150, 3, 0],
+        {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1},
+    ),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),

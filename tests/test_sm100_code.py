@@ -23,7 +23,6 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     HEAD_DIMS,
-    MAX_HEAD_DIM_BACKWARD,
     SHARED_MEMORY,
     TARGETS,
     TENSOR_COLUMNS,
@@ -72,6 +71,8 @@ def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
 
 
 FEW_BACKWARD = {
+    "d192-dv128": backward(192, 128),
+    "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
     "d64-packed-causal": backward(64, packed=True, right=True),
     "d64-softcap-b300": backward(64, softcap=True, target=B300),
     "d64-everything": backward(64, **BACKWARD_EVERYTHING),
@@ -193,10 +194,10 @@ def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     assert c.blocks_ahead * c.q_parts == 2
 
 
-@pytest.mark.parametrize("d", range(8, MAX_HEAD_DIM_BACKWARD + 8, 8))
+@pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
 def test_backward_sizes(d: int) -> None:
     """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
-    for d_v in range(8, MAX_HEAD_DIM_BACKWARD + 8, 8):
+    for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v)
         assert max(d, d_v) <= c.tile_d
         assert c.bytes_shared <= SHARED_MEMORY

@@ -80,7 +80,7 @@ ARCHITECTURES = {
                 "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
             },
-            max_head_dim_backward=sm100.MAX_HEAD_DIM_BACKWARD,
+            max_head_dim_backward=max(sm100.HEAD_DIMS),
             num_sms=148,  # a B200
             lacking=sm100.LACKING,
             by_default=False,  # until it has run on such a GPU

@@ -91,6 +91,7 @@ from flash_attn_cute.kernels.common.key_tiles import (
     num_key_tiles,
     zero_unseen_keys,
 )
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
@@ -98,10 +99,10 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
-from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_COLUMNS,
+    DQ_PIECE,
     DQ_STAGES,
     O_COLUMNS,
     PART_ROWS,
@@ -113,7 +114,7 @@ from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
-_QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
+_DV, _DK = 0, 1  # which of a tile's results
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
@@ -121,7 +122,8 @@ class _Mmas(NamedTuple):
     """Products, called by their results."""
 
     S: cute.TiledMma  # and dP
-    dV: cute.TiledMma  # and dK
+    dV: cute.TiledMma
+    dK: cute.TiledMma
     dQ: cute.TiledMma
 
 
@@ -144,17 +146,18 @@ class BackwardCtaSm100:
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
         mmas = _Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared),
-            dV=tiled_mma(dtype, mn_major, c.tile_d, tensors),
-            dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major),
+            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors),
+            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors),
+            dQ=tiled_mma(dtype, mn_major, c.columns_dQ, shared, mn_major),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
         sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
-            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
+            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_dv), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
             dK=make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
             dV=make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
         )
@@ -190,7 +193,7 @@ class BackwardCtaSm100:
             },
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * DQ_COLUMNS, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((DQ_PIECE, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,
@@ -205,7 +208,8 @@ class BackwardCtaSm100:
         elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
-            rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
+            rounding = round_transposed if const_expr(c.transposes_dQ) else round_block
+            rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
             cute.arch.setmaxregister_decrease(c.registers.others)
@@ -229,7 +233,7 @@ class BackwardCtaSm100:
             rings.k.wait_full(walk)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from the producer
-                products.start_S(walk, step)
+                products.start_S(walk, step, c.first_S)
                 commit(rings.scores.full(step))  # to compute warps
                 if i > 0:
                     self._finish(products, shared, walk, step - 1, i == 1)
@@ -237,15 +241,15 @@ class BackwardCtaSm100:
                     rings.v.wait_full(walk)  # from the producer
                 rings.do.wait_full(step)  # from the producer
                 if const_expr(c.dQ_over_dP):
-                    rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+                    rings.dq.wait_empty(c.parts_dQ * step)  # from the drain warps: they have what lies there of dQ
                     tensor_memory.after_sync()
-                products.start_dP(walk, step)
+                products.start_dP(walk, step, c.first_dP)
                 commit(rings.dp.full(step))  # to compute warps
                 rings.scores.wait_empty(step + 1)  # from compute warps: P is there
                 if i == 0:
                     rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
                 tensor_memory.after_sync()
-                products.start_dV(step, i > 0)
+                products.start_dV(step, c.first_S, i > 0)
                 commit(rings.do.empty(step))  # to the producer
                 step += 1
             commit(rings.dv.full(walk))  # to compute warps
@@ -256,17 +260,18 @@ class BackwardCtaSm100:
     @cute.jit
     def _finish(self, products: "_Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dK and dQ of a step, which may be its tile's first."""
-        rings = shared.rings
+        c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         if is_first:
             rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
-        if const_expr(not self.config.dQ_over_dP):
-            rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+        for part in cutlass.range_constexpr(int(c.dQ_over_dP), c.parts_dQ):
+            rings.dq.wait_empty(c.parts_dQ * step + part)  # from the drain warps: they have the last step's dQ
         tensor_memory.after_sync()
-        products.start_dK(step, not is_first)
+        products.start_dK(step, c.first_dP, not is_first)
         commit(rings.q.empty(step))  # to the producer
-        products.start_dQ(walk)
-        commit(rings.dq.full(step))  # to the drain warps
+        for part in cutlass.range_constexpr(c.parts_dQ):
+            products.start_dQ(walk, part)
+            commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
 
     @cute.jit
     def compute(
@@ -297,27 +302,41 @@ class BackwardCtaSm100:
     @cute.jit
     def _step(self, work: "_Work", walk: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its head's walk."""
+        c = self.config
+        weights = self._to_weights(work, walk, i, step, step, c.first_S)
+        self._to_gradients(work, weights, step, work.shared.rings.dp, step, c.first_dP)
+
+    def _to_weights(
+        self, work: "_Work", walk: Int32, i: Int32, step: Int32, number: Int32, first: Int32 | int
+    ) -> list[Int32]:
+        """A step's scores, which have a number in their ring and a first column, to weights."""
         c, shared, rings = self.config, work.shared, work.shared.rings
-        first_query = _QUERIES * work.warpgroup
         rings.q.wait_full(step)  # from the producer: lse
-        rings.scores.wait_full(step)  # from the tensor cores
+        rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
-        place = work.address + (c.first_S + first_query)
-        if const_expr(c.features.softcap):
-            cap_in_memory(place, _QUERIES, work.scales.tanh)
+        place = work.address + (first + c.queries * work.warpgroup)
+        if c.features.softcap:
+            cap_in_memory(place, c.queries, work.scales.tanh)
         self._hide(work, walk, i, place)
         weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)])
         tensor_memory.before_sync()
-        rings.scores.release(step)  # to the mma warp: P is there
+        rings.scores.release(number)  # to the mma warp: P is there
         rings.q.release(step)  # to the producer: lse is read
+        return weights
+
+    def _to_gradients(
+        self, work: "_Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
+    ) -> None:
+        """A step's gradients of weights, likewise, to those of scores."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
         rings.do.wait_full(step)  # from the producer: delta
-        rings.dp.wait_full(step)  # from the tensor cores; the last step's dS is read no more
+        ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
-        place = work.address + (c.first_dP + first_query)
+        place = work.address + (first + c.queries * work.warpgroup)
         self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
-        rings.dp.release(step)  # to the mma warp: dS is there
+        ring.release(number)  # to the mma warp: dS is there
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
@@ -332,10 +351,10 @@ class BackwardCtaSm100:
         if is_cut:
             hide_in_memory(
                 place,
-                _QUERIES,
+                c.queries,
                 work.scales.log2,
                 tile.first_key + work.thread,
-                m_block * c.tile_m + _QUERIES * work.warpgroup,
+                m_block * c.tile_m + c.queries * work.warpgroup,
                 tile.q.length,
                 tile.window,
                 Edges(left=f.right, right=f.left),
@@ -345,7 +364,7 @@ class BackwardCtaSm100:
     def _weigh(self, work: "_Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
         """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
         found, scale = [], -work.scales.log2
-        for first in range(0, _QUERIES, _COLUMNS):
+        for first in range(0, self.config.queries, _COLUMNS):
             scores, weights = tensor_memory.load(place + first, _COLUMNS), []
             for j in range(0, _COLUMNS, 2):
                 if j % 4 == 0:
@@ -365,8 +384,14 @@ class BackwardCtaSm100:
 
     def _differentiate(self, work: "_Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
-        sdS = cute.local_tile(work.shared.sdS, (PART_ROWS, _QUERIES), (0, work.warpgroup))
-        for first in range(0, _QUERIES, _COLUMNS):
+        c = self.config
+        within = c.queries * work.warpgroup  # a row of 64 columns in shared memory has those of one warpgroup, or both
+        sdS, within = (
+            (work.shared.sdS, within)
+            if c.transposes_dQ
+            else (cute.local_tile(work.shared.sdS, (PART_ROWS, c.queries), (0, work.warpgroup)), 0)
+        )
+        for first in range(0, self.config.queries, _COLUMNS):
             gradients = tensor_memory.load(place + first, _COLUMNS)
             rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
@@ -378,37 +403,56 @@ class BackwardCtaSm100:
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(_COLUMNS // 2)])
-            write_row(rounded, sdS, work.thread, first)
+            write_row(rounded, sdS, work.thread, within + first)
 
     @cute.jit
-    def _put_out(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32) -> None:
+    def _put_out(
+        self,
+        work: "_Work",
+        ws: Workspace,
+        tma: BackwardTiles,
+        walk: Int32,
+        results: cutlass.Constexpr = (_DV, _DK),
+    ) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.tile_again(c, a, walk)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
-            counter = turns.counter(ws.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+            part = work.warpgroup + COMPUTE_WARPGROUPS * results[0]
+            counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
             if not is_last or earlier > 0:
                 is_first = tile.await_turn(c, counter, barrier)
-        self._pieces(work, ws, tma, walk, is_first)
+        self._pieces(work, ws, tma, walk, is_first, results)
         if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if not is_last:
                 turns.count_as_warpgroup(counter, barrier)
 
     @cute.jit
-    def _pieces(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32, is_first: Boolean) -> None:
-        """Of 64 columns: at d = 128 one of dV and one of dK a warpgroup, else dV is the first one's, dK the other's."""
+    def _pieces(
+        self,
+        work: "_Work",
+        ws: Workspace,
+        tma: BackwardTiles,
+        walk: Int32,
+        is_first: Boolean,
+        results: cutlass.Constexpr,
+    ) -> None:
+        """Of 64 columns, by turns; of an odd number the first one of dV is the first warpgroup's, of dK the other's."""
         c, rings = self.config, work.shared.rings
-        for which in cutlass.range_constexpr(2):  # dV, dK
-            if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS):
-                self._piece(work, ws, tma, walk, which, work.warpgroup, is_first)
-            elif work.warpgroup == which:
-                self._piece(work, ws, tma, walk, which, Int32(0), is_first)
+        for which in cutlass.range_constexpr(results[0], results[-1] + 1):
+            num = (c.pieces_dV, c.pieces_dK)[which]
+            odd = num % COMPUTE_WARPGROUPS
+            if const_expr(odd):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if work.warpgroup == which:
+                    self._piece(work, ws, tma, walk, which, Int32(0), num == 1, is_first)
+            for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
+                self._piece(work, ws, tma, walk, which, first + work.warpgroup, first + 2 == num, is_first)
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for which, ring in enumerate((rings.v, rings.k)):
-                if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS) or work.warpgroup == which:
-                    ring.release(walk)  # to the producer
+            for which in cutlass.range_constexpr(results[0], results[-1] + 1):
+                if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
+                    (rings.v, rings.k)[which].release(walk)  # to the producer
 
     @cute.jit
     def _piece(
@@ -419,16 +463,17 @@ class BackwardCtaSm100:
         walk: Int32,
         which: cutlass.Constexpr,
         piece: Int32,
+        is_last: cutlass.Constexpr,
         is_first: Boolean,
     ) -> None:
-        """A piece of dV (0) or dK (1)."""
+        """A piece of dV or dK, this warpgroup's last one or not."""
         c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
         ring, first, sX, kv, t = (
             (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
             (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
         )[which]
         sX = cute.local_tile(sX[None, None, kv.stage(walk)], (c.tile_n, O_COLUMNS), (0, piece))
-        scale = a.numbers.softmax_scale if const_expr(which == 1) else Float32(1.0)
+        scale = a.numbers.softmax_scale if const_expr(which == _DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
@@ -454,7 +499,8 @@ class BackwardCtaSm100:
             write_row(rounded, sX, work.thread, column)
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
-        ring.release(walk)  # to the mma warp: it may be overwritten
+        if const_expr(is_last):
+            ring.release(walk)  # to the mma warp: it may be overwritten
         cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
         if work.thread < 32:
             stop = cutlass.min(tile.first_key + c.tile_n, tile.k.length)
@@ -478,7 +524,7 @@ class _Work:
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""
         four = cute.make_rmem_tensor(4, Float32)
-        place = (_QUERIES // 4) * self.warpgroup + first // 4
+        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
         cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
         return four
 
@@ -499,12 +545,22 @@ class _Products:
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K)
-    tQrK: cute.Tensor
+    tQrK: tuple[cute.Tensor, ...]  # of its parts; with stages, but for those of a dQ that is transposed
 
     @staticmethod
     def of(config: BackwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
         """Those of all operands in shared memory."""
-        S, dV, dQ = (mma.get_slice(0) for mma in mmas)
+        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
+        c, tdS = config, transposed(shared.sdS)
+        if c.transposes_dQ:
+            tQrdS = mmas.dQ.make_fragment_B(dQ.partition_B(tdS))
+            layout = swizzled(DTYPES[c.dtype], (c.tile_n, PART_ROWS)).outer
+            columns = (shared.sK.iterator + c.first_row_dQ(part) * c.tile_n for part in range(c.parts_dQ))
+            parts = (transposed(cute.make_tensor(x, layout)) for x in columns)
+            tQrK = tuple(mmas.dQ.make_fragment_A(dQ.partition_A(part)) for part in parts)
+        else:
+            tQrdS = mmas.dQ.make_fragment_A(dQ.partition_A(tdS))
+            tQrK = (mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),)
         return _Products(
             config=config,
             mmas=mmas,
@@ -515,49 +571,51 @@ class _Products:
             tPrV=mmas.S.make_fragment_A(S.partition_A(shared.sV)),
             tPrdO=mmas.S.make_fragment_B(S.partition_B(shared.sdO)),
             tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sdO))),
-            tKrQ=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sQ))),
-            tQrdS=mmas.dQ.make_fragment_A(dQ.partition_A(transposed(shared.sdS))),
-            tQrK=mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),
+            tKrQ=mmas.dK.make_fragment_B(dK.partition_B(transposed(shared.sQ))),
+            tQrdS=tQrdS,
+            tQrK=tQrK,
         )
 
-    def start_S(self, walk: Int32, step: Int32) -> None:
-        """S' = K Q'."""
+    def start_S(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+        """S' = K Q', from a column on."""
         rings = self.shared.rings
         a, b = self.tSrK[None, None, None, rings.k.stage(walk)], self.tSrQ[None, None, None, rings.q.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_S, self.config.tile_m), a, b, Boolean(False))
+        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
-    def start_dP(self, walk: Int32, step: Int32) -> None:
-        """DP' = V dO'."""
+    def start_dP(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+        """DP' = V dO', from a column on."""
         rings = self.shared.rings
         a, b = self.tPrV[None, None, None, rings.v.stage(walk)], self.tPrdO[None, None, None, rings.do.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_dP, self.config.tile_m), a, b, Boolean(False))
+        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
-    def start_dV(self, step: Int32, accumulates: Boolean) -> None:
-        """DV += P' dO."""
+    def start_dV(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
+        """DV += P' dO, with P where S was."""
         c, mma = self.config, self.mmas.dV
         b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_d), self._halves(c.first_S), b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), self._halves(mma, first), b, accumulates)
 
-    def start_dK(self, step: Int32, accumulates: Boolean) -> None:
-        """DK += dS' Q."""
-        c, mma = self.config, self.mmas.dV
+    def start_dK(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
+        """DK += dS' Q, with dS where dP was."""
+        c, mma = self.config, self.mmas.dK
         b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), self._halves(c.first_dP), b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), self._halves(mma, first), b, accumulates)
 
-    def start_dQ(self, walk: Int32) -> None:
-        """DQ = dS K."""
+    def start_dQ(self, walk: Int32, part: int) -> None:
+        """DQ = dS K, or a part of dQ' = K' dS."""
         c, mma = self.config, self.mmas.dQ
-        b = self.tQrK[None, None, None, self.shared.rings.k.stage(walk)]
-        gemm(mma, self._sum(mma, c.first_dQ, c.tile_d), self.tQrdS, b, Boolean(False))
+        if c.transposes_dQ:
+            a, b = self.tQrK[part], self.tQrdS
+        else:
+            a, b = self.tQrdS, self.tQrK[part][None, None, None, self.shared.rings.k.stage(walk)]
+        gemm(mma, self._sum(mma, c.first_dQ(part), c.columns_dQ), a, b, Boolean(False))
 
-    def _sum(self, mma: cute.TiledMma, first: int, columns: int) -> cute.Tensor:
+    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:
         """128 rows of some columns of tensor memory, as a product's result."""
         layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
         return cute.make_tensor(self.memory + first, layout)
 
-    def _halves(self, first: int) -> cute.Tensor:
-        """An operand of 128 columns of 16 bits, each warpgroup's in the first half of its own columns."""
-        mma = self.mmas.dV
+    def _halves(self, mma: cute.TiledMma, first: Int32 | int) -> cute.Tensor:
+        """An operand of a column of 16 bits a query, each warpgroup's in the first half of its own columns."""
         layout = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, self.config.tile_m))).layout
         steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
         within = layout.stride[2]
