@@ -41,7 +41,7 @@ def program(config: Any) -> ptx.Program:
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
     with tempfile.TemporaryDirectory() as folder:
         text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    (main,) = (part for part in text.split(".visible .entry")[1:] if "BackwardCta" in part.split("(")[0])
+    (main,) = (part for part in text.split(".visible .entry")[1:] if "BackwardCta" in part.split("(")[0] or "TwoWalks" in part.split("(")[0])
     return ptx.Program(main, config.dtype)
 
 
@@ -216,6 +216,11 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
         [150, 3, 0],
         {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1},
     ),
+    "d192": ([150], [260], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d256": ([150], [260], {"packed": False, "head_dim": 256, "nheads": 1}),
+    "d256-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 256, "causal": True, "nheads": 1}),
+    "d256-grouped": ([100], [140], {"packed": False, "head_dim": 256, "nheads": 4, "nheads_k": 1}),
+    "d256-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 232, "head_dim_v": 200, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),

@@ -71,6 +71,9 @@ def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
 
 
 FEW_BACKWARD = {
+    "d192": backward(192),
+    "d256-causal": backward(256, right=True),
+    "d256-everything": backward(256, **BACKWARD_EVERYTHING),
     "d192-dv128": backward(192, 128),
     "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
     "d64-packed-causal": backward(64, packed=True, right=True),

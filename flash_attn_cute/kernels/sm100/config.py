@@ -289,8 +289,8 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def pieces_dQ(self) -> int:
-        """In which a block of dQ goes through shared memory, of ``DQ_PIECE`` numbers each."""
-        return self.tile_m * self.tile_d // DQ_PIECE
+        """In which a block of dQ goes through shared memory."""
+        return self.tile_d // DQ_COLUMNS
 
     @property
     def pieces_dK(self) -> int:
@@ -308,14 +308,12 @@ class BackwardConfig(BackwardSizes):
         keys = self.kv_stages * self.tile_n * (self.tile_d + self.tile_dv)
         queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
         numbers = keys + queries + self.tile_n * self.tile_m
-        return 2 * numbers + 4 * DQ_STAGES * DQ_PIECE + _BARRIERS_AND_STATS
+        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * DQ_COLUMNS + _BARRIERS_AND_STATS
 
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
-# Of a piece of dQ in shared memory: columns of 128 rows, or, transposed, half as many rows of twice as many; and how
-# many pieces there are.
+# Of a piece of dQ in shared memory, and how many there are. If dQ is transposed, it has so many queries of 64 columns.
 DQ_COLUMNS, DQ_STAGES = 32, 2
-DQ_PIECE = DQ_COLUMNS * PART_ROWS  # its numbers
 
 
 class _BackwardTile(NamedTuple):

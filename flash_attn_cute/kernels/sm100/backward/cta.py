@@ -102,7 +102,7 @@ from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_PIECE,
+    DQ_COLUMNS,
     DQ_STAGES,
     O_COLUMNS,
     PART_ROWS,
@@ -114,11 +114,11 @@ from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
-_DV, _DK = 0, 1  # which of a tile's results
+DV, DK = 0, 1  # which of a tile's results
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
-class _Mmas(NamedTuple):
+class Mmas(NamedTuple):
     """Products, called by their results."""
 
     S: cute.TiledMma  # and dP
@@ -144,7 +144,7 @@ class BackwardCtaSm100:
         self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        mmas = _Mmas(
+        mmas = Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared),
             dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors),
             dK=tiled_mma(dtype, mn_major, c.tile_d, tensors),
@@ -170,7 +170,7 @@ class BackwardCtaSm100:
     @cute.kernel
     def kernel(
         self,
-        mmas: _Mmas,
+        mmas: Mmas,
         tma: BackwardTiles,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
@@ -193,7 +193,7 @@ class BackwardCtaSm100:
             },
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((DQ_PIECE, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * DQ_COLUMNS, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,
@@ -222,10 +222,10 @@ class BackwardCtaSm100:
         frame.end(shared, warp_idx)
 
     @cute.jit
-    def mma(self, a: BackwardArguments, mmas: _Mmas, shared: Shared) -> None:
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
         """One warp: issues all products, S of a step ahead of what is left of the one before."""
         c, rings = self.config, shared.rings
-        products = _Products.of(c, mmas, shared)
+        products = Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
@@ -258,7 +258,7 @@ class BackwardCtaSm100:
             walk += 1
 
     @cute.jit
-    def _finish(self, products: "_Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+    def _finish(self, products: "Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dK and dQ of a step, which may be its tile's first."""
         c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
@@ -287,7 +287,7 @@ class BackwardCtaSm100:
         """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = _Work(a, shared, scales, warpgroup, thread, address)
+        work = Work(a, shared, scales, warpgroup, thread, address)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
@@ -300,14 +300,14 @@ class BackwardCtaSm100:
             walk += 1
 
     @cute.jit
-    def _step(self, work: "_Work", walk: Int32, i: Int32, step: Int32) -> None:
+    def _step(self, work: "Work", walk: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its head's walk."""
         c = self.config
         weights = self._to_weights(work, walk, i, step, step, c.first_S)
         self._to_gradients(work, weights, step, work.shared.rings.dp, step, c.first_dP)
 
     def _to_weights(
-        self, work: "_Work", walk: Int32, i: Int32, step: Int32, number: Int32, first: Int32 | int
+        self, work: "Work", walk: Int32, i: Int32, step: Int32, number: Int32, first: Int32 | int
     ) -> list[Int32]:
         """A step's scores, which have a number in their ring and a first column, to weights."""
         c, shared, rings = self.config, work.shared, work.shared.rings
@@ -325,7 +325,7 @@ class BackwardCtaSm100:
         return weights
 
     def _to_gradients(
-        self, work: "_Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
+        self, work: "Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
     ) -> None:
         """A step's gradients of weights, likewise, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
@@ -340,7 +340,7 @@ class BackwardCtaSm100:
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
-    def _hide(self, work: "_Work", walk: Int32, i: Int32, place: Int32) -> None:
+    def _hide(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
         """Hides scores that an edge does, where they are in tensor memory, if it crosses the block."""
         c, f = self.config, self.config.features
         tile = work.shared.tile_again(c, work.arguments, walk)
@@ -361,7 +361,7 @@ class BackwardCtaSm100:
                 tile.k.length,
             )
 
-    def _weigh(self, work: "_Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
         """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
         found, scale = [], -work.scales.log2
         for first in range(0, self.config.queries, _COLUMNS):
@@ -382,7 +382,7 @@ class BackwardCtaSm100:
             tensor_memory.store(place + first // 2, weights)
         return found
 
-    def _differentiate(self, work: "_Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
+    def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
         c = self.config
         within = c.queries * work.warpgroup  # a row of 64 columns in shared memory has those of one warpgroup, or both
@@ -408,11 +408,11 @@ class BackwardCtaSm100:
     @cute.jit
     def _put_out(
         self,
-        work: "_Work",
+        work: "Work",
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
-        results: cutlass.Constexpr = (_DV, _DK),
+        results: cutlass.Constexpr = (DV, DK),
     ) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
@@ -431,7 +431,7 @@ class BackwardCtaSm100:
     @cute.jit
     def _pieces(
         self,
-        work: "_Work",
+        work: "Work",
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -457,7 +457,7 @@ class BackwardCtaSm100:
     @cute.jit
     def _piece(
         self,
-        work: "_Work",
+        work: "Work",
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -473,7 +473,7 @@ class BackwardCtaSm100:
             (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
         )[which]
         sX = cute.local_tile(sX[None, None, kv.stage(walk)], (c.tile_n, O_COLUMNS), (0, piece))
-        scale = a.numbers.softmax_scale if const_expr(which == _DK) else Float32(1.0)
+        scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
@@ -511,7 +511,7 @@ class BackwardCtaSm100:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """What a thread of a compute warpgroup has all the time."""
 
     arguments: BackwardArguments
@@ -530,11 +530,11 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Products:
+class Products:
     """All products, called by their results; in flight on return."""
 
     config: BackwardConfig
-    mmas: _Mmas
+    mmas: Mmas
     shared: Shared
     memory: cute.Pointer  # tensor memory
     # ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
@@ -548,7 +548,7 @@ class _Products:
     tQrK: tuple[cute.Tensor, ...]  # of its parts; with stages, but for those of a dQ that is transposed
 
     @staticmethod
-    def of(config: BackwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
+    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
         """Those of all operands in shared memory."""
         S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
         c, tdS = config, transposed(shared.sdS)
@@ -561,7 +561,7 @@ class _Products:
         else:
             tQrdS = mmas.dQ.make_fragment_A(dQ.partition_A(tdS))
             tQrK = (mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),)
-        return _Products(
+        return Products(
             config=config,
             mmas=mmas,
             shared=shared,

@@ -11,7 +11,7 @@ from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_PIECE,
+    DQ_COLUMNS,
     DQ_STAGES,
     SHARED_MEMORY,
     TILE_STAGES,
@@ -19,7 +19,7 @@ from flash_attn_cute.kernels.sm100.config import (
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
-ADDING_WARPS = 2  # which take steps in turn; a power of 2
+ADDING_WARPS = 2  # which take steps in turn
 
 
 class Layouts(NamedTuple):
@@ -101,7 +101,7 @@ class Rings(RingSet):
 
 def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
     """That of a step's i-th piece among those of every other step."""
-    return (step >> ADDING_WARPS.bit_length() - 1) * config.pieces_dQ + i
+    return step // ADDING_WARPS * config.pieces_dQ + i
 
 
 def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
@@ -121,7 +121,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, DQ_PIECE * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * DQ_COLUMNS * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage

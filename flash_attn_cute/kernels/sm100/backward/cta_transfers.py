@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, put
-from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_PIECE, DQ_STAGES, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
 
 
 class Transfers:
@@ -117,14 +117,14 @@ class Transfers:
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
                         self._await_place(rings, step, i)
-                        place = self._place(shared, step, i)
+                        place, first = shared.dQ[None, i % DQ_STAGES].iterator, i * DQ_COLUMNS
                         if const_expr(c.transposes_dQ):
-                            half = i - c.first_row_dQ(part) // TRANSPOSED
+                            half = (first - c.first_row_dQ(part)) // TRANSPOSED
                             if thread // TRANSPOSED == half:
-                                put(numbers, by_fours(place, TRANSPOSED, TRANSPOSED), thread % TRANSPOSED)
+                                some = numbers[first % TRANSPOSED : first % TRANSPOSED + DQ_COLUMNS]
+                                put(some, by_fours(place, DQ_COLUMNS, TRANSPOSED), thread % TRANSPOSED)
                         else:
-                            some = numbers[i * DQ_COLUMNS : (i + 1) * DQ_COLUMNS]
-                            put(some, by_fours(place, DQ_COLUMNS), thread)
+                            put(numbers[first : first + DQ_COLUMNS], by_fours(place, DQ_COLUMNS), thread)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         rings.put_out(c, step, i)
                 step += 1
@@ -133,13 +133,8 @@ class Transfers:
     def _pieces(self, part: int) -> tuple[int, int]:
         """The first piece of a part of dQ, and the one behind its last one."""
         c = self.config
-        num = PART_ROWS // TRANSPOSED if c.transposes_dQ else c.pieces_dQ
+        num = PART_ROWS // DQ_COLUMNS if c.transposes_dQ else c.pieces_dQ
         return part * num, min((part + 1) * num, c.pieces_dQ)
-
-    def _place(self, shared: Shared, step: Int32, i: int) -> cute.Pointer:
-        """Of a step's i-th piece: pieces have places in turn, over all steps."""
-        number = step + i if self.config.pieces_dQ % DQ_STAGES else i  # modulo the places
-        return shared.dQ[None, number & DQ_STAGES - 1].iterator
 
     def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
         """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
@@ -169,7 +164,7 @@ class Transfers:
     @cute.jit
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring, num = self.config, shared.rings.pieces(which), DQ_PIECE
+        c, ring, num = self.config, shared.rings.pieces(which), self.config.tile_m * DQ_COLUMNS
         counter = turns.counter(ws.mTurnsQ, 0, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
@@ -177,7 +172,7 @@ class Transfers:
         for i in cutlass.range_constexpr(c.pieces_dQ):
             piece = piece_number(c, step, i)
             ring.wait_full(piece)  # from the drain warps
-            source = self._place(shared, step, i)
+            source = shared.dQ[None, i % DQ_STAGES].iterator
             with cute.arch.elect_one():
                 if turn == 0:
                     store_from_shared(target + 4 * num * i, source, 4 * num)

@@ -2,7 +2,7 @@
 
 A block of 128 rows has its columns by fours: (four, row, column of the four). So a warp whose threads have a row each
 reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. A block of 64
-queries, of which threads have a column each, is transposed, in pieces of 64 columns: (piece, four, column, query of the
+queries, of which threads have a column each, is transposed, in parts of 64 columns: (part, four, column, query of the
 four).
 """
 
@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.common.assembly import add_four, pack
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
-TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed, and columns of a piece of it
+TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed, and columns of a part of it
 _AT_ONCE = 4  # times eight columns of a row of dQ that a thread reads before it writes
 
 
@@ -113,8 +113,8 @@ def round_transposed(
     # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
     for unit in cutlass.range(lane, TRANSPOSED // 4 * tile_d // 8, 32, unroll=1):
         four, vector = unit // 8 % (TRANSPOSED // 4), unit // (2 * TRANSPOSED) * 8 + unit % 8
-        piece = cute.domain_offset((vector // 8 * TRANSPOSED * TRANSPOSED,), sums)
-        columns = by_fours(piece.iterator, TRANSPOSED, TRANSPOSED)
+        part = cute.domain_offset((vector // 8 * TRANSPOSED * TRANSPOSED,), sums)
+        columns = by_fours(part.iterator, TRANSPOSED, TRANSPOSED)
         found = cute.make_rmem_tensor((4, 8), Float32)
         for j in cutlass.range_constexpr(8):
             cute.autovec_copy(columns[None, vector % 8 * 8 + j, four], found[None, j])
