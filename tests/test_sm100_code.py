@@ -92,8 +92,8 @@ BACKWARD_MASKS = MASKS | {
     "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
 }
 ALL_BACKWARD = {
-    f"d{d}-{mask}-{dtype}-{target}": backward(d, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-    for d, mask in itertools.product((64, 128), BACKWARD_MASKS)
+    f"d{d}-dv{d_v}-{mask}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for (d, d_v), mask in itertools.product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_MASKS)
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 

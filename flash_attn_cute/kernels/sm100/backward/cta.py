@@ -1,9 +1,9 @@
-"""Attention backward on Blackwell, up to d = 128: a tile of 128 keys is the work of a CTA.
+"""Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
 Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and walks over the blocks of 128
-queries that see it; a block is a *step*, and steps are counted over all tiles of the CTA):
-    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread. When no
-                             tile is left, zeros into dK and dV where nothing else is to be.
+queries that see it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
+    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread, or at
+                             d = 192 a column. When no tile is left, zeros into dK and dV where nothing else is to be.
     warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: weights from
                              scores, gradients of scores from those of weights. Then dK and dV of the tile; when no tile
                              is left, they round dQ (``common.dq_rounding``).
@@ -19,27 +19,31 @@ Products are transposed, but for the last one: rows are keys.
     dV += P' dO        P' from tensor memory
     dK += dS' Q        dS' from tensor memory
     dQ = dS K          dS from shared memory
+At d = 192 shared memory has no room for 128 queries, and dQ of 64, who are not as many as tensor memory has lanes, is
+transposed: dQ' = K' dS, in two parts of 128 columns of dQ, of which the second begins with half of the first's.
 One copy of K, V, Q and dO serves all products: rows of 64 columns in shared memory are read along either dimension.
 
 Tensor memory (512 columns; first ones of d = 128 and 64): S 0; dV 128; dP 256 and 192; dK 384 and 320; dQ in the place
-of dP, or at 384. P (16 bits, so half as many columns) takes the place of S, and dS that of dP: those of each warpgroup
-the first half of its own 64 columns, so that no warpgroup waits for the other.
+of dP, or at 384. At d = 192: S 0; dV 64; dP 192; dK 256; the parts of dQ in the place of dP, and at 448. P (16 bits, so
+half as many columns) takes the place of S, and dS that of dP: those of each warpgroup the first half of its own
+columns, half of all, so that no warpgroup waits for the other.
 
 Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
 fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
 
     ring     stages  counts    full by                        empty by
     tiles    2       tiles     1, producer                    15: all other warps
-    k, v     table   tiles     1 + bytes, producer's TMA      1 a piece of 64 columns, compute: dK, or dV, has left
+    k, v     table   tiles     1 + bytes, producer's TMA      1 a warpgroup that has pieces of dK, or dV: they have left
     q        2       steps     1 + bytes, producer's TMA      1, commit of dK; 8, compute: lse is read
     do       table   steps     1 + bytes, producer's TMA      1, commit of dV; 8, compute: delta is read
     scores   1       steps     1, commit of S                 8, compute: P is there
     dp       1       steps     1, commit of dP                8, compute: dS is there, twice
-    dq       1       steps     1, commit of dQ                4, drain: dQ is read
+    dq       1 or 2  parts     1, commit of dQ, or of a part  4, drain: it is read
     pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
-    dv, dk   1       tiles     1, commit of the last one      4 a piece, compute: dV, or dK, is read
+    dv, dk   1       tiles     1, commit of the last one      4 a warpgroup that has pieces, compute: dV, or dK, is read
 
-Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier.
+Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier. Where dQ is
+transposed, a piece is 32 queries of 64 columns.
 
 The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
 
@@ -115,6 +119,7 @@ from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
+_DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
@@ -307,9 +312,20 @@ class BackwardCtaSm100:
         self._to_gradients(work, weights, step, work.shared.rings.dp, step, c.first_dP)
 
     def _to_weights(
-        self, work: "Work", walk: Int32, i: Int32, step: Int32, number: Int32, first: Int32 | int
+        self,
+        work: "Work",
+        walk: Int32,
+        i: Int32,
+        step: Int32,
+        number: Int32,
+        first: Int32 | int,
+        *,
+        stores: bool = True,
     ) -> list[Int32]:
-        """A step's scores, which have a number in their ring and a first column, to weights."""
+        """A step's scores, which have a number in their ring and a first column, to weights.
+
+        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
+        """
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
@@ -318,16 +334,16 @@ class BackwardCtaSm100:
         if c.features.softcap:
             cap_in_memory(place, c.queries, work.scales.tanh)
         self._hide(work, walk, i, place)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)])
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores)
         tensor_memory.before_sync()
-        rings.scores.release(number)  # to the mma warp: P is there
+        rings.scores.release(number)  # to the mma warp: P is there, or S was read
         rings.q.release(step)  # to the producer: lse is read
         return weights
 
     def _to_gradients(
         self, work: "Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
     ) -> None:
-        """A step's gradients of weights, likewise, to those of scores."""
+        """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.do.wait_full(step)  # from the producer: delta
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
@@ -361,8 +377,8 @@ class BackwardCtaSm100:
                 tile.k.length,
             )
 
-    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
-        """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool) -> list[Int32]:
+        """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does."""
         found, scale = [], -work.scales.log2
         for first in range(0, self.config.queries, _COLUMNS):
             scores, weights = tensor_memory.load(place + first, _COLUMNS), []
@@ -379,19 +395,16 @@ class BackwardCtaSm100:
                     found.append(pack(*pair, self.dtype))
                 else:
                     found.append(weights[-1])
-            tensor_memory.store(place + first // 2, weights)
+            if stores:
+                tensor_memory.store(place + first // 2, weights)
         return found
 
     def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
-        c = self.config
-        within = c.queries * work.warpgroup  # a row of 64 columns in shared memory has those of one warpgroup, or both
-        sdS, within = (
-            (work.shared.sdS, within)
-            if c.transposes_dQ
-            else (cute.local_tile(work.shared.sdS, (PART_ROWS, c.queries), (0, work.warpgroup)), 0)
-        )
-        for first in range(0, self.config.queries, _COLUMNS):
+        c, sdS, column = self.config, work.shared.sdS, self.config.queries * work.warpgroup
+        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
+            sdS, column = cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
+        for first in range(0, c.queries, _COLUMNS):
             gradients = tensor_memory.load(place + first, _COLUMNS)
             rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
@@ -403,7 +416,7 @@ class BackwardCtaSm100:
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(_COLUMNS // 2)])
-            write_row(rounded, sdS, work.thread, within + first)
+            write_row(rounded, sdS, work.thread, column + first)
 
     @cute.jit
     def _put_out(
