@@ -11,7 +11,9 @@ from flash_attn_cute.kernels.features import Features, PassName
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that no kernel serves yet
+# Features of calls that no kernel serves yet, of any pass and of the backward one.
+LACKING = ("MASK", "BIAS", "BLOCK_MASK")
+LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -137,7 +139,7 @@ def forward_config(
     Raises:
         ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features)
+    _refuse_lacking(features, LACKING)
     del group
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
@@ -161,8 +163,8 @@ def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
 
 
-def _refuse_lacking(features: Features) -> None:
-    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
+def _refuse_lacking(features: Features, names: tuple[str, ...]) -> None:
+    lacking = [name.lower() for name in names if getattr(features, name.lower())]
     if lacking:
         raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
 
@@ -347,7 +349,7 @@ def backward_config(
     Raises:
         ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features)
+    _refuse_lacking(features, LACKING_BACKWARD)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)

@@ -39,8 +39,8 @@ What products being done in the order of issue brings, beyond ``cta``:
   - S(t + 2) of the first walk may take the place of P(t), which dV(t) reads ahead of it, and the second walk's first S
     and dP those of the first one's last two P.
   - S(t + 1) of the second walk, for which compute warps wait, tells them that dQ(t) is done: there is room for dS.
-dV leaves through the place of V, which is loaded behind it. dK overwrites dV when compute warps have read it, and dV the
-last tile's dK.
+dV leaves through the place of V, which is loaded behind it. dK overwrites dV when compute warps have read that, and dV
+the last tile's dK.
 
 Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
                                        d = 256                      d = 192
@@ -167,7 +167,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """A compute warpgroup: half of every step's queries; dV of the tile behind the first walk, dK behind the other."""
+        """A compute warpgroup: half of every step's queries; dV behind the first walk, dK behind the second."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address)
