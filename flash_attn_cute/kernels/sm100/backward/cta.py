@@ -453,7 +453,7 @@ class BackwardCtaSm100:
     ) -> None:
         """Of 64 columns, by turns; of an odd number the first one of dV is the first warpgroup's, of dK the other's."""
         c, rings = self.config, work.shared.rings
-        for which in cutlass.range_constexpr(results[0], results[-1] + 1):
+        for which in results:
             num = (c.pieces_dV, c.pieces_dK)[which]
             odd = num % COMPUTE_WARPGROUPS
             if const_expr(odd):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
@@ -463,7 +463,7 @@ class BackwardCtaSm100:
                 self._piece(work, ws, tma, walk, which, first + work.warpgroup, first + 2 == num, is_first)
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for which in cutlass.range_constexpr(results[0], results[-1] + 1):
+            for which in results:
                 if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
                     (rings.v, rings.k)[which].release(walk)  # to the producer
 

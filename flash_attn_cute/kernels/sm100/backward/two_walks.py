@@ -26,7 +26,8 @@ Rings that are not as in ``cta``:
     scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
     dq       2       parts     1, commit of a part of dQ      4, drain: it is read
     dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
-Steps are those of both walks; those of the drain and of the adding warps are the second one's.
+Steps are those of both walks; those of the drain and of the adding warps are the second one's. (In the code ``walk``
+is the number of a tile among the CTA's, as in ``cta``.)
 
     first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
                    compute           P0     P1      P2
@@ -58,6 +59,7 @@ from cutlass import Int32
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -96,7 +98,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         for i in cutlass.range(num_steps + 1, unroll=1):
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(walk, step + i, self._first_column(number + i))
+                products.start_S(walk, step + i, self._first_column(rings.scores, number + i))
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
@@ -106,7 +108,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 if i == 1:
                     rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
-                products.start_dV(step + before, self._first_column(number + before), i > 1)
+                products.start_dV(step + before, self._first_column(rings.scores, number + before), i > 1)
                 commit(rings.do.empty(step + before))  # to the producer
         commit(rings.dv.full(walk))  # to compute warps
 
@@ -123,7 +125,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
     ) -> None:
         """DK of the step before, dP of a step, dQ of the one before, and S of the step."""
         c, rings = self.config, shared.rings
-        first_S, first_dP = self._first_column(number), self._first_column(number + 1)
+        first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
             before = _before(i)
@@ -152,9 +154,9 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 commit(rings.scores.full(scores))  # to compute warps
         commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
 
-    def _first_column(self, number: Int32) -> Int32:
-        """Of scores, or gradients of weights, by their number in their ring."""
-        return number % 2 * self.config.first_dP
+    def _first_column(self, scores: Ring, number: Int32) -> Int32:
+        """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
+        return scores.stage(number) * self.config.first_dP
 
     @cute.jit
     def compute(
@@ -176,12 +178,12 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
             num_blocks = shared.tile(c, a, walk).blocks.num
             for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._to_weights(work, walk, i, step, number, self._first_column(number))
+                    self._to_weights(work, walk, i, step, number, self._first_column(rings.scores, number))
                     rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
                     rings.do.release(step)  # to the producer: delta is not asked for
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, walk, (DV,))
-            first_S, first_dP = self._first_column(number), self._first_column(number + 1)
+            first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
             for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     weights = self._to_weights(work, walk, i, step, number, first_S, stores=False)
