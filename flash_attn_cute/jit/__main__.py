@@ -74,7 +74,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         for architecture, name in itertools.product(_on_all_gpus(chosen.architecture), _passes(chosen)):
             if name == "bias_gradient" and not features.bias:
                 continue
-            if name == "backward" and not chosen.passes and max(d, d_v) > architecture.max_head_dim_backward:
+            if name == "backward" and not chosen.passes and not architecture.has_gradients(features):
                 continue
             configure = architecture.passes[name].configure
             options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
