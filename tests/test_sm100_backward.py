@@ -28,7 +28,7 @@ from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, as_given, tensor_argument
+from tests.test_sm100 import Memory, as_given, spread, tensor_argument
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
@@ -142,12 +142,6 @@ class Pass:
             for i in range(-(-length // tile)):
                 found[start // tile + b + i] = None, slice(start + i * tile, start + min((i + 1) * tile, length))
         return found
-
-
-def spread(x: Tensor) -> Tensor:
-    """The memory behind a tensor, as far as its strides reach."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((reach if x.numel() else 0,), (1,))
 
 
 class Interpreted(CuteBackend):

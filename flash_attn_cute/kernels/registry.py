@@ -21,9 +21,9 @@ class Pass(NamedTuple):
     # From dtype's name, d, d_v and ``Features`` (forward also group=, of a bias's gradient split=, and target= where
     # an architecture has several) to a configuration: a frozen dataclass with the attributes dtype, tile_d, features
     # and target (what it is compiled for), whose class tells its ``architecture`` and ``pass_name``. Backends read
-    # more: tile_m and tile_n; persistent, group and parts() (forward; the latter under a mask); ctas_a_tile,
-    # reverses_last and workspace_size() (backward), whose features say whether its kernel writes a bias's gradient;
-    # mask_tile (of that gradient).
+    # more: tile_m and tile_n; reorders_bits; persistent, group and parts() (forward; the latter under a mask);
+    # ctas_a_tile, reverses_last and workspace_size() (backward), whose features say whether its kernel writes a bias's
+    # gradient; mask_tile (forward, and of that gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
@@ -43,8 +43,7 @@ class Architecture(NamedTuple):
     max_head_dim: int
     passes: dict[PassName, Pass]
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
-    lacking: tuple[str, ...] = ()  # names of features of calls that it does not serve
-    lacking_backward: tuple[str, ...] = ()  # and of those that it has no gradients of
+    lacking_backward: tuple[str, ...] = ()  # names of features of calls that it has no gradients of
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
 
     def has_gradients(self, features: Features) -> bool:
@@ -84,7 +83,6 @@ ARCHITECTURES = {
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
             },
             num_sms=148,  # a B200
-            lacking=sm100.LACKING,
             lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU
         ),

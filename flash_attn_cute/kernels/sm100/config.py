@@ -3,17 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.mask_tile import MaskTile
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
 # that a call lacks with zeros.
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-# Features of calls that no kernel serves yet, of any pass and of the backward one.
-LACKING = ("MASK", "BIAS", "BLOCK_MASK")
-LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")
+LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -39,6 +39,7 @@ class ForwardConfig:
     pass_name: ClassVar[PassName] = "forward"
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
+    reorders_bits: ClassVar[bool] = False  # of a block mask
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -57,6 +58,25 @@ class ForwardConfig:
         return self.q_parts * PART_ROWS
 
     @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: a part of a tile, whose lists that walks over, and a block."""
+        return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)
+
+    @property
+    def blocks_an_entry(self) -> int:
+        """Of a list: those of a block mask are of 128 keys."""
+        return BLOCK // self.tile_n if self.features.block_mask else 1
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
+        return self.mask_tile.parts_with_lists(lists, blocks)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a part may see nothing of a block that the tile walks over, and gets no products of it."""
+        return self.features.listed and self.q_parts > 1
+
+    @property
     def blocks_ahead(self) -> int:
         """Blocks whose scores are begun before the output of one is: two products of scores are under way."""
         return 2 // self.q_parts
@@ -71,6 +91,8 @@ class ForwardConfig:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
+        if self.features.listed:  # who walks over lists has more to keep
+            return Registers(softmax=200, epilogue=72, others=40)
         return Registers(softmax=200, epilogue=72, others=40)
 
     # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
@@ -100,6 +122,9 @@ class ForwardConfig:
 
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
 TILE_STAGES = 2  # tiles that roles have been told of
+ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
+WINDOW = 32  # blocks of keys that a walk over lists looks at together
+WALK_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
 
 
 class _ForwardTile(NamedTuple):
@@ -138,12 +163,10 @@ def forward_config(
     """The configuration that serves a call.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
-
-    Raises:
-        ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features, LACKING)
     del group
+    # Every thread reads its row of a bias, by words, wherever it is.
+    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
@@ -151,7 +174,7 @@ def forward_config(
         target=target,
         dtype=dtype,
         tile_d=tile.tile_d,
-        features=features.of_pass("forward"),
+        features=features,
         tile_dv=columns_v,
         q_parts=tile.q_parts,
         tile_n=tile.tile_n,
@@ -165,12 +188,6 @@ def forward_config(
 
 def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
-
-
-def _refuse_lacking(features: Features, names: tuple[str, ...]) -> None:
-    lacking = [name.lower() for name in names if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
 
 
 class BackwardRegisters(NamedTuple):
@@ -193,6 +210,7 @@ class BackwardConfig(BackwardSizes):
     ctas_a_tile: ClassVar[int] = 1
     tile_n: ClassVar[int] = PART_ROWS
     counts_additions: ClassVar[bool] = True
+    reorders_bits: ClassVar[bool] = False
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -353,7 +371,9 @@ def backward_config(
     Raises:
         ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features, LACKING_BACKWARD)
+    lacking = [name.lower() for name in LACKING_BACKWARD if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
