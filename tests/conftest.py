@@ -104,3 +104,12 @@ def folder(tmp_path: Path) -> Path:
     with disk.Folder(path) as opened:
         opened.write(NAME, IDENTITY, b"code")
     return path
+
+
+@pytest.fixture
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets benchmarks on a CPU measure its ceilings by small products and copies."""
+    from benchmarks import work
+
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 256)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 20)
