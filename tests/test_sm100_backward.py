@@ -35,13 +35,19 @@ LOG2_E = math.log2(math.e)
 
 
 @functools.cache
-def program(config: Any) -> ptx.Program:
+def text_of(config: Any) -> str:
+    """The PTX of a configuration's kernels."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
     with tempfile.TemporaryDirectory() as folder:
-        text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    return ptx.Program(text, "BackwardCta" if config.walks == 1 else "BackwardTwoWalks")
+        text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
+    return text
+
+
+@functools.cache
+def program(config: Any) -> ptx.Program:
+    return ptx.Program(text_of(config), "BackwardCta" if config.walks == 1 else "BackwardTwoWalks")
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,13 @@ class Pass:
     plan: BackwardPlan
     draw: random.Random
     num_ctas: int
+    changed: ptx.Program | None  # instead of the configuration's
+    lagging: ptx.Lagging | None
 
     def __call__(self, a: BackwardArguments) -> None:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
-        code, packed = program(config), config.features.packed
+        code, packed = self.changed or program(config), config.features.packed
         parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
         places, size = {}, 0
         for name, shape in parts.items():
@@ -96,7 +104,7 @@ class Pass:
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, frozenset())
+        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, self.lagging)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
@@ -147,9 +155,15 @@ class Pass:
 class Interpreted(CuteBackend):
     """The backend, whose backward pass is executed by the interpreter."""
 
-    def __init__(self, draw: random.Random, num_ctas: int = NUM_SMS):
+    def __init__(
+        self,
+        draw: random.Random,
+        num_ctas: int = NUM_SMS,
+        changed: ptx.Program | None = None,
+        lagging: ptx.Lagging | None = None,
+    ):
         super().__init__(ARCHITECTURES["sm100"])
-        self.draw, self.num_ctas = draw, num_ctas
+        self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self._prepare_backward = self.prepare  # type: ignore[assignment]
 
     def prepare(
@@ -157,7 +171,9 @@ class Interpreted(CuteBackend):
     ) -> Any:
         """What ``_plan_backward`` does, without a GPU."""
         plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
-        return cute_backend._Launch(Pass(plan, self.draw, self.num_ctas), plan, takes_tiles=True)
+        return cute_backend._Launch(
+            Pass(plan, self.draw, self.num_ctas, self.changed, self.lagging), plan, takes_tiles=True
+        )
 
 
 def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
