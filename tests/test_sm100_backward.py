@@ -23,7 +23,7 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
@@ -35,13 +35,19 @@ LOG2_E = math.log2(math.e)
 
 
 @functools.cache
-def program(config: Any) -> ptx.Program:
+def text_of(config: Any) -> str:
+    """The PTX of a configuration's kernels."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
     with tempfile.TemporaryDirectory() as folder:
-        text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    return ptx.Program(text, "BackwardCta")
+        text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
+    return text
+
+
+@functools.cache
+def program(config: Any) -> ptx.Program:
+    return ptx.Program(text_of(config), "BackwardCta" if config.walks == 1 else "BackwardTwoWalks")
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,13 @@ class Pass:
     plan: BackwardPlan
     draw: random.Random
     num_ctas: int
+    changed: ptx.Program | None  # instead of the configuration's
+    lagging: ptx.Lagging | None
 
     def __call__(self, a: BackwardArguments) -> None:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
-        code, packed = program(config), config.features.packed
+        code, packed = self.changed or program(config), config.features.packed
         parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
         places, size = {}, 0
         for name, shape in parts.items():
@@ -67,12 +75,12 @@ class Pass:
         more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
         given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
         at = {name: memory.put(spread(x)) for name, x in given.items()}
-        params, tensors = [bytes(32)] * 3, {}
+        params, tensors = [bytes(32)] * 4, {}
         for name in ("mQ", "mdO", "mK", "mV", "mdK", "mdV"):
-            x = given[name]
+            x, box = given[name], config.tile_m if name in ("mQ", "mdO") else config.tile_n
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         for name in ("mdK", "mdV"):
@@ -96,7 +104,7 @@ class Pass:
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, frozenset())
+        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, self.lagging)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
@@ -147,9 +155,15 @@ class Pass:
 class Interpreted(CuteBackend):
     """The backend, whose backward pass is executed by the interpreter."""
 
-    def __init__(self, draw: random.Random, num_ctas: int = NUM_SMS):
+    def __init__(
+        self,
+        draw: random.Random,
+        num_ctas: int = NUM_SMS,
+        changed: ptx.Program | None = None,
+        lagging: ptx.Lagging | None = None,
+    ):
         super().__init__(ARCHITECTURES["sm100"])
-        self.draw, self.num_ctas = draw, num_ctas
+        self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self._prepare_backward = self.prepare  # type: ignore[assignment]
 
     def prepare(
@@ -157,7 +171,9 @@ class Interpreted(CuteBackend):
     ) -> Any:
         """What ``_plan_backward`` does, without a GPU."""
         plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
-        return cute_backend._Launch(Pass(plan, self.draw, self.num_ctas), plan, takes_tiles=True)
+        return cute_backend._Launch(
+            Pass(plan, self.draw, self.num_ctas, self.changed, self.lagging), plan, takes_tiles=True
+        )
 
 
 def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
@@ -198,6 +214,12 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
     "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
     "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
+    "d192-dv128-everything": ([70, 1], [130, 3], {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1}),
+    "d192": ([150], [140], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d256-packed": ([65, 0, 10], [130, 17, 20], {"head_dim": 256, "causal": True, "nheads": 1}),
+    "d256-grouped": ([60], [70], {"packed": False, "head_dim": 256, "nheads": 4, "nheads_k": 1}),
+    "d256-everything": ([70, 1, 30], [130, 3, 0], {"head_dim": 232, "head_dim_v": 200, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
@@ -219,9 +241,10 @@ def test_backward(case: str, fuzz_seconds: float) -> None:
             break
 
 
-def test_schedules_give_the_same_bits() -> None:
-    """Three tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
-    call = random_call([100], [300], packed=False, head_dim=64, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(100, 300, 64), (65, 140, 192)])
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int) -> None:
+    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
+    call = random_call([queries], [keys], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (

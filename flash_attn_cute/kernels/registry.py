@@ -42,15 +42,13 @@ class Architecture(NamedTuple):
     dtypes: tuple[str, ...]
     max_head_dim: int
     passes: dict[PassName, Pass]
-    max_head_dim_backward: int  # of d and d_v, as far as there are gradients
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
     lacking_backward: tuple[str, ...] = ()  # names of features of calls that it has no gradients of
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
 
-    def has_gradients(self, head_dim: int, features: Features) -> bool:
-        """Whether it has a backward pass for calls with these features, of d and d_v up to ``head_dim``."""
-        lacks = any(getattr(features, name.lower()) for name in self.lacking_backward)
-        return head_dim <= self.max_head_dim_backward and not lacks
+    def has_gradients(self, features: Features) -> bool:
+        """Whether it has a backward pass for calls with these features."""
+        return not any(getattr(features, name.lower()) for name in self.lacking_backward)
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
         """The same with kernels for GPUs of one compute capability, where it has several."""
@@ -74,7 +72,6 @@ ARCHITECTURES = {
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
                 ),
             },
-            max_head_dim_backward=max(sm90.HEAD_DIMS),
         ),
         Architecture(
             name="sm100",
@@ -85,7 +82,6 @@ ARCHITECTURES = {
                 "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
             },
-            max_head_dim_backward=sm100.MAX_HEAD_DIM_BACKWARD,
             num_sms=148,  # a B200
             lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU

@@ -12,6 +12,8 @@ from tests.ptx.program import Program
 from tests.ptx.state import ALL, Array, Cta, FaultError, Lagging, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
+_MOST_IDLE = 1000  # rounds one after the other in which nobody does more than poll
+_MOST_BETWEEN_POLLS = 50  # instructions of a loop that does no more
 
 
 class _Schedule:
@@ -33,8 +35,8 @@ class _Schedule:
             "products": (self._advance_products, cta.products),
         }
 
-    def run(self) -> Iterator[None]:
-        """Until all warps have returned; others may come between.
+    def run(self) -> Iterator[bool]:
+        """Until all warps have returned; others may come between. Says each time whether there was more than polling.
 
         Raises:
             FaultError: something that no GPU would do, or a deadlock.
@@ -45,7 +47,8 @@ class _Schedule:
             with np.errstate(all="ignore"):
                 able = {warp.index: warp for warp in self.warps if self._can_go_on(warp)}
                 busy = {name: run for name, (run, work) in self.engines.items() if len(work)}
-                behind = self.lagging if not self.lagging >= able.keys() | busy.keys() else frozenset()
+                working = busy.keys() | {index for index, warp in able.items() if not warp.polls}
+                behind = self.lagging if not self.lagging >= working else frozenset()
                 ready = [warp for index, warp in able.items() if index not in behind]
                 engines = [run for name, run in busy.items() if name not in behind]
                 if engines and (not ready or self.draw.random() < eagerness):
@@ -56,7 +59,7 @@ class _Schedule:
                 else:
                     waiting = {warp.index: warp.waits_for for warp in self.warps if not warp.is_done}
                     raise FaultError(f"deadlock: {waiting}")
-            yield
+            yield bool(working)
         if self.cta.columns:
             raise FaultError("tensor memory is not freed")
         if self.cta.loads or self.cta.products or not all(store.is_read for store in self.cta.stores):
@@ -93,6 +96,7 @@ class _Schedule:
                 except Exception as error:
                     raise FaultError(f"warp {warp.index}, {text}: {error}") from error
                 if kind == "poll" or ("mbarrier.arrive" in text and warp.index in self.lagging):
+                    warp.polls = kind == "poll"
                     break  # somebody else may be able to go on now
             elif kind == "branch":
                 self._put(warp, what, chosen)
@@ -104,12 +108,15 @@ class _Schedule:
                 return
             else:
                 converged(mask)
+                warp.polls = False
                 self._wait(warp, kind, what)
                 if warp.waits_for is not None:
                     break
             if warp.places and place >= min(warp.places):  # others are no longer ahead
                 self._put(warp, place, lanes)
                 place, lanes = self._furthest_behind(warp)
+        else:
+            warp.polls = warp.polls and instructions < _MOST_BETWEEN_POLLS
         self._put(warp, place, lanes)
 
     def _furthest_behind(self, warp: Warp) -> tuple[int, Array]:
@@ -158,8 +165,7 @@ def run(
         num_ctas: how many.
         draw: decides whose turn it is.
         bytes_shared: shared memory of a CTA.
-        lagging: those that go on only when nobody else of their CTA can; None: drawn. Nobody may where warps wait in
-            loops for what others write into global memory.
+        lagging: those that go on only when nobody else of their CTA can, but for polling; None: drawn.
 
     Raises:
         FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
@@ -168,13 +174,16 @@ def run(
     for index in range(num_ctas):
         shared = np.full(bytes_shared, 0xFF, np.uint8)
         ctas.append(_Schedule(program, Cta(index, num_ctas, params, memory, shared, tensors, draw), lagging).run())
-    count = 0
+    rounds = idle = 0
     while ctas:
         cta = draw.choice(ctas)
         for _ in range(draw.choice((1, 20, 400))):
-            count += 1
-            if next(cta, cta) is cta:
+            works = next(cta, None)
+            if works is None:
                 ctas.remove(cta)
                 break
-        if count > _MOST_ROUNDS:
+            rounds, idle = rounds + 1, 0 if works else idle + 1
+            if not works:
+                break
+        if rounds > _MOST_ROUNDS or idle > _MOST_IDLE:
             raise FaultError("no end: some threads wait in a loop for what does not come")

@@ -116,6 +116,7 @@ class Warp:
     places: dict[int, Array] = field(default_factory=lambda: {0: ALL})
     waits_for: tuple[str, int, int] | None = None
     is_done: bool = False
+    polls: bool = False  # whether it does no more than look for what others write
     open_group: list["Copy"] = field(default_factory=list)  # of stores
     groups: list[list["Copy"]] = field(default_factory=list)
 

@@ -92,12 +92,8 @@ class CuteBackend:
 
     def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
         """See ``Backend.gradient_limits``."""
-        widest, dims = self.architecture.max_head_dim_backward, {"d": spec.head_dim, "d_v": spec.head_dim_v}
         lacking = {Feature[name] for name in self.architecture.lacking_backward}
-        return (
-            *(feature.value for feature in spec.required if feature in lacking),
-            *(f"{name} = {d} (gradients: up to {widest})" for name, d in dims.items() if d > widest),
-        )
+        return tuple(feature.value for feature in spec.required if feature in lacking)
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
