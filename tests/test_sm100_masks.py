@@ -1,6 +1,9 @@
 """Masks and block masks in the Blackwell forward kernel, executed on the CPU from its PTX, against the oracle."""
 
+import itertools
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from flash_attn_cute import BlockMask
 from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments
 from tests import test_sm100
-from tests.checks import draws, random_call
+from tests.checks import random_call
 from tests.masks import KINDS, random_mask
 from tests.oracle import Call
 from tests.test_sm100 import (
@@ -38,6 +41,15 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
+def drawn(case: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
+    """Sources of randomness and their numbers, for so many seconds, and one at the least: calls take seconds here."""
+    stop = time.monotonic() + seconds
+    for count in itertools.count():
+        yield count, random.Random(f"{case} {count}")
+        if time.monotonic() > stop:
+            break
+
+
 def with_block_mask(call: Call, draw: random.Random, kind: str | None = None) -> Call:
     """The call with a mask for each batch entry and head, one for all, or anything between."""
     (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
@@ -51,7 +63,7 @@ def with_block_mask(call: Call, draw: random.Random, kind: str | None = None) ->
 def test_block_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
     """Any kind of mask, whose blocks both parts of a tile see, or one of them, or nobody."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
-    for count, draw in draws(case, fuzz_seconds):
+    for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
         call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
         check(with_block_mask(call, draw), tmp_path, draw)
@@ -126,7 +138,7 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
     """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
-    for count, draw in draws(case, fuzz_seconds):
+    for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
         call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "mask": (1, 1), **options})
         assert call.mask is not None
@@ -159,7 +171,7 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 def test_biases(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
     """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
     lengths_q, lengths_k, options = BIASES[case]
-    for count, draw in draws(case, fuzz_seconds):
+    for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
         call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "nheads": 1, **options})
         assert call.bias is not None
