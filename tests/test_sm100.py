@@ -84,6 +84,12 @@ class Memory:
         self.parts.append((place, x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
         return place
 
+    def put_last(self, x: Tensor) -> int:
+        """The same; memory ends with the 16 bytes that hold its last element, so that nothing is read behind them."""
+        place = self.put(x)
+        self.size = place + -(-x.numel() * x.element_size() // 16) * 16
+        return place
+
     def bytes(self) -> Any:
         """All of it."""
         memory = np.full(self.size, 0xFF, np.uint8)
@@ -163,7 +169,9 @@ class Pass:
         code = program(config, self.folder) if self.changed is None else self.changed
         packed, memory, given = config.features.packed, Memory(), tensors_of(a)
         tables = self.tables_of(a)
-        places = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
+        places = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
+        if a.mBias is not None:
+            places["mBias"] = memory.put_last(spread(a.mBias))
         params, tensors = [bytes(32)] * 2, {}
         boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
         for name, box in boxes.items():
