@@ -149,7 +149,7 @@ def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
 
 
 BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128": ([200], [300], {"packed": False, "head_dim": 128, "bias": (1, 1), "causal": True}),
+    "d128": ([200], [296], {"packed": False, "head_dim": 128, "bias": (1, 1), "causal": True}),
     "d64-sliced": ([140], [200], {"packed": False, "bias": (1, 1, 1), "bias_layout": "sliced"}),
     "d64-packed-float32": ([150, 0, 60], [130, 7, 140], {"bias": (1, 1, 1), "bias_dtype": torch.float32}),
     "d128-transposed": (
