@@ -152,9 +152,9 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
-    # Q once; under a mask the compiler may write the first block of a walk apart.
-    of_block, loads = (c.tile_d + c.tile_dv) // 64, len(re.findall(r"\bUTMALDG", sass))
-    assert loads - c.q_parts * c.tile_d // 64 in (of_block, of_block * (1 + c.features.listed))
+    # Under a mask the compiler may write some blocks of a walk apart.
+    loads = ((c.q_parts + 1) * c.tile_d + c.tile_dv) // 64
+    assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)
     assert len(re.findall(r"\bUTMASTG", sass)) == c.tile_dv // 64
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
     assert len(re.findall(r"\btcgen05\.relinquish_alloc_permit\b", ptx)) == 1

@@ -83,8 +83,11 @@ class ForwardConfig:
 
     @property
     def polynomial_every(self) -> int:
-        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200."""
-        return 8 if self.target == TARGETS[10, 0] else 0
+        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
+
+        Nor are there any with a bias, which takes longer to read than weights to compute, and registers.
+        """
+        return 8 if self.target == TARGETS[10, 0] and not self.features.bias else 0
 
     @property
     def registers(self) -> Registers:

@@ -88,7 +88,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.assembly import bit_mask
+from flash_attn_cute.kernels.common.assembly import bit_mask, opaque
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -360,6 +360,8 @@ class ForwardSm100:
     def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:
         """Scores of a tile's i-th block to weights, in their place. Tiles and blocks are counted for the whole CTA."""
         c, ring = self.config, rows.shared.rings.scores
+        if const_expr(c.features.bias):
+            step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
         if const_expr(c.features.listed):
             block, code, words = rows.told_of_entry(c, step, block_step)
             is_seen, is_cut = code != UNSEEN, rows.hides(c, code, words)

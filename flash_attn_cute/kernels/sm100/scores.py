@@ -111,18 +111,23 @@ class BiasRow:
         step = Int64(mRow.stride[0]) * (dtype.width // 8)
         return BiasRow(mRow.iterator.toint(), step, num_columns, dtype, is_strided)
 
+    @property
+    def at_once(self) -> int:
+        """Columns that are read together: of elements that are apart fewer, whose addresses take registers."""
+        return _COLUMNS // 2 if self.is_strided else _COLUMNS
+
     @cute.jit
     def columns(self, first: Int32) -> list[Float32]:
-        """32 of them; by all of a warp."""
+        """``at_once`` of them; by all of a warp."""
         if const_expr(self.is_strided):
-            return [self._element(first + i) for i in range(_COLUMNS)]
+            return [self._element(first + i) for i in range(self.at_once)]
         size, last = self.dtype.width // 8, self.num_columns - 1
-        num_words = _COLUMNS * size // 4
+        num_words = self.at_once * size // 4
         start = self.address + Int64(first) * size
         words = cute.make_rmem_tensor(num_words + 4, Int32)
         words.fill(0)
         shift = Int32(start & 3)  # bytes
-        if cute.arch.vote_all_sync(Int32(start & 15) == 0 and first + _COLUMNS <= self.num_columns):
+        if cute.arch.vote_all_sync(Int32(start & 15) == 0 and first + self.at_once <= self.num_columns):
             vectors = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=16)
             vectors = cute.make_tensor(vectors, cute.make_layout(num_words))
             for i in cutlass.range_constexpr(num_words // 4):
@@ -132,9 +137,9 @@ class BiasRow:
             for i in cutlass.range_constexpr(num_words + (size < 4)):
                 words[i] = _word(start - shift + 4 * Int64(cutlass.min(Int32(i), last_word)))
         if const_expr(size == 4):
-            return [words[i].bitcast(Float32) for i in range(_COLUMNS)]
+            return [words[i].bitcast(Float32) for i in range(self.at_once)]
         pairs = [shifted_right(words[i], words[i + 1], 8 * shift) for i in range(num_words)]
-        return [unpack(pairs[i // 2], i % 2, self.dtype) for i in range(_COLUMNS)]
+        return [unpack(pairs[i // 2], i % 2, self.dtype) for i in range(self.at_once)]
 
     def _element(self, column: Int32) -> Float32:
         address = self.address + Int64(cutlass.min(column, self.num_columns - 1)) * self.step
@@ -163,7 +168,7 @@ def add_bias_in_memory(
         row: of the bias.
         first_column: the position of the block's first key.
     """
-    for first in cutlass.range(0, columns, _COLUMNS, unroll=1):
+    for first in cutlass.range(0, columns, row.at_once, unroll=1):
         bias = row.columns(first_column + first)
-        scores = tensor_memory.load(place + first, _COLUMNS)
+        scores = tensor_memory.load(place + first, row.at_once)
         tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, bias, strict=True)])
