@@ -23,12 +23,12 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, as_given, tensor_argument
+from tests.test_sm100 import Memory, as_given, spread, tensor_argument
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
@@ -47,7 +47,7 @@ def text_of(config: Any) -> str:
 
 @functools.cache
 def program(config: Any) -> ptx.Program:
-    return ptx.Program(text_of(config), "BackwardCta")
+    return ptx.Program(text_of(config), "BackwardCta" if config.walks == 1 else "BackwardTwoWalks")
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Pass:
         more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
         given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
         at = {name: memory.put(spread(x)) for name, x in given.items()}
-        params, tensors = [bytes(32)] * 3, {}
+        params, tensors = [bytes(32)] * 4, {}
         for name in ("mQ", "mdO", "mK", "mV", "mdK", "mdV"):
-            x = given[name]
+            x, box = given[name], config.tile_m if name in ("mQ", "mdO") else config.tile_n
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         for name in ("mdK", "mdV"):
@@ -152,12 +152,6 @@ class Pass:
         return found
 
 
-def spread(x: Tensor) -> Tensor:
-    """The memory behind a tensor, as far as its strides reach."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((reach if x.numel() else 0,), (1,))
-
-
 class Interpreted(CuteBackend):
     """The backend, whose backward pass is executed by the interpreter."""
 
@@ -220,6 +214,12 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
     "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
     "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
+    "d192-dv128-everything": ([70, 1], [130, 3], {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1}),
+    "d192": ([150], [140], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d256-packed": ([65, 0, 10], [130, 17, 20], {"head_dim": 256, "causal": True, "nheads": 1}),
+    "d256-grouped": ([60], [70], {"packed": False, "head_dim": 256, "nheads": 4, "nheads_k": 1}),
+    "d256-everything": ([70, 1, 30], [130, 3, 0], {"head_dim": 232, "head_dim_v": 200, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
@@ -241,9 +241,10 @@ def test_backward(case: str, fuzz_seconds: float) -> None:
             break
 
 
-def test_schedules_give_the_same_bits() -> None:
-    """Three tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
-    call = random_call([100], [300], packed=False, head_dim=64, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(100, 300, 64), (65, 140, 192)])
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int) -> None:
+    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
+    call = random_call([queries], [keys], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (

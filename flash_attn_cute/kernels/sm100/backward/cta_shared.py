@@ -26,9 +26,9 @@ class Layouts(NamedTuple):
     """Of operands."""
 
     sK: cute.ComposedLayout  # (tile_n, d, stage)
-    sV: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
-    sdO: cute.ComposedLayout  # (tile_m, d, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d_v, stage)
     sdS: cute.ComposedLayout  # (tile_n, tile_m)
 
 
@@ -37,9 +37,9 @@ def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
     c = config
     return Layouts(
         sK=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
-        sV=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
+        sV=swizzled(dtype, (c.tile_n, c.tile_dv, c.kv_stages)),
         sQ=swizzled(dtype, (c.tile_m, c.tile_d, c.q_stages)),
-        sdO=swizzled(dtype, (c.tile_m, c.tile_d, c.do_stages)),
+        sdO=swizzled(dtype, (c.tile_m, c.tile_dv, c.do_stages)),
         sdS=swizzled(dtype, (c.tile_n, c.tile_m)),
     )
 
@@ -66,15 +66,17 @@ class Rings(RingSet):
         """Of each, by its name."""
         c = config
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
+        several |= {"scores": c.walks, "dp": 2 - c.walks, "dq": c.parts_dQ}  # two walks have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
-        return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, **pieces, "dv": 1, "dk": 1}
+        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1}
 
     def init(self, config: BackwardConfig) -> None:
         """Before all else, by one thread."""
         compute, drain, mma = 4 * COMPUTE_WARPGROUPS, 4, 1  # warps
         self.tiles.init(full=1, empty=compute + drain + mma + ADDING_WARPS)
-        for ring in (self.k, self.v):
-            ring.init(full=1, empty=config.pieces_dK)  # an arrival with the bytes announced; what took its place left
+        for ring, pieces in ((self.k, config.pieces_dK), (self.v, config.pieces_dV)):
+            # An arrival with the bytes announced; what took its place left, and who had pieces of it tells.
+            ring.init(full=1, empty=min(pieces, COMPUTE_WARPGROUPS))
         for ring in (self.q, self.do):
             ring.init(full=1, empty=1 + compute)  # likewise; a commit, and lse or delta is read
         for ring in (self.scores, self.dp):
@@ -82,8 +84,8 @@ class Rings(RingSet):
         self.dq.init(full=1, empty=drain)  # a commit
         for ring in (self.pieces_even, self.pieces_odd):
             ring.init(full=drain, empty=1)
-        for ring in (self.dv, self.dk):
-            ring.init(full=1, empty=4 * config.pieces_dK)  # a commit; the warps that have read it
+        for ring, pieces in ((self.dv, config.pieces_dV), (self.dk, config.pieces_dK)):
+            ring.init(full=1, empty=4 * min(pieces, COMPUTE_WARPGROUPS))  # a commit; the warps that have read it
 
     def pieces(self, step: Int32) -> Ring:
         """Those of dQ's pieces of steps that an adding warp has: every other one."""
@@ -130,9 +132,9 @@ class Shared(ToldTiles):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (tile_n, d, stage); then dK on its way out
-    sV: cute.Tensor  # (tile_n, d, stage); then dV on its way out
+    sV: cute.Tensor  # (tile_n, d_v, stage); then dV on its way out
     sQ: cute.Tensor  # (tile_m, d, stage)
-    sdO: cute.Tensor  # (tile_m, d, stage)
+    sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (tile_n, tile_m)
     lse: cute.Tensor  # (tile_m, stage of q)
     delta: cute.Tensor  # (tile_m, stage of do)
