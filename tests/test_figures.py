@@ -129,6 +129,41 @@ def test_block_masks() -> None:
             assert figure == rate(case, f"{OURS} deterministic {order}"), row
 
 
+def test_the_cost_of_determinism() -> None:
+    """Deterministic backward passes in multiples of the others, under irregular masks and for wide heads."""
+    cases = record("sparse-cuda-bfloat16")
+
+    def cost(name: str, order: str = "") -> str:
+        case = cases[f"backward {name}"]
+        return f"{ratio(case[f'{OURS} deterministic{order}'], case[OURS]):.2f}"
+
+    shares = ("10 %", "25 %", "50 %")
+    (ten, ten_spt), (quarter, quarter_spt), (half, half_spt) = (
+        (cost(f"random {share}"), cost(f"random {share}", " spt")) for share in shares
+    )
+    said = f"it takes {ten} times as long for 10 % of the blocks at random ({ten_spt} with `spt`), {quarter} for 25 % "
+    assert f"{said}({quarter_spt}) and {half} for 50 % ({half_spt})." in " ".join(PAGE.split())
+    irregular = [*(f"random {share}" for share in shares), "random 12.5 % 16k", "top 16 of 64"]
+    least, most, least_spt, most_spt = (
+        choose(cost(name, order) for name in irregular) for order in ("", " spt") for choose in (min, max)
+    )
+    page = " ".join((ROOT / "docs" / "determinism.md").read_text().split())
+    assert f"it takes {least} to {most} times as long, or {least_spt} to {most_spt} times with the order of" in page
+    dense = record("backward-cuda-bfloat16").items()
+    wide, narrow = (
+        {
+            f"{ratio(case[f'{OURS} deterministic'], case[OURS]):.2f}"
+            for name, case in dense
+            if ("x256" in name) == is_wide
+        }
+        for is_wide in (True, False)
+    )
+    assert wide == {"1.02"}
+    assert narrow <= {"0.99", "1.00"}
+    assert "Above d = 128 it takes 1.02 times as long." in page
+    assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in " ".join(PAGE.split())
+
+
 PORTABLE = {
     "16 documents of 128..794 tokens, 8 heads of 64": "even",
     "the same, 8 query heads on 2 key heads": "gqa",

@@ -105,9 +105,6 @@ BACKWARD: Bugs = {
             "K is loaded over dK that TMA still reads", waits(PRODUCER, "k.empty").left_out(), "d128-tiles", STORES_LAG
         ),
         Bug(
-            "V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "d128-tiles", STORES_LAG
-        ),
-        Bug(
             "a tile is told of in the place of one that is still worked on",
             waits(PRODUCER, "tiles.empty", 2).left_out(),
             "tiles",
