@@ -67,10 +67,19 @@ ALL = {
 
 
 def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
-    dtype, target = options.pop("dtype", "bfloat16"), options.pop("target", B200)
-    return backward_config(dtype, d, d_v or d, Features(**options), target=target)
+    given = {name: options.pop(name) for name in ("keys", "target") if name in options}
+    return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
 
 
+def pair(**options: Any) -> BackwardConfig:
+    """A configuration for pairs of CTAs, also of features with which none is chosen."""
+    chosen = backward(128, keys=LONG)
+    features = backward(128, **options).features
+    dtype, target = options.get("dtype", "bfloat16"), options.get("target", B200)
+    return dataclasses.replace(chosen, features=features, dtype=dtype, target=target)
+
+
+LONG = 8192  # keys of a sequence
 FEW_BACKWARD = {
     "d64-packed-causal": backward(64, packed=True, right=True),
     "d64-softcap-b300": backward(64, softcap=True, target=B300),
@@ -78,6 +87,8 @@ FEW_BACKWARD = {
     "d128": backward(128),
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "pair-packed-b300": pair(packed=True, target=B300),
+    "pair-everything": pair(**BACKWARD_EVERYTHING),
 }
 BACKWARD_MASKS = MASKS | {
     "causal-grouped": {"right": True, "grouped": True},
@@ -90,6 +101,10 @@ BACKWARD_MASKS = MASKS | {
 ALL_BACKWARD = {
     f"d{d}-{mask}-{dtype}-{target}": backward(d, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
     for d, mask in itertools.product((64, 128), BACKWARD_MASKS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+} | {
+    f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for mask in BACKWARD_MASKS
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
@@ -140,23 +155,31 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     c = compiled_backward
     kernels = machine_code(c, tmp_path)
     check_before_and_after(kernels, zeroes=False, num_after=0)
-    (sass,) = kernels["BackwardCta"]
+    pair = c.ctas_a_tile == 2
+    (sass,) = kernels["BackwardPair" if pair else "BackwardCta"]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
-    # Loops of four steps: S, dP and dV once, dK and dQ behind a step and behind a tile.
+    # Loops of four steps: S, dP and dV once, dK and dQ behind a step and behind a tile. Nearly every product of a pair
+    # is told to producers by a commit of its own.
     assert count["UTCHMMA"] == 4 * (3 + 2 * 2)
+    assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
     assert count["HGMMA"] == 0
-    assert count["UTCBAR"] == 3 + 2 * 2 + 2
+    assert count["UTCBAR"] == 3 + 2 * 2 + 2 + (3 if pair else 0)
+    assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["USETMAXREG"] == 3
     # A thread has 64 columns of S and dP, 32 at a time. Scores are changed where they are to be capped, and hidden.
     changes = 2 * (1 + c.features.softcap)
     pieces = 2 * 2  # of dV and of dK, once or for whose piece it is
-    assert count["LDTM"] == 2 + 2 + changes + pieces + c.tile_d // 32
+    assert count["LDTM"] == 2 + 2 + changes + pieces + c.columns_dQ // 32
     assert count["STTM"] == 2 + 2 + changes
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.tile_m // COMPUTE_WARPGROUPS
-    assert len(re.findall(r"\bUTMALDG", sass)) == 4 * c.tile_d // 64
+    # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns.
+    loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
+    assert len(loads) == 4 * c.tile_d // 64 + (2 + 2 if pair else 0)
+    assert all(load.endswith(".cta_group::2") == pair for load in loads)
+    assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
     assert len(re.findall(r"\bUTMASTG", sass)) == 2
     assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
     sums = 2 * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
@@ -193,15 +216,18 @@ def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     assert c.blocks_ahead * c.q_parts == 2
 
 
+@pytest.mark.parametrize("keys", [0, LONG])
 @pytest.mark.parametrize("d", range(8, MAX_HEAD_DIM_BACKWARD + 8, 8))
-def test_backward_sizes(d: int) -> None:
+def test_backward_sizes(d: int, keys: int) -> None:
     """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
     for d_v in range(8, MAX_HEAD_DIM_BACKWARD + 8, 8):
-        c = backward(d, d_v)
+        c = backward(d, d_v, keys=keys)
+        assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
         assert max(d, d_v) <= c.tile_d
         assert c.bytes_shared <= SHARED_MEMORY
         parts = {c.first_S: c.tile_m, c.first_dV: c.tile_d, c.first_dP: c.tile_m, c.first_dK: c.tile_d}
-        parts |= {} if c.dQ_over_dP else {c.first_dQ: c.tile_d}
+        # That of a pair lies between two quarters of S.
+        parts |= {} if c.dQ_over_dP or c.ctas_a_tile == 2 else {c.first_dQ: c.tile_d}
         ends = [0, *(first + columns for first, columns in sorted(parts.items()))]
         assert all(first >= end for first, end in zip(sorted(parts), ends, strict=False))
         assert ends[-1] <= TENSOR_COLUMNS
@@ -226,6 +252,16 @@ def test_warming_is_for_all_gpus() -> None:
     given.passes = ["bias_gradient"]
     with pytest.raises(ValueError, match="--passes: expected some of forward, backward for sm100, got bias_gradient"):
         command.configurations(given)
+
+
+def test_warming_is_for_all_lengths() -> None:
+    """Where long sequences get other kernels."""
+    arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", "backward"]
+    found = command.configurations(
+        command.parser().parse_args([*arguments, "--layouts", "dense", "--dtypes", "float16"])
+    )
+    assert sorted(c.ctas_a_tile for c in found if c.tile_d == 128 and c.target == B200) == [1, 2]
+    assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
 def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:

@@ -70,6 +70,10 @@ class BackwardTiles(NamedTuple):
     V: RowTiles
     dK: RowTiles
     dV: RowTiles
+    # Of a pair of CTAs, which split these among themselves by rows, and again by columns.
+    Q_columns: RowTiles | None = None
+    dO_columns: RowTiles | None = None
+    K_columns: RowTiles | None = None
 
 
 def make_row_tiles(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
-from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.features import Case, Features, PassName
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
 # that a call lacks with zeros.
@@ -177,15 +177,13 @@ class BackwardRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardSizes):
-    """What all kernels of a backward pass are made for. A tile of keys is one CTA's work.
+    """What all kernels of a backward pass are made for. A tile of keys is the work of a CTA, or of a pair of them.
 
     Its features are deterministic: what is added to dQ always has an order.
     """
 
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
-    ctas_a_tile: ClassVar[int] = 1
-    tile_n: ClassVar[int] = PART_ROWS
     counts_additions: ClassVar[bool] = True
 
     target: str  # one of ``TARGETS``
@@ -196,6 +194,12 @@ class BackwardConfig(BackwardSizes):
     kv_stages: int  # tiles of keys and values in shared memory
     q_stages: int  # blocks of Q in shared memory
     do_stages: int  # and of dO
+    ctas_a_tile: int = 1  # each with 128 keys
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile."""
+        return PART_ROWS * self.ctas_a_tile
 
     @property
     def stages(self) -> int:
@@ -207,12 +211,14 @@ class BackwardConfig(BackwardSizes):
         """512 in sum, at most, over four warpgroups: who drains dQ holds a row of it."""
         if self.tile_d == 64:
             return BackwardRegisters(drain=96, compute=168, others=80)
+        if self.ctas_a_tile == 2:
+            return BackwardRegisters(drain=96, compute=176, others=64)
         return BackwardRegisters(drain=152, compute=160, others=40)
 
     @property
     def counters(self) -> tuple[int, int]:
-        """One a block of queries; of keys one a warpgroup that computes."""
-        return 1, COMPUTE_WARPGROUPS
+        """One a CTA, which has some rows of a block of queries; of keys one a warpgroup that computes."""
+        return self.ctas_a_tile, self.ctas_a_tile * COMPUTE_WARPGROUPS
 
     @property
     def reverses_last(self) -> bool:
@@ -238,17 +244,32 @@ class BackwardConfig(BackwardSizes):
     @property
     def dQ_over_dP(self) -> bool:
         """Whether dQ takes the place of the gradients of scores that it is computed from."""
-        return self.first_dK + 2 * self.tile_d > TENSOR_COLUMNS
+        return self.ctas_a_tile == 1 and self.first_dK + 2 * self.tile_d > TENSOR_COLUMNS
 
     @property
     def first_dQ(self) -> int:
-        """The first column of dQ."""
+        """The first column of dQ. That of a pair takes the place of scores, between the weights of two warpgroups."""
+        if self.ctas_a_tile == 2:
+            return self.first_S + SCORE_COLUMNS // 4
         return self.first_dP if self.dQ_over_dP else self.first_dK + self.tile_d
 
     @property
+    def columns_dQ(self) -> int:
+        """Of tensor memory, that dQ has.
+
+        A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's.
+        """
+        return self.tile_d // self.ctas_a_tile
+
+    @property
+    def piece_columns(self) -> int:
+        """Of tensor memory, that a piece of dQ has in shared memory."""
+        return 32 // self.ctas_a_tile
+
+    @property
     def pieces_dQ(self) -> int:
-        """In which a block of dQ goes through shared memory."""
-        return self.tile_d // DQ_COLUMNS
+        """In which a CTA's dQ goes through shared memory."""
+        return self.columns_dQ // self.piece_columns
 
     @property
     def pieces_dK(self) -> int:
@@ -257,14 +278,20 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them."""
-        keys, queries = 2 * self.kv_stages * self.tile_n, (self.q_stages + self.do_stages) * self.tile_m
-        numbers = (keys + queries) * self.tile_d + self.tile_n * self.tile_m
-        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * DQ_COLUMNS + _BARRIERS_AND_STATS
+        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
+
+        A CTA of a pair has half of Q and of dO, by rows, and again by columns, half of the pair's K by columns as well,
+        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
+        """
+        keys, queries = 2 * self.kv_stages * PART_ROWS, (self.q_stages + self.do_stages) * self.tile_m
+        numbers = (keys + queries) * self.tile_d + PART_ROWS * self.tile_m
+        if self.ctas_a_tile == 2:
+            numbers += PART_ROWS * self.tile_d + PART_ROWS * self.tile_m // 2
+        return 2 * numbers + 4 * DQ_STAGES * PART_ROWS * self.piece_columns + _BARRIERS_AND_STATS
 
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
-DQ_COLUMNS, DQ_STAGES = 32, 2  # of a piece of dQ in shared memory, and how many there are
+DQ_STAGES = 2  # pieces of dQ in shared memory
 
 
 class _BackwardTile(NamedTuple):
@@ -274,22 +301,34 @@ class _BackwardTile(NamedTuple):
     kv_stages: int
     q_stages: int
     do_stages: int
+    ctas_a_tile: int = 1
+    keys: int = 0  # of a sequence, at least
+    case: Case = Case()
 
 
-_BACKWARD_TILES = (_BackwardTile(64, 2, 2, 2), _BackwardTile(128, 1, 2, 1))
+# The first row that fits is chosen. Pairs of CTAs pay from so many keys on, by the model of the pipelines: of shorter
+# sequences too much of the last tile of 256 keys may be empty, and under a right bound a tile's first steps see too
+# little of it. Of a left bound the model knows nothing.
+_BACKWARD_TILES = (
+    _BackwardTile(64, 2, 2, 2),
+    _BackwardTile(128, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
+    _BackwardTile(128, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
+    _BackwardTile(128, 1, 2, 1),
+)
 
 
 def backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, target: str = TARGETS[10, 0]
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, target: str = TARGETS[10, 0]
 ) -> BackwardConfig:
-    """The configuration that serves a call.
+    """The configuration that serves a call whose sequences have so many keys, on average.
 
     Raises:
         ValueError: features, or head dimensions, that no kernel serves yet.
     """
     _refuse_lacking(features)
     columns = _tile_columns(max(head_dim, head_dim_v))
-    tile = next((t for t in _BACKWARD_TILES if t.tile_d == columns), None)
+    fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.keys <= keys and t.case.fits(features))
+    tile = next(fitting, None)
     if tile is None:
         raise ValueError(f"head_dim: expected at most {MAX_HEAD_DIM_BACKWARD}, got {max(head_dim, head_dim_v)}")
     config = BackwardConfig(
@@ -297,7 +336,11 @@ def backward_config(
         dtype=dtype,
         features=replace(features.of_pass("backward"), deterministic=True),
         tile_m=PART_ROWS,
-        **tile._asdict(),
+        tile_d=tile.tile_d,
+        kv_stages=tile.kv_stages,
+        q_stages=tile.q_stages,
+        do_stages=tile.do_stages,
+        ctas_a_tile=tile.ctas_a_tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY
     return config

@@ -13,7 +13,7 @@ queries that see it; a block is a *step*, and steps are counted over all tiles o
                              come (``common.turns``), or until what it has added is there, while the other adds.
 Registers a thread: ``BackwardConfig.registers``.
 
-Products are transposed, but for the last one: rows are keys.
+_Products are transposed, but for the last one: rows are keys.
     S' = K Q'          both from shared memory
     dP' = V dO'        likewise
     dV += P' dO        P' from tensor memory
@@ -47,7 +47,7 @@ The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t
     compute          P0     dS0      P1            dS1      P2
     drain                                     dQ0                    dQ1
 
-so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done
+so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. _Products are done
 in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
   - dP(t + 1), for which compute warps wait, tells them that dQ(t) is done: there is room for dS in shared memory.
@@ -72,7 +72,7 @@ business. (The roles, the order of products and the places in tensor memory are 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -85,27 +85,19 @@ from flash_attn_cute.kernels.common.assembly import opaque, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import (
-    NUM_FIELDS,
-    heads_a_tile,
-    num_key_tiles,
-    zero_unseen_keys,
-)
+from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_COLUMNS,
-    DQ_STAGES,
     O_COLUMNS,
     PART_ROWS,
-    TILE_STAGES,
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
@@ -113,12 +105,12 @@ from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
-_QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
-_COLUMNS = 32  # of tensor memory that a compute thread reads at once
+QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
+COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
-class _Mmas(NamedTuple):
-    """Products, called by their results."""
+class Mmas(NamedTuple):
+    """_Products, called by their results."""
 
     S: cute.TiledMma  # and dP
     dV: cute.TiledMma  # and dK
@@ -142,7 +134,7 @@ class BackwardCtaSm100:
         self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        mmas = _Mmas(
+        mmas = Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared),
             dV=tiled_mma(dtype, mn_major, c.tile_d, tensors),
             dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major),
@@ -167,7 +159,7 @@ class BackwardCtaSm100:
     @cute.kernel
     def kernel(
         self,
-        mmas: _Mmas,
+        mmas: Mmas,
         tma: BackwardTiles,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
@@ -179,23 +171,8 @@ class BackwardCtaSm100:
         c, f = self.config, self.config.features
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
-        layouts = layouts_of(c, self.dtype)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        rings = Rings.at(c, storage.barriers.data_ptr())
-        frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
-        shared = Shared(
-            **{
-                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-                for name, layout in layouts._asdict().items()
-            },
-            lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
-            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * DQ_COLUMNS, DQ_STAGES))),
-            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
-            tiles=rings.tiles,
-            rings=rings,
-            holder=storage.holder.data_ptr(),
-        )
+        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
+        frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < _COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(c.registers.drain)
             self.transfers.drain(a, shared, thread)
@@ -205,7 +182,7 @@ class BackwardCtaSm100:
         elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
-            rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
+            rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d, parts=c.ctas_a_tile)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
             cute.arch.setmaxregister_decrease(c.registers.others)
@@ -215,10 +192,14 @@ class BackwardCtaSm100:
                 self.transfers.producer(a, ws, tma, shared)
             else:
                 self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)
-        frame.end(shared, warp_idx)
+        frame.end(shared, warp_idx, c.ctas_a_tile)
+
+    def _shared(self, storage: Any) -> Shared:
+        """What a CTA has of it."""
+        return Shared.of(self.config, self.dtype, storage)
 
     @cute.jit
-    def mma(self, a: BackwardArguments, mmas: _Mmas, shared: Shared) -> None:
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
         """One warp: issues all products, S of a step ahead of what is left of the one before."""
         c, rings = self.config, shared.rings
         products = _Products.of(c, mmas, shared)
@@ -282,7 +263,7 @@ class BackwardCtaSm100:
         """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = _Work(a, shared, scales, warpgroup, thread, address)
+        work = Work(a, shared, scales, warpgroup, thread, address)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
@@ -295,17 +276,15 @@ class BackwardCtaSm100:
             walk += 1
 
     @cute.jit
-    def _step(self, work: "_Work", walk: Int32, i: Int32, step: Int32) -> None:
+    def _step(self, work: "Work", walk: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its head's walk."""
         c, shared, rings = self.config, work.shared, work.shared.rings
-        first_query = _QUERIES * work.warpgroup
+        first_query = QUERIES * work.warpgroup
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (c.first_S + first_query)
-        if const_expr(c.features.softcap):
-            cap_in_memory(place, _QUERIES, work.scales.tanh)
-        self._hide(work, walk, i, place)
+        self._change(work, walk, i, place)
         weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)])
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp: P is there
@@ -314,16 +293,19 @@ class BackwardCtaSm100:
         rings.dp.wait_full(step)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
         place = work.address + (c.first_dP + first_query)
-        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        sdS = cute.local_tile(shared.sdS, (PART_ROWS, QUERIES), (0, work.warpgroup))
+        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)], sdS)
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         rings.dp.release(step)  # to the mma warp: dS is there
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
-    def _hide(self, work: "_Work", walk: Int32, i: Int32, place: Int32) -> None:
-        """Hides scores that an edge does, where they are in tensor memory, if it crosses the block."""
+    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
+        """Caps scores, and hides those that an edge does if it crosses the block, where they are in tensor memory."""
         c, f = self.config, self.config.features
+        if const_expr(f.softcap):
+            cap_in_memory(place, QUERIES, work.scales.tanh)
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -332,62 +314,73 @@ class BackwardCtaSm100:
         if is_cut:
             hide_in_memory(
                 place,
-                _QUERIES,
+                QUERIES,
                 work.scales.log2,
-                tile.first_key + work.thread,
-                m_block * c.tile_m + _QUERIES * work.warpgroup,
+                tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
+                m_block * c.tile_m + QUERIES * work.warpgroup,
                 tile.q.length,
                 tile.window,
                 Edges(left=f.right, right=f.left),
                 tile.k.length,
             )
 
-    def _weigh(self, work: "_Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
         """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
-        found, scale = [], -work.scales.log2
-        for first in range(0, _QUERIES, _COLUMNS):
-            scores, weights = tensor_memory.load(place + first, _COLUMNS), []
-            for j in range(0, _COLUMNS, 2):
-                if j % 4 == 0:
-                    four = work.four(lse, first + j)
-                x = scores[j], scores[j + 1]
-                # Negated: what is negated again is an operand of the next instruction.
-                exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
-                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
-                weights.append(pack(*pair, self.dtype))
-                if self.config.features.softcap:  # scores are infinite where the weights are 0
-                    pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
-                    found.append(pack(*pair, self.dtype))
-                else:
-                    found.append(weights[-1])
+        found: list[Int32] = []
+        for first in range(0, QUERIES, COLUMNS):
+            scores = tensor_memory.load(place + first, COLUMNS)
+            weights, times_slope = self._weights(work, scores, first, lse)
             tensor_memory.store(place + first // 2, weights)
+            found += times_slope
         return found
 
-    def _differentiate(self, work: "_Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
+    def _weights(
+        self, work: "Work", scores: list[Float32], first: int, lse: cute.Tensor
+    ) -> tuple[list[Int32], list[Int32]]:
+        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap."""
+        weights, times_slope, scale = [], [], -work.scales.log2
+        for j in range(0, len(scores), 2):
+            if j % 4 == 0:
+                four = work.four(lse, first + j)
+            x = scores[j], scores[j + 1]
+            # Negated: what is negated again is an operand of the next instruction.
+            exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
+            pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
+            weights.append(pack(*pair, self.dtype))
+            if self.config.features.softcap:  # scores are infinite where the weights are 0
+                pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
+                times_slope.append(pack(*pair, self.dtype))
+            else:
+                times_slope.append(weights[-1])
+        return weights, times_slope
+
+    def _differentiate(
+        self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor, sdS: cute.Tensor
+    ) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
-        sdS = cute.local_tile(work.shared.sdS, (PART_ROWS, _QUERIES), (0, work.warpgroup))
-        for first in range(0, _QUERIES, _COLUMNS):
-            gradients = tensor_memory.load(place + first, _COLUMNS)
-            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+        for first in range(0, QUERIES, COLUMNS):
+            gradients = tensor_memory.load(place + first, COLUMNS)
+            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
-            for j in range(0, _COLUMNS, 2):
+            for j in range(0, COLUMNS, 2):
                 if j % 4 == 0:
                     four = work.four(delta, first + j)
                 pair = weights[(first + j) // 2]
                 w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
-            tensor_memory.store(place + first // 2, [packed[j] for j in range(_COLUMNS // 2)])
+            tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
             write_row(rounded, sdS, work.thread, first)
 
     @cute.jit
-    def _put_out(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32) -> None:
+    def _put_out(self, work: "Work", ws: Workspace, tma: BackwardTiles, walk: Int32) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.tile_again(c, a, walk)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
-            counter = turns.counter(ws.mTurnsK, work.warpgroup, tile.head_k, tile.block)
+            part = COMPUTE_WARPGROUPS * shared.rank + work.warpgroup
+            counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
             if not is_last or earlier > 0:
                 is_first = tile.await_turn(c, counter, barrier)
         self._pieces(work, ws, tma, walk, is_first)
@@ -396,7 +389,7 @@ class BackwardCtaSm100:
                 turns.count_as_warpgroup(counter, barrier)
 
     @cute.jit
-    def _pieces(self, work: "_Work", ws: Workspace, tma: BackwardTiles, walk: Int32, is_first: Boolean) -> None:
+    def _pieces(self, work: "Work", ws: Workspace, tma: BackwardTiles, walk: Int32, is_first: Boolean) -> None:
         """Of 64 columns: at d = 128 one of dV and one of dK a warpgroup, else dV is the first one's, dK the other's."""
         c, rings = self.config, work.shared.rings
         for which in cutlass.range_constexpr(2):  # dV, dK
@@ -413,7 +406,7 @@ class BackwardCtaSm100:
     @cute.jit
     def _piece(
         self,
-        work: "_Work",
+        work: "Work",
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -427,29 +420,30 @@ class BackwardCtaSm100:
             (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
             (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
         )[which]
-        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (c.tile_n, O_COLUMNS), (0, piece))
+        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (PART_ROWS, O_COLUMNS), (0, piece))
         scale = a.numbers.softmax_scale if const_expr(which == 1) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
         tile = shared.tile_again(c, a, walk)
-        for column in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
-            numbers = tensor_memory.load(address + column, _COLUMNS)
-            acc = cute.make_rmem_tensor(_COLUMNS, Float32)
-            for j in cutlass.range_constexpr(_COLUMNS):
+        for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
+            numbers = tensor_memory.load(address + column, COLUMNS)
+            acc = cute.make_rmem_tensor(COLUMNS, Float32)
+            for j in cutlass.range_constexpr(COLUMNS):
                 acc[j] = numbers[j] * scale
             if const_expr(c.features.grouped):
                 # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
                 block = ws.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
-                place = cute.domain_offset(((O_COLUMNS * piece + column) * PART_ROWS,), block)
-                sums = by_fours(place.iterator, _COLUMNS)
+                columns_before = c.tile_d * shared.rank + O_COLUMNS * piece + column
+                place = cute.domain_offset((columns_before * PART_ROWS,), block)
+                sums = by_fours(place.iterator, COLUMNS)
                 if not tile.is_last:
-                    share([acc[j] for j in range(_COLUMNS)], sums, work.thread, is_first)
+                    share([acc[j] for j in range(COLUMNS)], sums, work.thread, is_first)
                 elif tile.earlier > 0:
                     take(acc, sums, work.thread)
-            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
-            for j in cutlass.range_constexpr(_COLUMNS // 2):
+            for j in cutlass.range_constexpr(COLUMNS // 2):
                 packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
             write_row(rounded, sX, work.thread, column)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -457,15 +451,14 @@ class BackwardCtaSm100:
         ring.release(walk)  # to the mma warp: it may be overwritten
         cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
         if work.thread < 32:
-            stop = cutlass.min(tile.first_key + c.tile_n, tile.k.length)
             if tile.is_last:
-                start = tile.k.start + tile.first_key
-                t.store(sX, t.at(start, tile.k.start + stop, tile.head_k, tile.batch, piece))
+                start, stop = tile.keys_of(shared.rank, PART_ROWS)
+                t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
             cute.arch.cp_async_bulk_commit_group()
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """What a thread of a compute warpgroup has all the time."""
 
     arguments: BackwardArguments
@@ -478,7 +471,7 @@ class _Work:
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""
         four = cute.make_rmem_tensor(4, Float32)
-        place = (_QUERIES // 4) * self.warpgroup + first // 4
+        place = (QUERIES // 4) * self.warpgroup + first // 4
         cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
         return four
 
@@ -488,7 +481,7 @@ class _Products:
     """All products, called by their results; in flight on return."""
 
     config: BackwardConfig
-    mmas: _Mmas
+    mmas: Mmas
     shared: Shared
     memory: cute.Pointer  # tensor memory
     # ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
@@ -502,7 +495,7 @@ class _Products:
     tQrK: cute.Tensor
 
     @staticmethod
-    def of(config: BackwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
+    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "_Products":
         """Those of all operands in shared memory."""
         S, dV, dQ = (mma.get_slice(0) for mma in mmas)
         return _Products(
@@ -536,13 +529,15 @@ class _Products:
         """DV += P' dO."""
         c, mma = self.config, self.mmas.dV
         b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_d), self._halves(c.first_S), b, accumulates)
+        weights = halves(c, mma, self.memory + c.first_S, QUERIES)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_d), weights, b, accumulates)
 
     def start_dK(self, step: Int32, accumulates: Boolean) -> None:
         """DK += dS' Q."""
         c, mma = self.config, self.mmas.dV
         b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), self._halves(c.first_dP), b, accumulates)
+        dS = halves(c, mma, self.memory + c.first_dP, QUERIES)
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), dS, b, accumulates)
 
     def start_dQ(self, walk: Int32) -> None:
         """DQ = dS K."""
@@ -555,14 +550,19 @@ class _Products:
         layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
         return cute.make_tensor(self.memory + first, layout)
 
-    def _halves(self, first: int) -> cute.Tensor:
-        """An operand of 128 columns of 16 bits, each warpgroup's in the first half of its own columns."""
-        mma = self.mmas.dV
-        layout = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, self.config.tile_m))).layout
-        steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
-        within = layout.stride[2]
-        layout = cute.make_layout(
-            (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)),
-            stride=(*layout.stride[:2], (within, 2 * steps * within)),
-        )
-        return cute.make_tensor(cute.recast_ptr(self.memory + first, dtype=DTYPES[self.config.dtype]), layout)
+
+def halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int) -> cute.Tensor:
+    """An operand of 128 columns of 16 bits in tensor memory.
+
+    Args:
+        config: of the kernel.
+        mma: the product that it is for.
+        first: where those of the first warpgroup begin.
+        pitch: columns of 32 bits from there to those of the second.
+    """
+    layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
+    steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
+    layout = cute.make_layout(
+        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (layout.stride[2], 2 * pitch))
+    )
+    return cute.make_tensor(cute.recast_ptr(first, dtype=DTYPES[config.dtype]), layout)

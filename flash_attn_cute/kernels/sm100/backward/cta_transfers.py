@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
-from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import DQ_STAGES, PART_ROWS, BackwardConfig
 
 
 class Transfers:
@@ -37,7 +37,7 @@ class Transfers:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.tell_of(tile, walk)
-                self._load_keys(tile, tma.K, shared.sK, rings.k, walk)
+                self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     for i in cutlass.range(tile.blocks.num, unroll=1):
@@ -45,7 +45,7 @@ class Transfers:
                         lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
                         self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
                         if step == first_step:
-                            self._load_keys(tile, tma.V, shared.sV, rings.v, walk)
+                            self._load_keys(tile, tma.V, shared, shared.sV, rings.v, walk)
                         self._load_queries(tile, tma.dO, shared.sdO, delta, shared.delta, rings.do, head, m_block, step)
                         step += 1
                 walk += 1
@@ -54,13 +54,13 @@ class Transfers:
         shared.tell_of_end(walk)
 
     @cute.jit
-    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: cutlass.Constexpr, walk: Int32) -> None:
+    def _load_keys(self, tile: KeyTile, t: RowTiles, shared: Shared, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
         """A tile's K or V."""
         ring.wait_empty(walk)  # from compute warps: the gradient that took its place has left
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
-        stop = cutlass.min(tile.first_key + t.tile_rows, tile.k.length)
-        gX = t.at(tile.k.start + tile.first_key, tile.k.start + stop, tile.head_k, tile.batch)
+        start, stop = tile.keys_of(shared.rank, t.tile_rows)
+        gX = t.at(start, stop, tile.head_k, tile.batch)
         t.load(gX, sX[None, None, ring.stage(walk)], ring.full(walk))
 
     @cute.jit
@@ -99,13 +99,13 @@ class Transfers:
             for _ in cutlass.range(num_steps, unroll=1):
                 rings.dq.wait_full(step)  # from the tensor cores
                 tensor_memory.after_sync()
-                numbers = tensor_memory.load(address, c.tile_d)
+                numbers = tensor_memory.load(address, c.columns_dQ)
                 tensor_memory.before_sync()
                 rings.dq.release(step)  # to the mma warp: what lies in its place may be computed
                 for i in cutlass.range_constexpr(c.pieces_dQ):
                     self._await_place(rings, step, i)
-                    sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, DQ_COLUMNS)
-                    put(numbers[i * DQ_COLUMNS : (i + 1) * DQ_COLUMNS], sums, thread)
+                    sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, c.piece_columns)
+                    put(numbers[i * c.piece_columns : (i + 1) * c.piece_columns], sums, thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     rings.put_out(c, step, i)
                 step += 1
@@ -139,11 +139,13 @@ class Transfers:
     @cute.jit
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring, num = self.config, shared.rings.pieces(which), PART_ROWS * DQ_COLUMNS
-        counter = turns.counter(ws.mTurnsQ, 0, 0, block)
+        c, ring = self.config, shared.rings.pieces(which)
+        num = PART_ROWS * c.piece_columns
+        counter = turns.counter(ws.mTurnsQ, shared.rank, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
-        target = cute.domain_offset((0, Int64(block), 0), ws.mdQaccum).iterator.toint()
+        own = shared.rank * (PART_ROWS * c.columns_dQ)  # where this CTA's part of the block begins
+        target = cute.domain_offset((0, Int64(block), own), ws.mdQaccum).iterator.toint()
         for i in cutlass.range_constexpr(c.pieces_dQ):
             piece = piece_number(c, step, i)
             ring.wait_full(piece)  # from the drain warps

@@ -6,6 +6,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
+from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
 from flash_attn_cute.kernels.sm100.config import BackwardConfig
 
 
@@ -15,7 +16,7 @@ class BackwardPassSm100:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.preprocess = Preprocess(config)
-        self.main = BackwardCtaSm100(config)
+        self.main = BackwardPairSm100(config) if config.ctas_a_tile == 2 else BackwardCtaSm100(config)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
