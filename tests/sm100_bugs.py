@@ -220,7 +220,8 @@ _OF_S, _OF_O = (
     r"^\S+\s+\[%r\d+\], %rd",
     r"^\S+\s+\[%r\d+\], \[%r",
 )  # products: A from shared memory, or from tensor memory
-_LAST_OF_WEIGHTS = r"\[%r\d+ \+ 32\]"  # the second half of what is stored of a row's weights
+# Of what is stored of a row's weights: what most of them end with, and the others.
+_END_OF_MOST, _OTHERS = r"\[%r\d+ \+ 32\]", r"\.x16\S+\s+\[%r\d+ \+ 0\]"
 
 
 def _products(c: Code, kind: str) -> list[Instruction]:
@@ -236,10 +237,12 @@ def _elected(c: Code, arrival: Instruction) -> str:
 
 def _told_too_early(c: Code) -> list[Edit]:
     (arrival,) = c.arrivals(1, _SOFTMAX, "scores.empty")
-    halves = c.find(3, "tcgen05.st", _SOFTMAX, having=_LAST_OF_WEIGHTS)
     edits = c.without([arrival])
-    for half in halves:
-        edits += c.inserted(c.ahead(half, "tcgen05.st"), _elected(c, arrival))
+    for store in (
+        *c.find(2, "tcgen05.st", _SOFTMAX, having=_OTHERS),
+        c.find(3, "tcgen05.st", _SOFTMAX, having=_END_OF_MOST)[-1],
+    ):
+        edits += c.inserted(store, _elected(c, arrival))
     return edits
 
 
@@ -276,9 +279,17 @@ FORWARD = (
     ),
     Bug(
         "missing wait",
-        "outputs are begun before the weights are stored",
-        lambda c: c.without(c.waits(4, _MMA, "scores.empty")),
+        "outputs are begun before most weights are stored",
+        lambda c: c.without(c.waits(4, _MMA, "weights.full")),
         "d64",
+        lags=_SOFTMAX_LAGS,
+        shows=True,
+    ),
+    Bug(
+        "missing wait",
+        "outputs of the last keys are begun before their weights are stored",
+        lambda c: c.without(c.waits(4, _MMA, "scores.empty")),
+        "long",
         lags=_SOFTMAX_LAGS,
         shows=True,
     ),
@@ -531,8 +542,8 @@ FORWARD = (
     ),
     Bug(
         "wrong column",
-        "the second half of the weights is stored a column further",
-        lambda c: c.rewritten(c.find(3, "tcgen05.st", _SOFTMAX, having=_LAST_OF_WEIGHTS), r"\+ 32", "+ 33"),
+        "the last of most weights are stored a column further",
+        lambda c: c.rewritten(c.find(3, "tcgen05.st", _SOFTMAX, having=_END_OF_MOST), r"\+ 32", "+ 33"),
         "one",
         shows=True,
     ),
@@ -610,7 +621,7 @@ FORWARD = (
         "wrong order",
         "weights are handed over before they are stored",
         _told_too_early,
-        "d64",
+        "long",
         lags=_SOFTMAX_LAGS,
         shows=True,
     ),
@@ -736,16 +747,14 @@ FORWARD = (
     Bug(
         "missing tcgen05.wait",
         "weights are handed over before they are in tensor memory",
-        lambda c: c.without(
-            [c.behind(c.find(3, "tcgen05.st", _SOFTMAX, having=_LAST_OF_WEIGHTS)[0], "tcgen05.wait::st")]
-        ),
+        lambda c: c.without([c.behind(c.find(3, "tcgen05.st", _SOFTMAX, having=_END_OF_MOST)[0], "tcgen05.wait::st")]),
         "one",
         lint="store-wait",
     ),
     Bug(
         "missing tcgen05.wait",
         "O that has been rescaled is handed over before it is in tensor memory",
-        lambda c: c.without([c.behind(c.find(12, "tcgen05.st", _SOFTMAX)[-3], "tcgen05.wait::st")]),
+        lambda c: c.without([c.behind(c.find(14, "tcgen05.st", _SOFTMAX)[-3], "tcgen05.wait::st")]),
         "one",
         lint="store-wait",
     ),

@@ -63,7 +63,7 @@ def text_of(config: Any, folder: Path) -> str:
 
 @functools.cache
 def program(config: Any, folder: Path) -> ptx.Program:
-    return ptx.Program(text_of(config, folder), config.dtype)
+    return ptx.Program(text_of(config, folder))
 
 
 def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
@@ -108,10 +108,11 @@ def execute(
     lse = torch.empty((heads, call.q.shape[0]) if packed else (call.q.shape[0], heads, call.q.shape[1]))
     places = [memory.put(x) for x in (call.q, call.k, call.v, out, lse)]
     params, tensors = [bytes(32)] * 2, {}
-    for x, place in zip((call.q, call.k, call.v, out), places[:4], strict=True):
+    boxes = PART_ROWS, config.tile_n, config.tile_n, PART_ROWS
+    for x, place, box in zip((call.q, call.k, call.v, out), places[:4], boxes, strict=True):
         batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
         tensors[len(params)] = ptx.Rows(
-            place // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, PART_ROWS
+            place // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
         )
         params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
     order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch

@@ -41,8 +41,7 @@ def program(config: Any) -> ptx.Program:
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
     with tempfile.TemporaryDirectory() as folder:
         text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    (main,) = (part for part in text.split(".visible .entry")[1:] if "BackwardCta" in part.split("(")[0])
-    return ptx.Program(main, config.dtype)
+    return ptx.Program(text, "BackwardCta")
 
 
 @dataclass(frozen=True)

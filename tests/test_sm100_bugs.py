@@ -80,7 +80,7 @@ def test_planted(bug: Bug, folder: Path) -> None:
     if bug.lint:
         assert bug.lint in {finding.rule for finding in lint(text)}
     if bug.shows:
-        program = ptx.Program(text, config.dtype)
+        program = ptx.Program(text)
         assert not all(ends_well(call, folder, program, seed, bug.lags) for seed in range(SEEDS))
 
 
@@ -90,7 +90,7 @@ def test_without_a_bug(name: str, folder: Path) -> None:
     call, config = call_of(name)
     text = code_of(config, folder).text
     assert not lint(text)
-    program = ptx.Program(text, config.dtype)
+    program = ptx.Program(text)
     for lags in {bug.lags for bug in FORWARD if bug.call == name}:
         test_sm100.check(call, folder, random.Random(0), program, lags)
 

@@ -124,16 +124,19 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert not lint(ptx)
     c = compiled
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("UTCHMMA", "HGMMA", "LDTM", "STTM", "USETMAXREG")}
-    # Loops of four steps, for each part: of scores and output, and of outputs where no tile is known to follow.
+    # Loops for each part: of four steps of scores, and of two each of most keys' output and of the others', which are
+    # issued at two places.
     assert count["UTCHMMA"] == 4 * 3 * c.q_parts
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
     # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be
     # capped and hidden. O is read to be rescaled, and to be stored.
     changes = 1 + c.features.softcap
-    assert count["LDTM"] == 4 * 3 + 4 * changes + c.tile_dv // 32 + c.tile_dv // 16
-    # Weights are stored at two places, and zeros at a third.
-    assert count["STTM"] == 2 * 3 + 4 * changes + c.tile_dv // 32
+    pieces = c.tile_n // 32
+    assert count["LDTM"] == pieces * (3 + changes) + c.tile_dv // 32 + c.tile_dv // 16
+    # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third.
+    weights = -(-(c.tile_n // 2 - 16) // 32) + 1
+    assert count["STTM"] == 2 * weights + c.tile_n // 64 + pieces * changes + c.tile_dv // 32
     # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)

@@ -18,8 +18,8 @@ from tools.sm100_model.sm import Sm, Walk
 
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
 _MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
-_BLOCK = 128  # rows of a tile in tensor memory, keys of a block
-_QUARTERS = 4  # of P, which are stored one by one
+_BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
+_COLUMNS = 32  # of P, which are stored together
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class ForwardDesign:
     d_v: int
     polynomials: float = 0.0  # share of the exponentials
     maxima: bool = True  # every block's are looked for, and a correction warpgroup compares them
-    early: bool = True  # products with P begin when three quarters of it are stored
+    keys: int = _BLOCK  # of a block
+    early: bool = True  # products with P begin when all but the last 32 columns of it are stored
     persistent: bool = True
     stages: int = 3  # of keys or values
     o_over_q: bool = False  # O leaves through the place of Q, which can be loaded again when it has left
-    tiles: int = 2  # of 128 queries: with one, two warpgroups take its blocks in turn
+    tiles: int = 2  # of 128 queries
+    warpgroups: int = 2  # of softmax: one a tile, or two that take one tile's blocks in turn, or one alone
     pair: bool = False  # two CTAs compute products together, and each holds half of the keys
 
 
@@ -45,7 +47,7 @@ class Forward:
         self.design = design
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
-        self.rows, self.columns, self.persistent = _BLOCK * design.tiles * self.ctas, _BLOCK, design.persistent
+        self.rows, self.columns, self.persistent = _BLOCK * design.tiles * self.ctas, design.keys, design.persistent
         sm = self.sm
         tiles = range(design.tiles)
         self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
@@ -61,8 +63,8 @@ class Forward:
         simulation = self.sm.simulation
         simulation.start("load", self.load(walks))
         simulation.start("mma", self.mma(walks))
-        for g in range(2):
-            simulation.start(f"softmax {g}", self.softmax(g, walks))
+        for warpgroup in range(self.design.warpgroups):
+            simulation.start(f"softmax {warpgroup}", self.softmax(warpgroup, walks))
         if self.design.maxima:
             simulation.start("correction", self.correction(walks))
         simulation.start("epilogue", self.epilogue(walks))
@@ -80,7 +82,7 @@ class Forward:
             for _ in range(num):
                 for what, columns in (("K", c.d), ("V", c.d_v)):
                     yield self.kv.wait_empty(fill)
-                    self.sm.load(what, part * 2 * _BLOCK * columns, self.kv, fill)
+                    self.sm.load(what, part * 2 * c.keys * columns, self.kv, fill)
                     fill += 1
 
     def mma(self, walks: Sequence[Walk]) -> Needs:
@@ -114,9 +116,9 @@ class Forward:
             then.append(lambda: self.kv.release(fill))
         if i + 1 == num:
             then.append(lambda: self.q[t].release(tile))
-        keys = _BLOCK // 2 if c.pair else _BLOCK
+        keys = c.keys // 2 if c.pair else c.keys
         operands = m.bytes_shared(2.0 * c.d * (_BLOCK + keys))
-        sm.products.issue("mma", f"S{t}", m.product(_BLOCK, _BLOCK, c.d), operands, then)
+        sm.products.issue("mma", f"S{t}", m.product(_BLOCK, c.keys, c.d), operands, then)
 
     def _output(self, tile: int, t: int, g: int, i: int, num: int, number: int, block: int) -> Needs:
         """The i-th product with P of a tile, in two parts if P comes in two."""
@@ -124,9 +126,9 @@ class Forward:
         if i == 0:
             yield self.o[t].wait_empty(tile)
         columns = c.d_v / 2 if c.pair else c.d_v
-        clocks, operands = m.product(_BLOCK, c.d_v, _BLOCK), m.bytes_shared(2.0 * _BLOCK * columns)
+        clocks, operands = m.product(_BLOCK, c.d_v, c.keys), m.bytes_shared(2.0 * c.keys * columns)
         yield self.p_ready[g].phase(number)
-        first = 1 - 1 / _QUARTERS if c.early else 1.0
+        first = 1 - _COLUMNS / c.keys if c.early else 1.0
         then = []
         if t + 1 == c.tiles:
             then.append(lambda: self.kv.release(2 * (block + i) + 1))
@@ -137,41 +139,43 @@ class Forward:
             yield self.p_last[g].phase(number)
             sm.products.issue("mma", f"O{t}", clocks * (1 - first), operands * (1 - first), then)
 
-    def softmax(self, g: int, walks: Sequence[Walk]) -> Needs:
+    def softmax(self, warpgroup: int, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: a row a thread."""
-        c, sm, me = self.design, self.sm, f"softmax {g}"
-        number = 0
-        elements = _BLOCK / _QUARTERS
+        c, sm, me = self.design, self.sm, f"softmax {warpgroup}"
+        numbers = [0, 0]  # of blocks, a buffer
+        pieces = c.keys // _COLUMNS
         each = 0.5 + (1 - c.polynomials) + _POLYNOMIAL * c.polynomials + 0.5
-        hands_over = _QUARTERS - (2 if c.early else 1)  # the quarter behind which P is
+        hands_over = pieces - (2 if c.early else 1)  # the piece behind which P is
         for num, masked in walks:
             for i in range(num):
-                if c.tiles == 1 and i % 2 != g:
+                g = warpgroup if c.tiles == 2 else i % 2
+                if c.warpgroups == 2 and g != warpgroup:
                     continue
-                number += 1
+                numbers[g] += 1
+                number = numbers[g]
                 yield self.s_full[g].phase(number)
-                hides = _MASK * _BLOCK if i < masked else 0.0
-                looks = _BLOCK / 2 if c.maxima or i == 0 else 0.0
-                yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * _BLOCK * _BLOCK)
+                hides = _MASK * c.keys if i < masked else 0.0
+                looks = c.keys / 2 if c.maxima or i == 0 else 0.0
+                yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * _BLOCK * c.keys)
                 if c.maxima:
                     yield self.maxima[g].wait_empty(number - 1)
                     self.maxima[g].arrive(number - 1)
-                for quarter in range(_QUARTERS):
-                    instructions = each * elements
+                for piece in range(pieces):
+                    instructions = each * _COLUMNS
                     if not c.maxima:  # sums tell whether the reference fits, before P is handed over,
-                        instructions += elements / 2
-                        if quarter == hands_over:  # and of a quarter that is still to come its maximum
-                            instructions += 15 + (elements / 2 if c.early else 0.0)
-                    unit, stored = elements * (1 - c.polynomials), 2.0 * _BLOCK * elements
+                        instructions += _COLUMNS / 2
+                        if piece == hands_over:  # and of a piece that is still to come its maximum
+                            instructions += 15 + (_COLUMNS / 2 if c.early else 0.0)
+                    unit, stored = _COLUMNS * (1 - c.polynomials), 2.0 * _BLOCK * _COLUMNS
                     yield from sm.compute(me, "P", instructions, unit, tmem=stored, goes_on=True)
-                    if quarter == hands_over:
+                    if piece == hands_over:
                         yield sm.machine.handover  # stores are complete
                         self.p_ready[g].arrive()
-                    elif quarter + 1 == _QUARTERS:
+                    elif piece + 1 == pieces:
                         yield sm.machine.handover
                         self.p_last[g].arrive()
                 if c.maxima:
-                    yield from sm.compute(me, "sum", _BLOCK / 2 + 20, goes_on=True)
+                    yield from sm.compute(me, "sum", c.keys / 2 + 20, goes_on=True)
 
     def correction(self, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: votes whether O is to be scaled, which it hardly ever is."""

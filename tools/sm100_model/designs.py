@@ -86,9 +86,13 @@ PUBLISHED = {
 
 # Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
 PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
-_FIVE = replace(PLANNED, stages=5, o_over_q=True)
-_OURS = replace(_FIVE, early=True, polynomials=0.125)
-_PAIR = replace(_OURS, pair=True, stages=10)
+_FOUR = replace(PLANNED, stages=4)
+_OURS = replace(_FOUR, early=True, polynomials=0.125)
+_WIDE = ForwardDesign(256, 256, maxima=False, keys=64, stages=4, tiles=1, warpgroups=1, polynomials=0.125)
+_WIDE_PAIR = ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True, o_over_q=True)
+_192 = ForwardDesign(192, 128, maxima=False, stages=3, polynomials=0.125, o_over_q=True)
+_192_PAIR = ForwardDesign(192, 128, maxima=False, stages=6, pair=True, o_over_q=True)
+_PAIR = replace(_OURS, pair=True, stages=8)
 _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
 _BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
 _NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
@@ -96,10 +100,12 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
     "forward": _OURS,
     "forward 2-CTA": _PAIR,
-    "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=10, polynomials=0.125),
-    "forward (192, 128)": ForwardDesign(192, 128, maxima=False, stages=3, o_over_q=True),
-    "forward (192, 128) 2-CTA": ForwardDesign(192, 128, maxima=False, stages=6, pair=True, o_over_q=True),
-    "forward d = 256 2-CTA": ForwardDesign(256, 256, maxima=False, stages=4, tiles=1, pair=True, o_over_q=True),
+    "forward d = 64": ForwardDesign(64, 64, maxima=False, stages=8, polynomials=0.125),
+    "forward (192, 128)": _192,
+    "forward (192, 128) 2-CTA": _192_PAIR,
+    "forward d = 192": replace(_WIDE, d=192, d_v=192, stages=6),
+    "forward d = 256": _WIDE,
+    "forward d = 256 2-CTA": _WIDE_PAIR,
     "backward 1-CTA": _BACKWARD,
     "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
     "backward 2-CTA": _BACKWARD_PAIR,
@@ -110,12 +116,15 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
 # What one change alone does to a design.
 CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | BackwardDesign]] = {
     "forward: P handed over in two parts": (PLANNED, replace(PLANNED, early=True)),
-    "forward: five stages, O leaving through the place of Q": (PLANNED, _FIVE),
+    "forward: a fourth stage": (PLANNED, _FOUR),
     "forward: an eighth of exp2 as polynomials": (PLANNED, replace(PLANNED, polynomials=0.125)),
-    "forward: P in two parts and five stages": (PLANNED, replace(_FIVE, early=True)),
+    "forward: P in two parts and a fourth stage": (PLANNED, replace(_FOUR, early=True)),
     "forward: all three": (PLANNED, _OURS),
-    "forward: 2-CTA, ten stages of half the keys": (PLANNED, replace(_FIVE, pair=True, stages=10)),
+    "forward: a fifth stage, O leaving through the place of Q": (_OURS, replace(_OURS, stages=5, o_over_q=True)),
     "forward: 2-CTA on top of all three": (_OURS, _PAIR),
+    "forward (192, 128): 2-CTA": (_192, _192_PAIR),
+    "forward d = 256: blocks of 64 keys instead of 128": (replace(_WIDE, keys=128, stages=2), _WIDE),
+    "forward d = 256: 2-CTA": (_WIDE, _WIDE_PAIR),
     "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
     "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
     "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),

@@ -37,7 +37,6 @@ class ForwardConfig:
     pass_name: ClassVar[PassName] = "forward"
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
-    tile_n: ClassVar[int] = SCORE_COLUMNS  # keys a block
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -45,6 +44,7 @@ class ForwardConfig:
     features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     q_parts: int  # of a tile of queries, with 128 of them and a softmax warpgroup each
+    tile_n: int  # keys a block
     k_stages: int  # blocks of keys in shared memory
     v_stages: int  # and of values
     o_in_q: bool  # O leaves through the place of its part of Q, as there is no other
@@ -71,8 +71,8 @@ class ForwardConfig:
             return Registers(softmax=232, epilogue=120, others=120)
         return Registers(softmax=200, epilogue=72, others=40)
 
-    # The map of tensor memory. Weights take the place of the second half of the scores that they are of.
-    columns_before_P: ClassVar[int] = SCORE_COLUMNS // 2
+    # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
+    # pieces of a row are stored while scores of its last piece are still to be read.
 
     def first_S(self, stage: Any) -> Any:
         """The first column of scores."""
@@ -106,18 +106,21 @@ class _ForwardTile(NamedTuple):
     tile_d: int
     tile_dv: int
     q_parts: int
+    tile_n: int
     k_stages: int
     v_stages: int
     o_in_q: bool = False
 
 
-# Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q of all parts, K and V.
+# Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q of all parts, K and V. With 64 keys
+# a block products of scores wait for shared memory, but where it has no room for two blocks of 128 they would have to
+# wait for global memory, block by block.
 _FORWARD_TILES = (
-    _ForwardTile(64, 64, 2, 4, 4),
-    _ForwardTile(128, 128, 2, 2, 2),
-    _ForwardTile(192, 128, 2, 2, 1, o_in_q=True),
-    _ForwardTile(192, 192, 1, 2, 1),
-    _ForwardTile(256, 256, 1, 1, 1),
+    _ForwardTile(64, 64, 2, 128, 4, 4),
+    _ForwardTile(128, 128, 2, 128, 2, 2),
+    _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
+    _ForwardTile(192, 192, 1, 64, 2, 4),
+    _ForwardTile(256, 256, 1, 64, 2, 2),
 )
 
 
@@ -149,6 +152,7 @@ def forward_config(
         features=features.of_pass("forward"),
         tile_dv=columns_v,
         q_parts=tile.q_parts,
+        tile_n=tile.tile_n,
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         o_in_q=tile.o_in_q,

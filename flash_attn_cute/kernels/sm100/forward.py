@@ -11,10 +11,9 @@ Roles (a CTA of 512 threads works on tiles of queries of one head, one after the
     warps 14, 15           nothing.
 Registers a thread: ``ForwardConfig.registers``.
 
-Tensor memory (512 columns): two blocks of scores S of 128 columns, weights P (16 bits, so 64 columns) in the place of
-the second half of the scores that they are of, and O of each part behind. A *unit* is a block of keys for one part, and
-units are counted over all tiles of the CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of
-u % 2.
+Tensor memory (512 columns): two blocks of scores S of up to 128 columns, weights P (16 bits) in the place of the first
+half of the scores that they are of, and O of each part behind. A *unit* is a block of keys for one part, and units are
+counted over all tiles of the CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
 
 Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
 fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
@@ -25,7 +24,9 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
                                                                       with ``o_in_q`` also 1, epilogue: O has left
     k         table   a block        1 + bytes, producer's TMA        1, commit of its scores (last part)
     v         table   a block        1 + bytes, producer's TMA        1, commit of its output (last part)
-    scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored, O rescaled
+    scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored
+    weights   2       a unit         4, softmax: P is stored but for  nobody: others come behind their product
+                                     its last keys, O rescaled
     outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
     stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
     added     1       a unit         1, commit of O; only of one part  nobody: the next unit's weights come behind it
@@ -33,7 +34,8 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
 Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
 multiplied, and the epilogue writes zeros by itself.
 
-The mma warp issues O(u) = P(u) V and then S(u + 2) = Q K^T, for one unit after the other and on into the next tile:
+The mma warp issues O(u) = P(u) V, in two parts as weights come, and then S(u + 2) = Q K^T, for one unit after the other
+and on into the next tile:
 
     tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (unit numbers)
     softmax 0            P0 from S0     | P2 from S2 ...
@@ -94,6 +96,7 @@ from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
 _EPILOGUE_WARPS = 8  # the first; softmax warps are before
 _COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
+_STEP = 16  # keys that a product sums over
 
 
 class _Mmas(NamedTuple):
@@ -217,6 +220,8 @@ class ForwardSm100:
         Without scores i is -1.
         """
         c, rings = self.config, shared.rings
+        steps = c.tile_n // _STEP
+        most = steps - _COLUMNS // _STEP  # whose weights are handed over ahead of the others
         positions = [progress.positions[j] for j in range(c.blocks_ahead)]
         position = positions[-1]
         ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
@@ -226,11 +231,14 @@ class ForwardSm100:
                 if const_expr(part == 0):
                     rings.v.wait_full(v)  # from the producer
                 unit = c.q_parts * v + part
-                rings.scores.wait_empty(unit + 2)  # from softmax warps: weights are in the place of scores
+                rings.weights.wait_full(unit)  # from softmax warps: most weights are in the place of scores
                 if position == 0:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
-                products.start_O(unit, v, part, position > 0)
+                products.start_O(unit, v, part, (0, most), position > 0)
+                rings.scores.wait_empty(unit + 2)  # from softmax warps: the others are, too
+                tensor_memory.after_sync()
+                products.start_O(unit, v, part, (most, steps), Boolean(True))
                 if const_expr(c.q_parts == 1):
                     commit(rings.added.full(v))  # to softmax warps
                 if ends_tile:
@@ -291,7 +299,8 @@ class ForwardSm100:
         is_cut = visible.crosses_left(block) or visible.crosses_right(block)
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
-        store = partial(tensor_memory.store, place + c.columns_before_P)
+
+        store, hand_over = partial(rows.store, place), partial(rows.hand_over, unit)
         ring.wait_full(unit)  # from the tensor cores; the part's earlier outputs are complete, too
         tensor_memory.after_sync()
         if is_seen:
@@ -300,9 +309,10 @@ class ForwardSm100:
             if is_cut:
                 rows.hide(c, step, block, place)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
-            rows.softmax.step(scores, store, partial(rows.rescale, c, unit), self.dtype)
+            rows.softmax.step(scores, store, partial(rows.rescale, c, unit), hand_over, self.dtype)
         else:
-            store([Int32(0)] * (c.tile_n // 2))
+            store(0, [Int32(0)] * (c.tile_n // 2))
+            hand_over()
         tensor_memory.before_sync()
         ring.release(unit)  # to the mma warp
 
@@ -349,15 +359,15 @@ class _Products:
         tSrQ = self.tSrQ[None, None, None, part]
         gemm(mma, acc_S, tSrQ, self.tSrK[None, None, None, rings.k.stage(k)], Boolean(False))
 
-    def start_O(self, unit: Int32, v: Int32, part: int, accumulates: Boolean) -> None:
-        """O = P V, or O += P V."""
+    def start_O(self, unit: Int32, v: Int32, part: int, steps: tuple[int, int], accumulates: Boolean) -> None:
+        """O = P V, or O += P V, of some of the steps of 16 keys."""
         c, mma, rings = self.config, self.mmas.O, self.shared.rings
-        first_P = c.first_S(rings.scores.stage(unit)) + c.columns_before_P
+        first_P = c.first_S(rings.scores.stage(unit))
         layout_P = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, c.tile_n))).layout
         tOrP = cute.make_tensor(cute.recast_ptr(self._columns(first_P), dtype=DTYPES[c.dtype]), layout_P)
         layout_O = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, c.tile_dv))).layout
         acc_O = cute.make_tensor(self._columns(c.first_O(part)), layout_O)
-        gemm(mma, acc_O, tOrP, self.tOrV[None, None, None, rings.v.stage(v)], accumulates)
+        gemm(mma, acc_O, tOrP, self.tOrV[None, None, None, rings.v.stage(v)], accumulates, steps)
 
     def _columns(self, first: Int32 | int) -> cute.Pointer:
         return self.memory + first
@@ -402,6 +412,15 @@ class _Rows:
         window = Window.of(f, self.arguments, tile.q.length, tile.k.length)
         edges, first_column = Edges(left=f.left, right=True), block * config.tile_n
         hide_in_memory(place, config.tile_n, self.scales.log2, row, first_column, tile.k.length, window, edges)
+
+    def store(self, place: Int32, piece: int, weights: list[Int32]) -> None:
+        """Puts weights, in pairs, where those of a piece of the scores begin."""
+        tensor_memory.store(place + piece * _COLUMNS // 2, weights)
+
+    def hand_over(self, unit: Int32) -> None:
+        """Tells the mma warp that all weights but those of the last piece are there."""
+        tensor_memory.before_sync()
+        self.shared.rings.weights.arrive(unit)
 
     def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
         """Multiplies the row's O, to which all blocks before this one have been added."""

@@ -10,7 +10,7 @@ from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 _BOTH = 0b11  # CTAs of a pair
-_STEPS = 4  # of 16 of the columns that are summed over, whose products are issued one after the other
+_AT_ONCE = 4  # steps whose products are issued one after the other, or 2 of other than a multiple of 4
 
 
 def tiled_mma(
@@ -55,16 +55,33 @@ def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: cutlass
 
 
 @cute.jit
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulates: Boolean) -> None:
+def gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulates: Boolean,
+    steps: cutlass.Constexpr = None,
+) -> None:
     """Begins a product, or adds it to acc, by one converged warp; in flight on return.
 
     Products of a CTA are done one after the other, in the order in which its warp issues them.
+
+    Args:
+        mma: what computes it.
+        acc: in tensor memory.
+        a: (MMA, 1, steps), of 16 of the columns that are summed over.
+        b: likewise.
+        accumulates: whether it is added.
+        steps: the first of them and the end, an even number of them; else all.
     """
-    steps = cute.size(a, mode=[2])
-    for first in cutlass.range(0, steps, _STEPS, unroll=1):  # else the compiler keeps what tells of all steps' operands
-        for i in cutlass.range_constexpr(_STEPS):
+    first_step, end = (0, cute.size(a, mode=[2])) if const_expr(steps is None) else steps
+    at_once = _AT_ONCE if const_expr((end - first_step) % _AT_ONCE == 0) else 2
+    # In a loop: else the compiler keeps what tells of all steps' operands.
+    for first in cutlass.range(first_step, end, at_once, unroll=1):
+        for i in cutlass.range_constexpr(at_once):
             atom = cute.make_mma_atom(mma.op)
-            atom.set(tcgen05.Field.ACCUMULATE, True if const_expr(i > 0) else accumulates or first > 0)
+            atom.set(tcgen05.Field.ACCUMULATE, True if const_expr(i > 0) else accumulates or first > first_step)
             cute.gemm(atom, acc, a[None, None, first + i], b[None, None, first + i], acc)
 
 

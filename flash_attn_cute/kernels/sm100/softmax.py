@@ -3,7 +3,9 @@
 Scores stay in tensor memory until their weights take their place, so they need not be kept in registers: a block is
 weighed by the reference that earlier blocks have left, and only rows where the sum shows that some weight is too large,
 or none at all, read their scores again and are weighed by their true maximum. No maximum is looked for in the common
-case, and O is brought to a new reference by the row's own thread, as nobody else writes it then.
+case, and O is brought to a new reference by the row's own thread, as nobody else writes it then. Where three quarters
+of a block's weights sum to little, and no exponent of the others is large, the former are multiplied while the latter
+are computed.
 (FlashAttention-4 looks for every maximum, and spares the rescaling of O while it grows by little.)
 
 Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
@@ -11,7 +13,7 @@ hold.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -19,9 +21,10 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.weights import MAX_SUM
-from flash_attn_cute.kernels.sm100.exponential import exp2_pair
+from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
+_MAX_EXPONENT = 5.0  # of weights of the last quarter: they sum to no more than MAX_SUM either
 
 Scores = Callable[[], list[Float32]]
 
@@ -46,26 +49,34 @@ class RowSoftmax:
         scores: cutlass.Constexpr,
         store: cutlass.Constexpr,
         rescale: cutlass.Constexpr,
+        hand_over: cutlass.Constexpr,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Weighs a block of scores. All three functions are called by all of a warp.
+        """Weighs a block of scores. All functions are called by all of a warp.
 
         Args:
             scores: pieces of them, each a function that reads it, every time that it is called.
-            store: takes pairs of weights, rounded; scores are not read behind it.
+            store: takes pairs of weights, rounded, of which piece they are the first, and then the others.
             rescale: multiplies the row's O by a number, which is 1 for rows that stay as they are. Not called before
                 some row of the warp has seen a key: there may be no O yet.
+            hand_over: called when weights of all pieces but the last are stored, and O is as it has to be.
             dtype: of weights.
         """
+        *most, last = scores
         has_seen = cute.arch.vote_any_sync(self.reference[0] != -Float32.inf)
         added, fits, is_done = Float32(0.0), Boolean(False), Boolean(False)
         if has_seen:
             # A row that has seen nothing, its reference being -inf, has no finite weights here.
-            weights, added = self._weigh(scores, dtype, self.reference[0])
-            fits = added <= MAX_SUM
+            weights, added = self._weigh(self._exponents(most, self.reference[0]), dtype)
+            exponents = list(self._exponents([last], self.reference[0]))
+            fits = added <= MAX_SUM and _largest(x for pair in exponents for x in pair) <= _MAX_EXPONENT
             is_done = cute.arch.vote_all_sync(fits)
             if is_done:
-                store(weights)
+                store(0, weights)
+                hand_over()
+                others, added_last = self._weigh(exponents, dtype)
+                store(len(most), others)
+                added += added_last
         if not is_done:
             earlier = self.reference[0]
             reference = cutlass.select_(fits, earlier, self._peak(scores, earlier))
@@ -73,10 +84,14 @@ class RowSoftmax:
             shift = cutlass.select_(reference != -Float32.inf, reference, Float32(0.0))
             correction = cute.math.exp2(earlier - shift, fastmath=True)
             self._raise(reference, correction)
-            weights, added = self._weigh(scores, dtype, shift)
-            store(weights)
+            weights, added = self._weigh(self._exponents(most, shift), dtype)
+            store(0, weights)
+            others, added_last = self._weigh(self._exponents([last], shift), dtype)
+            store(len(most), others)
             if has_seen:
                 rescale(correction)
+            hand_over()
+            added += added_last
         self.total[0] += added
 
     def _raise(self, reference: Float32, correction: Float32) -> None:
@@ -85,24 +100,31 @@ class RowSoftmax:
 
     def _peak(self, scores: list[Scores], peak: Float32) -> Float32:
         """The largest of the scores and another number."""
-        peaks = [peak] * _CHAINS
-        for read in scores:
-            for i, score in enumerate(read()):
-                peaks[i % _CHAINS] = cute.arch.fmax(peaks[i % _CHAINS], score * self.scale_log2)
-        return functools.reduce(cute.arch.fmax, peaks)
+        return cute.arch.fmax(peak, _largest(score * self.scale_log2 for read in scores for score in read()))
 
-    def _weigh(self, scores: list[Scores], dtype: type, shift: Float32) -> tuple[list[Int32], Float32]:
-        """Weights exp2(score - shift), in pairs, and their sum: always by the same operations, so always the same."""
-        scale, shift = (self.scale_log2, self.scale_log2), (-shift, -shift)
-        weights, total = [], (Float32(0.0), Float32(0.0))
+    def _exponents(self, scores: list[Scores], shift: Float32) -> Iterator[Pair]:
+        """Scores, scaled, less a shift; each piece is read when it is its turn."""
         for read in scores:
             some = read()
             for i in range(0, len(some), 2):
-                exponents = cute.arch.fma_packed_f32x2((some[i], some[i + 1]), scale, shift)
-                if self.polynomial_every and len(weights) % self.polynomial_every == self.polynomial_every - 1:
-                    low, high = exp2_pair(exponents)
-                else:
-                    low, high = (cute.math.exp2(x, fastmath=True) for x in exponents)
-                weights.append(pack(low, high, dtype))
-                total = cute.arch.add_packed_f32x2(total, (low, high))
+                scale = (self.scale_log2, self.scale_log2)
+                yield cute.arch.fma_packed_f32x2((some[i], some[i + 1]), scale, (-shift, -shift))
+
+    def _weigh(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
+        """Weights, in pairs, and their sum: always by the same operations, so always the same."""
+        weights, total = [], (Float32(0.0), Float32(0.0))
+        for pair in exponents:
+            if self.polynomial_every and len(weights) % self.polynomial_every == self.polynomial_every - 1:
+                low, high = exp2_pair(pair)
+            else:
+                low, high = (cute.math.exp2(x, fastmath=True) for x in pair)
+            weights.append(pack(low, high, dtype))
+            total = cute.arch.add_packed_f32x2(total, (low, high))
         return weights, total[0] + total[1]
+
+
+def _largest(numbers: Iterable[Float32]) -> Float32:
+    peaks = [-Float32.inf] * _CHAINS
+    for i, x in enumerate(numbers):
+        peaks[i % _CHAINS] = cute.arch.fmax(peaks[i % _CHAINS], x)
+    return functools.reduce(cute.arch.fmax, peaks)

@@ -41,12 +41,11 @@ def load(address: Int32, columns: int, *, loc=None, ip=None) -> list[Float32]:  
 
 @dsl_user_op
 def store(address: Int32, numbers: list[Int32 | Float32], *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
-    """Numbers into this thread's row of as many columns, 16 or a multiple of 32, by all of a warp; there on return."""
-    step = min(len(numbers), _AT_ONCE)
-    text = "".join(
-        f"tcgen05.st.sync.aligned.32x32b.x{step}.b32 [$0 + {i}], {_registers(i + 1, step)};\n"
-        for i in range(0, len(numbers), step)
-    )
+    """Numbers into this thread's row of as many columns, a multiple of 16, by all of a warp; there on return."""
+    text = ""
+    for i in range(0, len(numbers), _AT_ONCE):
+        columns = min(len(numbers) - i, _AT_ONCE)
+        text += f"tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [$0 + {i}], {_registers(i + 1, columns)};\n"
     kind = "f" if isinstance(numbers[0], Float32) else "r"
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *numbers)]
     constraints = "r," + f"{kind}," * len(numbers) + "~{memory}"

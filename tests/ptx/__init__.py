@@ -1,0 +1,27 @@
+"""Executes the PTX of a Blackwell kernel on a CPU, for small shapes, and for missing waits.
+
+The 32 lanes of a warp are numpy arrays. CTAs and warps take turns at random, some warps rarely. TMA and the tensor
+cores are engines that do what they have been asked for at some later time, copies in any order, products in the order
+in which they were issued; so a kernel that does not wait for something sooner or later misses it. It is sooner where
+somebody lags: an engine, or some warps, that go on only when nobody else of the CTA can. Shared and tensor memory start
+with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it runs,
+and where no warp can go on ``FaultError`` says what each waits for.
+
+It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
+
+    state         a CTA: its memory, barriers and warps
+    statement     one instruction of ``tools.ptx``: how its operands are read and written
+    arithmetic    instructions on registers
+    memory        loads, stores, atomics and mbarriers
+    tma           copies: instructions, and the engine
+    tensor        tensor memory and products: instructions, and the engine
+    program       a kernel, every instruction turned into what it does
+    scheduling    whose turn it is: CTAs, warps and engines
+"""
+
+from tests.ptx.program import Program
+from tests.ptx.scheduling import run
+from tests.ptx.state import FaultError, Lagging, address_of
+from tests.ptx.tma import Rows
+
+__all__ = ["FaultError", "Lagging", "Program", "Rows", "address_of", "run"]

@@ -1,0 +1,147 @@
+"""Tensor memory and the products of the tensor cores: the instructions, and the engine."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.ptx.state import SHARED, Array, Cta, Effect, FaultError, Mask, Warp, converged, only
+from tests.ptx.statement import Statement, vector
+from tests.ptx.tma import swizzled
+
+
+class Product(NamedTuple):
+    """An MMA that has been issued."""
+
+    target: int  # column of tensor memory
+    a: int  # column of tensor memory, or a descriptor
+    a_in_tensor_memory: bool
+    b: int
+    instruction: int
+    accumulates: bool
+
+
+def access(s: Statement) -> Effect:
+    """A load or a store of a warp's own 32 lanes."""
+    is_load = s.instruction.is_a("tcgen05.ld")
+    of_memory, of_registers = (1, 0) if is_load else (0, 1)
+    address, names = s.address(s.operands[of_memory]), vector(s.operands[of_registers])
+    targets, reads = [s.target(x) for x in names] if is_load else [], [s.source(x, "b32") for x in names]
+
+    def move(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        at = address(warp)
+        lane, column = int(at[0]) >> 16, int(at[0]) & 0xFFFF
+        if (at != at[0]).any() or lane != 32 * (warp.index % 4) or column + len(names) > warp.cta.columns:
+            raise FaultError(f"{s.name} by warp {warp.index} at lane {lane}, column {column}")
+        rows = warp.cta.tensor_memory[lane : lane + 32]
+        for i, write in enumerate(targets):
+            write(warp, rows[:, column + i].copy(), mask)
+        if not is_load:
+            for i, read in enumerate(reads):
+                rows[:, column + i] = read(warp)
+
+    return move
+
+
+def allocate(s: Statement) -> Effect:
+    """Columns of tensor memory, from the first one."""
+    holder, count = s.address(s.operands[0]), s.source(s.operands[1], "u32")
+
+    def allocate_columns(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        if warp.cta.columns:
+            raise FaultError("allocated twice")
+        warp.cta.columns = int(count(warp)[0])
+        warp.cta.shared.view("u4")[(int(holder(warp)[0]) - SHARED) // 4] = 0
+
+    return allocate_columns
+
+
+def deallocate(s: Statement) -> Effect:
+    """All columns that are allocated."""
+    count = s.source(s.operands[1], "u32")
+
+    def deallocate_columns(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        if warp.cta.products or count(warp)[0] != warp.cta.columns:
+            raise FaultError("freed twice, or in part, or while products are under way")
+        warp.cta.columns = 0
+
+    return deallocate_columns
+
+
+def commit(s: Statement) -> Effect:
+    """An arrival when the products so far are done."""
+    address = s.address(s.operands[0])
+
+    def commit_products(warp: Warp, mask: Mask) -> None:
+        warp.cta.products.append(int(address(warp)[only(mask)]))
+
+    return commit_products
+
+
+def multiply(s: Statement) -> Effect:
+    """Issues a product."""
+    in_memory = s.operands[1].marks == "["
+    target, b = s.address(s.operands[0]), s.source(s.operands[2], "b64")
+    a = s.address(s.operands[1]) if in_memory else s.source(s.operands[1], "b64")
+    instruction, accumulates = s.source(s.operands[3], "u32"), s.source(s.operands[-1], "pred")
+
+    def issue(warp: Warp, mask: Mask) -> None:
+        lane = only(mask)
+        column, of_a, of_b, descriptor = (int(read(warp)[lane]) for read in (target, a, b, instruction))
+        product = Product(column, of_a, in_memory, of_b, descriptor, bool(accumulates(warp)[lane]))
+        warp.cta.products.append(product)
+
+    return issue
+
+
+def advance(cta: Cta, at_most: int) -> None:
+    """The engine's next products and commits, in the order in which they were issued."""
+    for _ in range(min(len(cta.products), at_most)):
+        product = cta.products.popleft()
+        if isinstance(product, int):
+            cta.barrier(product).arrive()
+        else:
+            _multiply(cta, product)
+
+
+def _multiply(cta: Cta, p: Product) -> None:
+    i = p.instruction
+    columns, is_transposed = (i >> 17 & 63) * 8, bool(i >> 15 & 1)
+    if (i >> 24 & 31, i >> 4 & 3) != (8, 1):  # 128 rows, float32 sums
+        raise FaultError(f"a product of another kind: {i:#x}")
+    if not p.a_in_tensor_memory:
+        bits = _operand(cta, p.a, 128, is_transposed=is_transposed)
+    elif is_transposed:
+        raise FaultError(f"a transposed operand in tensor memory: {i:#x}")
+    else:
+        bits = np.ascontiguousarray(cta.tensor_memory[:, p.a : p.a + 8]).view("u2")
+    b = _floats(_operand(cta, p.b, columns, is_transposed=bool(i >> 16 & 1)), i >> 10 & 7)
+    result = _floats(bits, i >> 7 & 7) @ b.T
+    place = cta.tensor_memory[:, p.target : p.target + columns]
+    if p.accumulates:
+        result = place.view(np.float32) + result
+    place[:] = result.astype(np.float32).view(np.uint32)
+
+
+def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Array:
+    """16 of the columns that are summed over, of some rows, from where a descriptor says."""
+    start, leading, stride = (descriptor >> bits << 4 & 0x3FFF0 for bits in (0, 16, 32))
+    if (descriptor >> 46 & 3, descriptor >> 49 & 7, descriptor >> 61) != (1, 0, 2):
+        raise FaultError(f"another layout: {descriptor:#x}")
+    row, k = np.arange(rows)[:, None], np.arange(16)
+    if is_transposed:
+        offsets = row % 64 * 2 + row // 64 * leading + k % 8 * 128 + k // 8 * stride
+    else:
+        offsets = row % 8 * 128 + row // 8 * stride + k * 2
+    return cta.shared.view("u2")[swizzled(start + offsets)]
+
+
+def _floats(bits: Array, kind: int) -> Array:
+    """Numbers of 16 bits in float32, of a kind as instruction descriptors tell it."""
+    if kind == 0:
+        return bits.view(np.float16).astype(np.float32)
+    if kind == 1:  # bfloat16
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    raise FaultError(f"operands of kind {kind}")
