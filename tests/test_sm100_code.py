@@ -71,12 +71,15 @@ def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
     return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
 
 
-def pair(**options: Any) -> BackwardConfig:
-    """A configuration for pairs of CTAs, also of features with which none is chosen."""
+def paired(c: BackwardConfig) -> BackwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
     chosen = backward(128, keys=LONG)
-    features = backward(128, **options).features
-    dtype, target = options.get("dtype", "bfloat16"), options.get("target", B200)
-    return dataclasses.replace(chosen, features=features, dtype=dtype, target=target)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
+
+
+def pair(**options: Any) -> BackwardConfig:
+    return paired(backward(128, **options))
 
 
 LONG = 8192  # keys of a sequence
