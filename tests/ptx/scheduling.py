@@ -9,12 +9,12 @@ import numpy as np
 
 from tests.ptx import tensor, tma
 from tests.ptx.program import Program
-from tests.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Warp, converged
+from tests.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Name, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
 
 
-_Place = tuple[int, int | str]  # the rank of a CTA, and a warp's number or an engine's name
+_Place = tuple[int, Name]  # the rank of a CTA, and who of it
 
 
 class _Schedule:
@@ -31,7 +31,8 @@ class _Schedule:
         drawn = draw.choice((draw.choice(some), frozenset()))
         ranks = [[cta.rank] for cta in self.ctas] + [[cta.rank for cta in self.ctas]]
         slow = draw.choice(ranks) if lagging is None and len(self.ctas) > 1 else ranks[-1]  # one's, or those of all
-        self.lagging = {(rank, each) for rank in slow for each in (drawn if lagging is None else lagging)}
+        chosen = drawn if lagging is None else lagging
+        self.lagging = {each if isinstance(each, tuple) else (rank, each) for rank in slow for each in chosen}
         # What each does, and what there is to do.
         self.engines: dict[_Place, tuple[Callable[[], None], Sized]] = {}
         for cta in self.ctas:

@@ -18,7 +18,8 @@ Mask = Array | None  # of lanes; None: all
 Read = Callable[["Warp"], Array]
 Write = Callable[["Warp", Array, Mask], None]
 Effect = Callable[["Warp", Mask], None]  # of an instruction
-Lagging = frozenset[int | str]  # numbers of warps, and of engines "loads", "stores", "products"
+Name = int | str  # a warp's number, or of an engine "loads", "stores" or "products"
+Lagging = frozenset[Name | tuple[int, Name]]  # of every CTA, or with a rank in a cluster of one
 
 GLOBAL, SHARED, PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
 PARAM_PITCH = 1 << 12

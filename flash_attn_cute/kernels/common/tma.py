@@ -76,6 +76,13 @@ class BackwardTiles(NamedTuple):
     K_columns: RowTiles | None = None
 
 
+def prefetch_descriptors(tma: Any) -> None:
+    """Of all tiles of a named tuple, as far as they are not None, by one warp."""
+    for rows in tma:
+        if rows is not None:
+            cpasync.prefetch_descriptor(rows.atom)
+
+
 def make_row_tiles(
     operation: Any, mX: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int], ragged: bool
 ) -> RowTiles:

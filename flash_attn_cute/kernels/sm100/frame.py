@@ -3,8 +3,8 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
+from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import TENSOR_COLUMNS
 
@@ -33,8 +33,7 @@ def begin(
     """
     pair = ctas == 2
     if warp_idx == PRODUCER_WARP:
-        for rows in (rows for rows in tma if rows is not None):
-            cpasync.prefetch_descriptor(rows.atom)
+        prefetch_descriptors(tma)
         with cute.arch.elect_one():
             rings.init(config)
         cute.arch.mbarrier_init_fence()
