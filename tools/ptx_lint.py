@@ -503,10 +503,10 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
             for warp, threads in warps.items():
                 executing = [t for t in each.program.warps[warp] if t.executes(number)]
                 addresses = [t.address(number, barrier_operand(x)) for t in executing]
-                told = {_told(t, x, a, rank) for t, a in zip(executing, addresses, strict=True)}
-                address, ctas = addresses[0], told.pop()
+                reached = {_told(t, x, a, rank) for t, a in zip(executing, addresses, strict=True)}
+                address, ctas = addresses[0], reached.pop()
                 ring = kernel.ring(address)
-                if address is None or ring is None or ctas is None or told:
+                if address is None or ring is None or ctas is None or reached:
                     return
                 count = x.operands[-1].number if x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts else None
                 total = threads * (1 if count is None else count)
