@@ -11,7 +11,7 @@
 
 Prints a table a case, means over all of them and a line a bar or limit, writes ``SUITE-DEVICE-DTYPE.json`` (after every
 case) and ``.png`` to the output folder, and exits with 1 if a bar or limit fails. The plot needs matplotlib
-(``pip install flash-attn-cute[bench]``).
+(``pip install matplotlib``).
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot.write_plot(path.with_suffix(".png"), path.stem, reports)
         print(f"wrote {path.with_suffix('.png')}")
     except ImportError:
-        print("no plot: matplotlib is missing (pip install flash-attn-cute[bench])")
+        print("no plot: matplotlib is missing (pip install matplotlib)")
     return 0 if all(verdict.passed for verdict in verdicts) and all(ruling.passed for ruling in rulings) else 1
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plot benchmarks/results/bias-cuda-bfloat16.json
 
-writes ``build/benchmarks/bias-cuda-bfloat16.png``. It needs matplotlib (``pip install flash-attn-cute[bench]``).
+writes ``build/benchmarks/bias-cuda-bfloat16.png``. It needs matplotlib.
 """
 
 import argparse

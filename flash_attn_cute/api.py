@@ -1,6 +1,8 @@
 """The public functions: exact attention over dense batches and over packed sequences."""
 
-from typing import Literal, TypeAlias, overload
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -10,6 +12,28 @@ from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _says_where_to_look(function: _Function) -> _Function:
+    """The function, with a TypeError that names the integrations where it is given arguments that it does not have."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except TypeError as error:
+            if (
+                error.__traceback__ is None or error.__traceback__.tb_next is not None
+            ):  # the function's own, from within
+                raise
+            raise TypeError(
+                f"{error}; flash_attn_cute.integrations has functions with the arguments of flash-attn, of PyTorch's "
+                "scaled_dot_product_attention and varlen_attn, and of Transformer Engine"
+            ) from None
+
+    return call  # type: ignore[return-value]
 
 
 @overload
@@ -84,6 +108,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@_says_where_to_look
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -110,8 +135,8 @@ def flash_attn_func(
     A score is ``s = softmax_scale * q . k``; with a softcap, ``s = softcap * tanh(s / softcap)``; then bias is
     added; then masks hide keys. Causal and windowed attention are aligned to the bottom right, as for a KV
     cache: query i sees key j when ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``.
-    A query that sees no key gives out 0 and lse -inf (with a sink: the sink's logit), and gradients of zero: if
-    it is the window that leaves it none, whatever it and the gradient of its out hold, NaN included.
+    A query that sees no key gives out 0, lse -inf (with a sink: the sink's logit) and zero gradients. If it is the
+    window that hides all keys from it, it and the gradient of its out may hold anything, NaN included.
 
     Under ``torch.autocast`` q, k, v and bias are first cast to its dtype, which out then has; float64 stays.
 
@@ -259,6 +284,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@_says_where_to_look
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

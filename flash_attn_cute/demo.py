@@ -6,7 +6,7 @@ The text is the source code of Python's own standard library, read byte by byte.
 keep their own lengths and are packed into steps of a fixed number of rows, and all attention goes through
 ``flash_attn_varlen_func``. The exit code is 0 only if the model predicts held-out files clearly better than the
 frequencies of bytes do, and if two runs from one seed agree in every bit of every weight. It takes about a minute on
-two CPU cores and needs einops and tqdm: ``pip install flash-attn-cute[demo]``.
+two CPU cores and needs einops and tqdm: ``pip install einops tqdm``.
 """
 
 import argparse
@@ -32,7 +32,7 @@ try:
     from einops import rearrange
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"The demo needs {error.name}, which is missing: pip install flash-attn-cute[demo]")
+    sys.exit(f"The demo needs {error.name}, which is missing: pip install einops tqdm")
 
 DIM, LAYERS, HEADS, HEADS_K, HEAD_DIM = 128, 2, 2, 1, 64
 MAX_LENGTH = 512  # longer documents are cut into pieces

@@ -40,6 +40,9 @@ class Packing(NamedTuple):
                 the last sequence, where packed calls take them for padding. None: as many as there are, which the
                 host has to read from the device (and ``torch.compile`` breaks its graph for, as for any ``.item()``).
 
+        Returns:
+            The packing, its tensors on the mask's device.
+
         Raises:
             TypeError: a mask that is no bool tensor, or a total that is no int.
             ValueError: a mask of another shape, a negative total, or one too small for the mask. The last is noticed
@@ -127,7 +130,9 @@ def _check_mask(name: str, mask: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
-        raise TypeError(f"{name}: expected bool (True = real), got {mask.dtype}")
+        raise TypeError(
+            f"{name}: expected bool (True = real), got {mask.dtype}; {name}.bool() is True where it is not 0"
+        )
     if mask.ndim != 2:
         raise ValueError(f"{name}: expected shape (batch, rows), got shape {tuple(mask.shape)}")
 

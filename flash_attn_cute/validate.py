@@ -304,14 +304,15 @@ def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None], 
     if mask is None:
         return
     _check_tensor("mask", mask, q)
+    # What has a row a sequence was meant to tell its padding.
+    looks_padded = mask.ndim == 2 and surely(mask.shape[0] == batch)
+    on_padding = _ON_PADDING["batch" in dims] if looks_padded else ""
     if mask.dtype != torch.bool:
         also = (
             "an additive mask goes into bias" if mask.is_floating_point() else "mask.bool() is True where it is not 0"
         )
-        raise TypeError(f"mask: expected bool (True = may attend), got {mask.dtype}; {also}")
-    # What has a row a sequence was meant to tell its padding.
-    looks_padded = mask.ndim == 2 and surely(mask.shape[0] == batch)
-    _check_broadcast("mask", mask, dims, _ON_PADDING["batch" in dims] if looks_padded else "")
+        raise TypeError(f"mask: expected bool (True = may attend), got {mask.dtype}; {also}{on_padding}")
+    _check_broadcast("mask", mask, dims, on_padding)
 
 
 def _check_bias(bias: Tensor | None, q: Tensor, dims: Mapping[str, int | None]) -> None:

@@ -372,10 +372,19 @@ def differing(expected: Results, function: Callable[[], Results], repetitions: i
     return [name for name, seen in differs.items() if seen]
 
 
-def random_lengths(draw: random.Random, batch: int) -> list[int]:
-    """So many lengths, about some tile edge or below it."""
-    edge = draw.choice([8, 64, 96, 128, 192, 256, 400, 1000])
-    return [max(0, draw.choice([draw.randint(0, edge), edge - 1, edge, edge + 1])) for _ in range(batch)]
+def random_lengths(draw: random.Random, batch: int, *, equal: bool) -> tuple[list[int], list[int]]:
+    """So many lengths of q and of k, about some tile edge or below it; ``equal``: all of q, and all of k."""
+
+    def lengths() -> list[int]:
+        edge = draw.choice([8, 64, 96, 128, 192, 256, 400, 1000])
+        return [max(0, draw.choice([draw.randint(0, edge), edge - 1, edge, edge + 1])) for _ in range(batch)]
+
+    lengths_q, lengths_k = lengths(), lengths()
+    if draw.random() < 0.5:
+        lengths_k = lengths_q
+    if equal:
+        return lengths_q[:1] * batch, lengths_k[:1] * batch
+    return lengths_q, lengths_k
 
 
 def randomly_strided(draw: random.Random, x: Tensor) -> Tensor:

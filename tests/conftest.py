@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("default")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
     parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
+    parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in Blackwell kernels, not some")
     parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
@@ -39,6 +40,13 @@ def fuzz_seconds(request: pytest.FixtureRequest) -> float:
     """How long a test may go on drawing."""
     seconds: float = request.config.getoption("--fuzz-seconds")
     return seconds
+
+
+@pytest.fixture
+def all_bugs(request: pytest.FixtureRequest) -> bool:
+    """Whether every planted bug is to be executed."""
+    every: bool = request.config.getoption("--all-bugs")
+    return every
 
 
 @pytest.fixture
@@ -96,3 +104,12 @@ def folder(tmp_path: Path) -> Path:
     with disk.Folder(path) as opened:
         opened.write(NAME, IDENTITY, b"code")
     return path
+
+
+@pytest.fixture
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets benchmarks on a CPU measure its ceilings by small products and copies."""
+    from benchmarks import work
+
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 256)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 20)

@@ -196,4 +196,4 @@ def test_it_says_how_to_install_what_is_missing(missing: str) -> None:
     run = command("-c", f"import sys; sys.modules['{missing}'] = None; import flash_attn_cute.demo")
     assert run.returncode == 1
     assert run.stderr.splitlines() == [run.stderr.strip()]
-    assert f"needs {missing}, which is missing: pip install flash-attn-cute[demo]" in run.stderr
+    assert f"needs {missing}, which is missing: pip install einops tqdm" in run.stderr

@@ -1,5 +1,6 @@
 """Calls as other libraries write them: results and gradients, orders of arguments, refusals, and docs/migrating.md."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -10,12 +11,20 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+import transformers
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
 
 from flash_attn_cute import api
-from flash_attn_cute.integrations import flash_attn, sdpa, transformer_engine, varlen
+from flash_attn_cute.integrations import (
+    bert_padding,
+    flash_attn,
+    flash_attn_interface,
+    sdpa,
+    transformer_engine,
+    varlen,
+)
 from tests import oracle
 from tests.checks import assert_close, bitwise_equal, gradients, offsets, poisoned_dout, random_call
 from tests.oracle import Call
@@ -24,6 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
 
 # For calls by position from tuples, and for wrong ones, which no type checker would let pass.
 fa: Any = flash_attn
+fa3: Any = flash_attn_interface
 dot: Any = sdpa
 packed_attn: Any = varlen
 te: Any = transformer_engine
@@ -70,7 +80,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]
     return calls
 
 
-# Signatures: positional arguments with their defaults, then keywords.
+# Signatures: positional arguments with their defaults, then keywords. Those of flash-attn are of its release 2.8.4 and,
+# for flash-attn 3, of its hopper/flash_attn_interface.py in August 2026.
 
 FA2 = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -79,6 +90,11 @@ FA2 = (
 FA3 = (
     "qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, num_splits=1, pack_gqa=None, "
     "sm_margin=0"
+)
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+OWN_FA3 = (
+    f"softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
 )
 PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = [
@@ -91,6 +107,13 @@ SIGNATURES = [
     ),
     (fa.flash_attn_varlen_kvpacked_func, f"q, kv, {PACKED}, {FA2}"),
     (fa.flash_attn_varlen_qkvpacked_func, f"qkv, cu_seqlens, max_seqlen, {FA2}"),
+    (fa3.flash_attn_func, f"q, k, v, {OWN_FA3}"),
+    (
+        fa3.flash_attn_qkvpacked_func,
+        f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    ),
+    (fa3.flash_attn_varlen_func, f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {OWN_FA3}"),
     (
         dot.scaled_dot_product_attention,
         "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False",
@@ -184,6 +207,34 @@ def test_flash_attn(form: str, packed: bool, options: dict[str, Any]) -> None:
     heads |= options
     call = random_call(lengths_q, lengths_q if form == "qkv" else lengths_k, packed=packed, **heads)
     assert_served(call, lambda call: with_flash_attn(call, form), through_lse=True)
+
+
+@pytest.mark.parametrize(("form", "packed"), [("q k v", False), ("q k v", True), ("qkv", False), ("heads", False)])
+def test_flash_attn_3(form: str, packed: bool) -> None:
+    """All by position, in its order."""
+    lengths_q, lengths_k = ([5, 9], [8, 9]) if packed else ([7] * 2, [9] * 2)
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8, "seqused": packed}
+    options |= {"dtype": torch.float64, "window_size": (3, 1), "softcap": 2.0, "softmax_scale": 0.3}
+    call = random_call(lengths_q, lengths_q if form != "q k v" else lengths_k, packed=packed, **options)
+
+    def attend(call: Call) -> tuple[Tensor, Tensor]:
+        q, k, v = call.q, call.k, call.v
+        head, tail = (0.3, False, None, None, None), ((3, 1), 0, 2.0)
+        if form == "q k v":
+            where: tuple[Any, ...] = ()
+            if packed:
+                where = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20, call.seqused_q, call.seqused_k)
+            function = fa3.flash_attn_varlen_func if packed else fa3.flash_attn_func
+            out, lse = function(q, k, v, *where, *head, None, *tail, 1, None, True, 0, True)
+        elif form == "qkv":
+            out, lse = fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *head, *tail, True, None, 0, True)
+        else:
+            out, lse = fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), *head, *tail, True, 4, 0, True)
+        return out, lse
+
+    assert_served(call, attend, through_lse=True)
+    dense = dense_call()
+    assert isinstance(fa3.flash_attn_func(dense.q, dense.k, dense.v), Tensor)
 
 
 def test_flash_attn_returns_out_alone_unless_asked() -> None:
@@ -509,6 +560,7 @@ def test_compiled() -> None:
         return [
             fa.flash_attn_func(q, k, v, alibi_slopes=slopes),
             *fa.flash_attn_varlen_qkvpacked_func(packed, cu_q, 10, 0.0, None, True, alibi_slopes=slopes),
+            fa3.flash_attn_func(q, k, v, 0.3, True),
             dot.scaled_dot_product_attention(q, k[..., :3, :], v[..., :3, :], is_causal=True),
             packed_attn.varlen_attn(*packed.unbind(1), cu_q, cu_k, 10, 15, window_size=(-1, 0)),
             te.thd_attention(*packed.unbind(1), cu_q, cu_k),
@@ -524,11 +576,19 @@ def arguments() -> SimpleNamespace:
     """Tensors of valid calls."""
     q, k, v = torch.randn(3, 2, 6, 4, 8)
     packed = torch.randn(10, 3, 4, 8)
-    return SimpleNamespace(q=q, k=k, v=v, packed=packed, cu=offsets([4, 6]), one=torch.ones(1), slopes=torch.rand(4))
+    return SimpleNamespace(
+        q=q, k=k, v=v, packed=packed, cu=offsets([4, 6]), one=torch.ones(1), slopes=torch.rand(4), mask=None
+    )
 
 
 REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = [
     (lambda a: fa.flash_attn_func(a.q, a.k, a.v, 0.5), ValueError, "dropout_p: expected 0.0"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, None, True), ValueError, "dropout_p: expected 0.0, dropout is not"),
+    (
+        lambda a: fa.flash_attn_varlen_func(*a.packed.unbind(1), a.cu, a.cu, 6, 6, a.cu.diff(), a.cu.diff()),
+        ValueError,
+        "dropout_p: expected 0.0, dropout is not supported, got Tensor (flash-attn 3 has no dropout_p: its order of ",
+    ),
     (lambda a: fa.flash_attn_func(a.q, a.k, a.v, qv=a.q), ValueError, "qv: expected None, a second query"),
     (lambda a: fa.flash_attn_func(a.q, a.k, a.v, q_descale=a.one), ValueError, "q_descale: expected None, FP8"),
     (lambda a: fa.flash_attn_func(a.q, a.k, a.v, v_descale=a.one), ValueError, "v_descale: expected None, FP8"),
@@ -568,6 +628,24 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         "alibi_slopes: expected a floating-point dtype, got torch.int32",
     ),
     (
+        lambda a: fa.flash_attn_func(a.q, None, a.v, alibi_slopes=a.slopes),
+        TypeError,
+        "k: expected a torch.Tensor, got NoneType",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_func(*a.packed.unbind(1), [0, 10], a.cu, 6, 6, alibi_slopes=a.slopes),
+        TypeError,
+        "cu_seqlens_q: expected a torch.Tensor, got list",
+    ),
+    (lambda a: fa3.flash_attn_func(a.q, a.k, a.v, 0.1, True, a.q), ValueError, "qv: expected None, a second query"),
+    (lambda a: fa3.flash_attn_varlen_func(a.q, a.k, a.v, a.cu, a.cu, 6, 6), ValueError, "q: expected shape (total_q, "),
+    (
+        lambda a: fa3.flash_attn_qkvpacked_func(a.q, num_heads_q=3),
+        ValueError,
+        "qkv: expected shape (batch, seqlen, 3, nheads, d), or (batch, seqlen, num_heads_q + 2 * nheads_k, d), got "
+        "shape (2, 6, 4, 8) with num_heads_q=3",
+    ),
+    (
         lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=a.slopes.to("meta")),
         ValueError,
         "alibi_slopes: expected the device of q, cpu, got meta",
@@ -589,6 +667,11 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         "attn_mask: expected None or a torch.Tensor, got bool",
     ),
     (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, torch.ones(4, 4, dtype=torch.int64)),
+        TypeError,
+        "attn_mask: expected bool (True = may attend) or a floating-point dtype, got torch.int64",
+    ),
+    (
         lambda a: dot.scaled_dot_product_attention(a.q[0, 0], a.k[0, 0], a.v[0, 0]),
         ValueError,
         "query: expected shape (..., nheads, rows, d), got shape (4, 8)",
@@ -602,6 +685,28 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
         lambda a: packed_attn.varlen_attn(a.packed[:, 0], a.packed[:, 1, :2], a.packed[:, 2, :2], a.cu, a.cu, 6, 6),
         ValueError,
         "key: expected the 4 heads of query (fewer need enable_gqa=True), got 2",
+    ),
+    (lambda a: packed_attn.varlen_attn(None, a.q, a.q, a.cu, a.cu, 6, 6), TypeError, "query: expected a torch.Tensor"),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), [0, 4, 10], [0, 4, 10]),
+        TypeError,
+        "cu_seqlens_q: expected a torch.Tensor, got list",
+    ),
+    (lambda a: te.thd_attention(None, a.q, a.q, a.cu, a.cu), TypeError, "query_layer: expected a torch.Tensor, got"),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, window_size=3),
+        ValueError,
+        "window_size: expected None or a pair (left, right), got 3",
+    ),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, attn_mask_type=None),
+        ValueError,
+        "attn_mask_type: expected one of no_mask, padding, causal, padding_causal, causal_padding, causal_bottom_right",
+    ),
+    (
+        lambda a: bert_padding.unpad_input(a.q, a.mask),
+        TypeError,
+        "attention_mask: expected a torch.Tensor, got NoneType",
     ),
 ]
 
@@ -657,8 +762,15 @@ MEANINGS: dict[str, Expected] = {
     "flash_attn_func(q, k, v, softmax_scale=0.1, causal=True, num_splits=1, pack_gqa=True)": lambda n: of_qkv(
         n, softmax_scale=0.1, causal=True
     ),
-    "flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, seqused_k=lengths, causal=True)": lambda n: of_packed(
-        n, seqused_k=n.lengths, causal=True
+    "flash_attn_interface.flash_attn_func(q, k, v, 0.1, True)": lambda n: of_qkv(n, softmax_scale=0.1, causal=True),
+    "flash_attn_interface.flash_attn_func(q, k, v, window_size=(8, 0), pack_gqa=True, return_attn_probs=True)": (
+        lambda n: of_qkv(n, window_size=(8, 0))
+    ),
+    "flash_attn_interface.flash_attn_qkvpacked_func(heads, causal=True, num_heads_q=4)": lambda n: replace(
+        Call(*n.heads.split([4, 2, 2], 2)), causal=True
+    ),
+    "flash_attn_interface.flash_attn_varlen_func(pq, pk, pv, offsets, offsets, 10, 10, None, lengths, None, True)": (
+        lambda n: of_packed(n, seqused_k=n.lengths, causal=True)
     ),
     "flash_attn_cute.flash_attn_func(q, k, v, dropout_p=0.0, causal=True, window_size=(-1, -1))": lambda n: of_qkv(
         n, causal=True
@@ -697,6 +809,25 @@ MEANINGS: dict[str, Expected] = {
         of_packed(n, cu_seqlens_k=n.keys)
     ),
 }
+
+
+def eager_twin(model: Any) -> Any:
+    """A model of transformers with the same weights and its own attention."""
+    config = copy.deepcopy(model.config)
+    twin = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert twin.config._attn_implementation == "eager"
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def assert_same_model_output(call: str, got: Any, names: dict[str, Any]) -> None:
+    """What a call of a model gives is what the same call gives of its twin, in rows that are real."""
+    expected = eval(call, {**names, "model": eager_twin(names["model"])})
+    if isinstance(expected, Tensor):  # tokens
+        assert torch.equal(got, expected)
+        return
+    rows = names["ones"].bool() if "attention_mask" in call else torch.ones_like(names["ids"], dtype=torch.bool)
+    torch.testing.assert_close(got.logits[rows], expected.logits[rows])
 
 
 def page_rows(page: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -746,14 +877,18 @@ def test_the_page_has_twenty_calls_and_more() -> None:
     assert len(set(calls)) == len(calls) >= 20
     assert set(MEANINGS) <= set(calls)
     for function, _ in SIGNATURES:
-        assert any(call.startswith(f"{function.__name__}(") for call in calls), function.__name__
+        module = "flash_attn_interface." if function.__module__ == flash_attn_interface.__name__ else ""
+        name = f"{module}{function.__name__}("
+        assert any(call.startswith(name) for call in calls), name
 
 
 @pytest.mark.parametrize(("call", "here"), ROWS, ids=[call for call, _ in ROWS])
 def test_what_the_page_says_of_a_call(call: str, here: str, namespace: dict[str, Any]) -> None:
     happened, result = outcome(call, namespace)
     assert here.split(":")[0] == happened, result
-    if happened == "served":
+    if happened == "served" and call.startswith("model"):
+        assert_same_model_output(call, result, namespace)
+    elif happened == "served":
         assert_means(result, MEANINGS[call](SimpleNamespace(**namespace)))
     else:
         assert call not in MEANINGS
@@ -768,5 +903,7 @@ def test_the_page_can_be_wrong(namespace: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="above the bound"):
         assert_means(result, of_qkv(names, causal=True))
     assert outcome("flash_attn_func(q, k, v, 0.1)", namespace)[0] == "refused"
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_same_model_output("model(ids)", names.model(names.ids, position_ids=names.positions + 1), namespace)
     with pytest.raises(AssertionError, match="another form"):
         page_rows("| `f()` | served\n")

@@ -174,6 +174,16 @@ def test_auto_takes_the_default_where_that_is_good() -> None:
     assert torch.equal(order_of(visible, "auto"), order_of(visible, "permutation"))
 
 
+def test_auto_leaves_masks_that_wait_little_as_they_are() -> None:
+    window = BlockMask.window(512, 512, left=200, right=0)
+    assert window.waits_little
+    assert window.with_order("auto").waits_little
+    assert window.with_order("auto").order_sets == (1, 1)
+    assert not window.with_order("spt").waits_little
+    chosen = BlockMask.from_blocks(torch.ones(1, 4, 4, dtype=torch.bool))
+    assert not chosen.with_order("auto").waits_little
+
+
 def test_heads_of_a_group_share_an_order() -> None:
     visible = scattered(16, 16, 0.3, 2)
     assert torch.equal(order_of(visible, "spt", 4), spt(visible.unflatten(1, (4, 4)).sum(2)))

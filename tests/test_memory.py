@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = """
+PEAK = """
 import sys
 import torch
-from flash_attn_cute import flash_attn_varlen_func
 
 def peak():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(status["VmHWM"].split()[0]) * 1024
+
+"""
+SCRIPT = (
+    PEAK
+    + """
+from flash_attn_cute import flash_attn_varlen_func
 
 def step(total, queries=None, nheads=1, **options):
     queries = queries or total
@@ -29,9 +34,43 @@ before = peak()
 assert step(total, **options).isfinite().all()
 print(peak() - before)
 """
+)
+SDPA = (
+    PEAK
+    + """
+from flash_attn_cute.integrations.sdpa import scaled_dot_product_attention
+
+def step(rows):
+    q, k, v = (torch.randn(2, 1, rows, 64, requires_grad=True) for _ in range(3))
+    real = torch.arange(rows) < torch.tensor([rows, rows // 2])[:, None, None, None]
+    added = torch.randn(rows, requires_grad=True)
+    k, v = (x[:, :, : rows // 2] if sys.argv[1] == "causal" else x for x in (k, v))
+    masks = {"causal": {"is_causal": True}, "padding": {"attn_mask": real}, "added": {"attn_mask": added}}
+    scaled_dot_product_attention(q, k, v, **masks[sys.argv[1]]).sum().backward()
+    return q.grad
+
+step(256)
+before = peak()
+assert step(8192).isfinite().all()
+print(peak() - before)
+"""
+)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
+def grown(folder: Path, script: str, *arguments: str) -> int:
+    """The bytes by which a script's memory grows at most, as it prints them."""
+    path = folder / "step.py"
+    path.write_text(script)
+    done = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    print(f"{int(done.stdout) / 1e6:.0f} MB")
+    return int(done.stdout)
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
+
+
+@linux
 @pytest.mark.parametrize(
     ("total", "options", "limit"),
     [
@@ -43,11 +82,11 @@ print(peak() - before)
     ids=["fused", "window", "softcap", "multi-query"],
 )
 def test_linear_memory(total: int, options: dict[str, object], limit: float, tmp_path: Path) -> None:
-    script = tmp_path / "step.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(total), repr(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    grown = int(done.stdout)
-    print(f"{grown / 1e6:.0f} MB")
-    assert 0 < grown < limit
+    assert 0 < grown(tmp_path, SCRIPT, str(total), repr(options)) < limit
+
+
+@linux
+@pytest.mark.parametrize("mask", ["causal", "padding", "added"])
+def test_sdpa_makes_no_quadratic_mask(mask: str, tmp_path: Path) -> None:
+    """Of 2 x 8192 queries: a mask would be 0.13e9 in bool, also where fewer keys than queries leave no square."""
+    assert 0 < grown(tmp_path, SDPA, mask) < 0.17e9

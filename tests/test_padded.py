@@ -277,7 +277,7 @@ RIGHT = MASKS["right"]
     ("call", "error", "message"),
     [
         (lambda: Packing.of([[True]]), TypeError, "mask: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
-        (lambda: Packing.of(RIGHT.long()), TypeError, "mask: expected bool (True = real), got torch.int64"),
+        (lambda: Packing.of(RIGHT.long()), TypeError, "torch.int64; mask.bool() is True where it is not 0"),
         (lambda: Packing.of(RIGHT[0]), ValueError, "mask: expected shape (batch, rows), got shape (7,)"),
         (lambda: Packing.of(RIGHT, 3.0), TypeError, "total: expected None or an int, got 3.0"),  # type: ignore[arg-type]
         (lambda: Packing.of(RIGHT, True), TypeError, "total: expected None or an int, got True"),
@@ -334,8 +334,12 @@ def test_too_small_a_total_loses_rows_and_nothing_else() -> None:
     ("changes", "error", "message"),
     [
         ({}, ValueError, "mask[:, None, None, :] hides keys, and flash_attn_cute.padding makes what skips them"),
-        ({"mask": torch.ones(3, 7, dtype=torch.int64)}, TypeError, "mask.bool() is True where it is not 0"),
-        ({"mask": torch.ones(3, 7)}, TypeError, "an additive mask goes into bias"),
+        (
+            {"mask": torch.ones(3, 7, dtype=torch.int64)},
+            TypeError,
+            "mask.bool() is True where it is not 0; of a padding mask (batch, seqlen_k), mask[:, None, None, :] hides",
+        ),
+        ({"mask": torch.ones(3, 7)}, TypeError, "an additive mask goes into bias; of a padding mask (batch, seqlen_k)"),
     ],
 )
 def test_padding_masks_as_mask_are_told_where_to_go(

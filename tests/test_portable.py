@@ -4,35 +4,11 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 
 from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.tile import Band
-from flash_attn_cute.spec import AttentionSpec
 from tests.checks import random_call, run
-
-
-def spec(window_left: int | None, window_right: int | None) -> AttentionSpec:
-    return AttentionSpec(
-        dtype=torch.float32,
-        nheads=1,
-        nheads_k=1,
-        head_dim=8,
-        head_dim_v=8,
-        packed=True,
-        has_seqused_q=False,
-        has_seqused_k=False,
-        has_sink=False,
-        has_mask=False,
-        has_bias=False,
-        has_block_mask=False,
-        softmax_scale=1.0,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=0.0,
-        deterministic=True,
-        zero_padding=True,
-    )
+from tests.test_cute_plan import spec_of
 
 
 @pytest.mark.parametrize("seqlen_q", range(1, 6))
@@ -41,7 +17,7 @@ def test_band_by_counting(seqlen_q: int, seqlen_k: int) -> None:
     """A side is unbounded exactly when it hides nothing, and a block's range of keys is the smallest that serves."""
     sides = [None, *range(7)]
     for left, right in itertools.product(sides, sides):
-        band = Band.of(spec(left, right), seqlen_q, seqlen_k)
+        band = Band.of(spec_of(window_left=left, window_right=right), seqlen_q, seqlen_k)
         seen: dict[int, set[int]] = {}
         hidden_left = hidden_right = False
         for i, j in itertools.product(range(seqlen_q), range(seqlen_k)):

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import enum
 import functools
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import torch
 
 from flash_attn_cute import dispatch
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, workload
+from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, timeline, workload
 from tests.checks import needs_hopper
 
 MAIN = {"ncu": ncu.main, "nsys": nsys.main, "workload": workload.main}
@@ -285,6 +287,109 @@ def test_workload_refuses_what_is_not_positive(arguments: list[str], capsys: pyt
         workload.main(arguments)
     assert stopped.value.code == 2
     assert "expected a positive number" in capsys.readouterr().err
+
+
+# What PyTorch's profiler records
+
+BACKWARD = KERNEL.replace("forwardForwardSm90", "backwardctaBackwardCtaSm90")
+
+
+def event(category: str, name: str, start: int, stop: int, thread: int = 1, **arguments: int) -> dict[str, Any]:
+    """As traces have them, in microseconds since anything."""
+    times = {"ts": 1e9 + start, "dur": stop - start}
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "args": arguments, **times}
+
+
+EVENTS = [
+    event("cpu_op", "aten::empty", 10, 15),  # within the next
+    event("cpu_op", "FlashAttention", 0, 90),
+    event("cpu_op", "aten::mm", 120, 150),
+    event("cpu_op", "FlashAttentionBackward", 200, 280, thread=9),
+    event("kernel", KERNEL, 50, 440, device=0, stream=7),
+    event("kernel", "nvjet_hsh_128x256", 450, 600, device=0, stream=7),
+    event("kernel", BACKWARD, 600, 1900, device=0, stream=7),
+    event("gpu_memcpy", "Memcpy HtoD", 430, 500, device=0, stream=13),
+    event("user_annotation", "ProfilerStep#1", 0, 2000),
+    {"ph": "i", "name": "a mark", "ts": 1e9},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": EVENTS}))
+    return path
+
+
+def test_what_a_trace_holds(trace: Path) -> None:
+    spans = timeline.read(trace)
+    assert sorted((span.row, span.name, round(span.start, 3), round(span.stop, 3)) for span in spans) == [
+        ("GPU 0, stream 13", "Memcpy HtoD", 0.43, 0.5),
+        ("GPU 0, stream 7", BACKWARD, 0.6, 1.9),
+        ("GPU 0, stream 7", KERNEL, 0.05, 0.44),
+        ("GPU 0, stream 7", "nvjet_hsh_128x256", 0.45, 0.6),
+        ("host, thread 1", "FlashAttention", 0.0, 0.09),
+        ("host, thread 1", "aten::mm", 0.12, 0.15),
+        ("host, thread 2", "FlashAttentionBackward", 0.2, 0.28),
+    ]
+    assert timeline.busy(spans[:0]) == 0
+    assert timeline.summary(spans) == "1.90 ms, the GPU busy 97%, with attention 89%"
+    assert timeline.summary([span for span in spans if span.row[0] == "h"]) == "0.28 ms, nothing on a GPU"
+
+
+def test_traces_may_be_compressed_and_have_to_be_traces(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
+    assert timeline.read(tmp_path / "trace.json.gz") == timeline.read(trace)
+    for name, content, why in (("x", "[1]", "TypeError"), ("y", "{}", "KeyError"), ("z", "no", "JSONDecodeError")):
+        (tmp_path / name).write_text(content)
+        assert timeline.main(["--trace", str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name} is no trace of torch.profiler ({why}: " in capsys.readouterr().err
+    assert timeline.main(["--trace", str(tmp_path / "missing")]) == 2
+    assert "missing is no trace of torch.profiler (FileNotFoundError: " in capsys.readouterr().err
+
+
+def test_a_picture_of_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    axes = timeline.figure(timeline.read(trace), "a title").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "GPU 0, stream 13",
+        "GPU 0, stream 7",
+        "host, thread 2",
+        "host, thread 1",
+    ]
+    assert sum(len(bars.get_paths()) for bars in axes.collections) == 7
+    assert {"ForwardSm90", "BackwardCtaSm90"} <= {text.get_text() for text in axes.texts}
+    picture = tmp_path / "new" / "timeline.png"
+    given = ["--trace", str(trace), "--out", str(picture)]
+    assert timeline.main([*given, "--start", "0.5", "--stop", "0.7"]) == 0
+    assert capsys.readouterr().out == f"1.45 ms, the GPU busy 100%, with attention 90%\nwrote {picture}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert timeline.main([*given, "--start", "3"]) == 1
+    assert "nothing to draw between --start and --stop" in capsys.readouterr().err
+
+
+def test_attention_alone_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    shape = ["--device", "cpu", "--batch", "1", "--seqlen", "20", "--heads", "2", "--dtype", "float32", "--calls", "2"]
+    assert __main__.main(["timeline", *shape, "--out", str(tmp_path / "x.png")]) == 0
+    assert re.fullmatch(r"\d+\.\d\d ms, nothing on a GPU\nwrote .*x.png\n", capsys.readouterr().out)
+    options = argparse.Namespace(**{"heads_k": None, "documents": (3, 4), "causal": True, "backend": None})
+    options.batch, options.seqlen, options.heads, options.head_dim = 1, 20, 2, 8
+    options.dtype, options.direction = "float32", "both"
+    timeline.record(workload.Workload.chosen(options), 2, torch.device("cpu"), tmp_path / "trace.json")
+    steps = [span.name for span in timeline.read(tmp_path / "trace.json") if span.attention]
+    assert len(steps) == 4, steps
+    assert steps[0] == steps[2] == "FlashAttention"
+
+
+def test_a_timeline_without_matplotlib(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert timeline.main(["--trace", str(trace)]) == 2
+    assert capsys.readouterr().err.endswith("pip install matplotlib\n")
 
 
 # What ncu prints

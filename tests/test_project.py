@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "flash_attn_cute"
 # Files that need more than is declared for all of their kind, by the extra that brings it.
 WITH_EXTRAS = {
-    "demo": ROOT / "flash_attn_cute" / "demo.py",
-    "docs": ROOT / "tools" / "pages.py",
-    "plot": ROOT / "flash_attn_cute" / "sparsity" / "plot.py",
-    "profile": ROOT / "flash_attn_cute" / "profile" / "machine.py",
-    "transformers": ROOT / "flash_attn_cute" / "integrations" / "transformers.py",
+    "demo": [PACKAGE / "demo.py"],
+    "docs": [ROOT / "tools" / "pages.py"],
+    "plot": [PACKAGE / "sparsity" / "plot.py", PACKAGE / "profile" / "timeline.py"],
+    "profile": [PACKAGE / "profile" / "machine.py"],
+    "transformers": [PACKAGE / "integrations" / "transformers.py"],
 }
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools", "examples"}
 DISTRIBUTIONS = {
@@ -84,7 +85,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     extras = {extra: names(requirements) for extra, requirements in project["optional-dependencies"].items()}
     unexplained = set().union(package, *extras.values()) - NOT_IMPORTED.keys()
 
-    parts = WITH_EXTRAS.values()
+    parts = {path for paths in WITH_EXTRAS.values() for path in paths}
 
     def files(*folders: str) -> list[Path]:
         return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in parts]
@@ -93,7 +94,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     assert len(below) > 10
     for paths, extra, others in (
         (below, set(), set()),
-        *(([path], extras[extra], set()) for extra, path in WITH_EXTRAS.items()),
+        *((paths, extras[extra], set()) for extra, paths in WITH_EXTRAS.items()),
         (files("tests"), extras["test"], extras["bench"] | extras["profile"]),
         (files("benchmarks", "tools"), extras["bench"], set()),
         (files("examples"), extras["examples"], set()),
@@ -163,8 +164,26 @@ def test_links_lead_somewhere() -> None:
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
 
 
+def told_to_install(text: str) -> list[str]:
+    """Commands that install the package by its name, which belongs to somebody else in the index."""
+    return re.findall(r"pip install[^&\n]*?[ '\"]flash.attn.cute\S*", text)
+
+
+def test_nobody_is_told_to_install_it_by_name() -> None:
+    assert len(told_to_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
+    assert not told_to_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
+    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    assert len(files) > 100
+    for path in [*files, *ROOT.glob("*.md"), ROOT / "Containerfile"]:
+        assert not told_to_install(path.read_text()), path
+
+
 def names_in(path: Path) -> set[str]:
-    """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``."""
+    """The functions, classes and variables of a file, and what is in its classes, by itself and as ``Class.name``.
+
+    Of a package also what it imports, to be found there.
+    """
     found: set[str] = set()
 
     def collect(body: list[ast.stmt], prefix: str) -> None:
@@ -173,6 +192,8 @@ def names_in(path: Path) -> set[str]:
                 collect(node.body, f"{node.name}.")
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 new = {node.name}
+            elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
+                new = {alias.name for alias in node.names}
             else:
                 targets = getattr(node, "targets", [getattr(node, "target", None)])
                 new = {target.id for target in targets if isinstance(target, ast.Name)}
@@ -215,7 +236,15 @@ def what_is_missing(page: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
+# Those about Blackwell name files of other projects, too.
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(x for x in (ROOT / "docs").glob("*.md") if "blackwell" not in x.name),
+]
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
 def test_what_pages_name_is_there(page: str) -> None:
     assert what_is_missing((ROOT / page).read_text()) == []
 

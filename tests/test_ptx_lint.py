@@ -11,7 +11,7 @@ from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, backward_
 from flash_attn_cute.kernels.sm100 import config as sm100
 from tools.ptx_lint import lint
 
-# 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads.
+# 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
 KERNEL = """
 .version 9.0
 .target sm_100a
@@ -80,7 +80,7 @@ WAIT_P:
     bra END;
 LOADS:
     setp.ne.u32 %p14, %r3, 5;
-    @%p14 bra END;
+    @%p14 bra ADDS;
     elect.sync _|%p15, -1;
     @!%p15 bra END;
     mov.b32 %r30, 0;
@@ -93,6 +93,19 @@ LOOP:
     add.s32 %r30, %r30, 1;
     setp.lt.s32 %p16, %r30, %r8;
     @%p16 bra LOOP;
+    bra END;
+ADDS:
+    setp.ne.u32 %p18, %r3, 6;
+    @%p18 bra END;
+WAIT_TURN:
+    ld.acquire.gpu.global.b32 %r34, [%rd7];
+    setp.lt.s32 %p19, %r34, %r8;
+    @%p19 bra WAIT_TURN;
+    fence.proxy.async.global;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd8], [%r1+57344], 16384;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    red.release.gpu.global.add.s32 [%rd7], 1;
 END:
     ret;
 }
@@ -121,7 +134,7 @@ PLANTED = {
         r"(st\.shared\.b32 \[%r16\+1024\], %r13;)((?:.*\n)*?.*bar\.warp\.sync -1;)",
         r"\2 \1 fence.proxy.async.shared::cta;",
     ),
-    "no proxy fence": ("proxy", r"fence\.proxy\.async[^;]*;", ""),
+    "no proxy fence": ("proxy", r"fence\.proxy\.async\.shared[^;]*;", ""),
     "proxy fence behind the arrival": (
         "proxy",
         r"fence\.proxy\.async\.shared::cta;((?:.*\n)*?.*\[%r1\+8\];\n    bra END)",
@@ -129,9 +142,12 @@ PLANTED = {
     ),
     "proxy fence on one of two paths": (
         "proxy",
-        r"(fence\.proxy\.async[^;]*;)",
+        r"(fence\.proxy\.async\.shared[^;]*;)",
         r"setp.eq.u32 %p7, %r7, 0; @%p7 bra AROUND; \1 AROUND:",
     ),
+    "no proxy fence behind a turn": ("turn", r"fence\.proxy\.async\.global;", ""),
+    "a proxy fence of shared memory alone": ("turn", r"fence\.proxy\.async\.global;", "fence.proxy.async.shared::cta;"),
+    "a turn passed on before the addition": ("turn", r"bulk\.wait_group 0;", "bulk.wait_group.read 0;"),
     "no wait for loads": ("load-wait", r"tcgen05\.wait::ld\.sync\.aligned;", ""),
     "register used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s32 %r14, %r11, 1; \1"),
     "copy used before the wait": ("load-wait", r"(tcgen05\.wait::ld)", r"add.s64 %rd6, %rd1, 1; \1"),
@@ -183,12 +199,12 @@ def test_what_concerns_nobody_is_not_found() -> None:
     """A barrier of a warp, or of threads that use no tensor memory, tells nobody of loads and stores."""
     unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which nobody waits
     text = changed(KERNEL, r"(tcgen05\.wait::ld)", rf"{unrelated} \1")
-    text = changed(text, r"(fence\.proxy)", rf"{unrelated} \1")
+    text = changed(text, r"(fence\.proxy\.async\.shared)", rf"{unrelated} \1")
     assert rules(text) == {"arrivals"}
 
 
 def test_findings_say_where() -> None:
-    text = changed(KERNEL, r"fence\.proxy\.async[^;]*;", "")
+    text = changed(KERNEL, r"fence\.proxy\.async\.shared[^;]*;", "")
     (finding,) = lint(text)
     lines = text.splitlines()
     assert "mbarrier.arrive.shared.b64 _, [%r1+8]" in lines[finding.line - 1]

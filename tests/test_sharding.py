@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute.distributed import Segment, Sharding
+from flash_attn_cute.distributed import Segment, Sharding, gather
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Run
 from flash_attn_cute.distributed.sharding import of_handle
@@ -30,6 +30,7 @@ def documents(rows: int, shortest: int, longest: int) -> list[int]:
     return lengths
 
 
+untyped: Any = Sharding  # for wrong arguments, which no type checker would let pass
 CORPORA = {
     "one sequence": [131_072],
     "long documents": documents(262_144, 1024, 65_536),
@@ -194,6 +195,19 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
         (ValueError, "cu_seqlens: expected offsets from 0 to 4", lambda: Sharding.contiguous([0, 5, 4], 2)),
         (ValueError, "cu_seqlens: expected offsets from 0 to 3", lambda: Sharding.balanced([0, 4], 2, total=3)),
         (ValueError, "cu_seqlens: expected the offset of each", lambda: Sharding.balanced([], 2)),
+        (TypeError, "cu_seqlens: expected a sequence of ints, .* got None", lambda: untyped.balanced(None, 2)),
+        (TypeError, "cu_seqlens: expected a sequence of ints, .* 20.5", lambda: untyped.balanced([0, 20.5], 2)),
+        (
+            TypeError,
+            r"cu_seqlens: expected a sequence of ints, or a tensor \(n,\) of them, got torch.int64 of shape \(1, 2\)",
+            lambda: Sharding.balanced(torch.tensor([[0, 4]]), 2),
+        ),
+        (TypeError, "seqused_k: .* of ints", lambda: Sharding.balanced([0, 4], 2, seqused_k=torch.ones(1))),
+        (
+            ValueError,
+            "group: expected one that this process is in, got none: torch.distributed.init_process_group comes first",
+            lambda: gather(torch.zeros(4), Sharding.balanced([0, 4], 1)),
+        ),
         (
             ValueError,
             "cu_seqlens_k: expected 2 offsets, got 3",
@@ -210,6 +224,8 @@ def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
             "x: expected 4 rows in dimension 0",
             lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(5), 0),
         ),
+        (ValueError, "rank: expected 0 to 1, got 2", lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(4), 2)),
+        (ValueError, "rank: expected 0 to 1, got -1", lambda: Sharding.contiguous([0, 4], 2).positions(-1)),
         (
             ValueError,
             "shards: expected 2, one a rank, got 1",

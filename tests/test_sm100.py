@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import struct
@@ -13,15 +14,61 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute.backend import CuteBackend
+from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
+from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
 from tests.checks import assert_close, draws, random_call
 from tests.oracle import Call
 
 NUM_SMS = 2
+WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
+
+
+def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[str, Tensor]:
+    """What the kernels ahead of the main one make of a mask (``common.mask_tiles``), in their order.
+
+    ``keys`` are those of a block.
+    """
+    blocks = max(1, -(-a.mMask.shape[3] // keys))
+    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
+    tiles = torch.zeros(*codes.shape, BLOCK, BLOCK, dtype=torch.bool)
+    sequences = []  # batch entry, first row in it, lengths, the number of the first list
+    if a.mCuSeqlensQ is None:
+        sequences = [(b, 0, a.mQ.shape[1], a.mK.shape[1], 0) for b in range(n.lists_batch)]
+    else:
+        starts, slots_q, slots_k = a.mCuSeqlensQ[:-1], a.mCuSeqlensQ.diff(), a.mCuSeqlensK.diff()
+        used_q = slots_q if a.mSeqUsedQ is None else a.mSeqUsedQ
+        used_k = slots_k if a.mSeqUsedK is None else a.mSeqUsedK
+        for s, (start, q, k) in enumerate(zip(starts.tolist(), used_q.tolist(), used_k.tolist(), strict=True)):
+            sequences.append((start // n.rows_a_slot, start % n.rows_a_slot, q, k, start // BLOCK + s))
+    for entry, first_row, num_q, num_k, first in sequences:
+        num_k = min(num_k, a.mMask.shape[3])
+        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
+        window = (j >= i - n.window_left) & (j <= i + n.window_right)
+        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // BLOCK), n.lists_tiles))):
+            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
+            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
+            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(keys, 1)):
+                tiles[number, block, : part.shape[0], : part.shape[1]] = part
+                is_whole = part.all() and part.shape[1] == keys
+                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
+    for number, row_of_codes in enumerate(codes):
+        seen = (row_of_codes != UNSEEN).nonzero().flatten()
+        entries[number, : len(seen)] = torch.stack((seen, row_of_codes[seen]), 1)
+        lists.append([number * blocks, len(seen)])
+    return {
+        "lists": torch.tensor(lists, dtype=torch.int32),
+        "entries": entries.view(-1, 2),
+        "codes": codes,
+        "bits": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
+    }
 
 
 class Memory:
@@ -62,8 +109,14 @@ def text_of(config: Any, folder: Path) -> str:
 
 
 @functools.cache
-def program(config: Any, folder: Path) -> ptx.Program:
-    return ptx.Program(text_of(config, folder))
+def program(config: Any, folder: Path, kernel: str = "ForwardSm100") -> ptx.Program:
+    return ptx.Program(text_of(config, folder), kernel)
+
+
+def spread(x: Tensor) -> Tensor:
+    """The memory behind a tensor, as far as its strides reach."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach if x.numel() else 0,), (1,))
 
 
 def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
@@ -71,6 +124,8 @@ def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
+    if call.block_mask is not None:
+        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=False)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
     options = Options(
@@ -92,6 +147,115 @@ def planned(call: Call) -> tuple[Any, Any]:
     return config, numbers
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What the backend launches in the place of a compiled pass: its main kernel, executed by the interpreter."""
+
+    plan: ForwardPlan
+    folder: Path
+    draw: random.Random
+    changed: ptx.Program | None  # instead of the configuration's
+    lagging: ptx.Lagging | None
+
+    def __call__(self, a: ForwardArguments) -> None:
+        """Runs it on the arguments."""
+        config, numbers = self.plan.config, self.plan.numbers
+        code = program(config, self.folder) if self.changed is None else self.changed
+        packed, memory, given = config.features.packed, Memory(), tensors_of(a)
+        tables = self.tables_of(a)
+        places = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
+        params, tensors = [bytes(32)] * 2, {}
+        boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
+        for name, box in boxes.items():
+            x = given[name]
+            batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
+            tensors[len(params)] = ptx.Rows(
+                places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
+            )
+            params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
+        order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch
+        by_rows, numbers_by_rows = given["mO"].permute(order), given["mLSE"].permute([1, 0] if packed else [2, 1, 0])
+        params.append(tensor_argument(places["mO"], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
+        params.append(tensor_argument(places["mLSE"], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
+        params += self.arguments(given, places)
+        params += [table_argument(name, places[name], x) for name, x in tables.items()]
+        rest = numbers.softcap or numbers.softmax_scale
+        tanh = numbers.softmax_scale / numbers.softcap if numbers.softcap else 1.0
+        before_bias, behind = (rest, 1.0) if config.features.bias else (1.0, rest)
+        params += [struct.pack("<f", x) for x in (tanh, before_bias, behind * math.log2(math.e))]
+        heads, rows = a.mQ.shape[-2], a.mQ.shape[-3]
+        tiles = -(-rows // config.tile_m) * heads * (1 if packed else a.mQ.shape[0])
+        if a.mCuSeqlensQ is not None:
+            tiles = (rows // config.tile_m + len(a.mCuSeqlensQ) + 1) * heads
+        everything = memory.bytes()
+        self.run(code, params, everything, tensors, min(tiles, NUM_SMS))
+        for name in ("mO", "mLSE", "mNextTile"):
+            assert given[name].is_contiguous()
+            given[name].copy_(at(everything, places[name], given[name]))
+        assert not a.mNextTile[:1].any(), "the counter of tiles is not left as it was"
+
+    def arguments(self, given: dict[str, Tensor], places: dict[str, int]) -> list[bytes]:
+        """``ForwardArguments`` as every kernel of the pass gets them."""
+        params = []
+        for name, x in given.items():
+            if name == "mWorkspace":
+                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
+            else:
+                is_strided = name == "mMask" or (name == "mBias" and self.plan.config.features.strided_bias)
+                strides = x.stride() if is_strided else x.stride()[:-1]
+                params.append(tensor_argument(places[name], x.shape, strides))
+        return params + [
+            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
+        ]
+
+    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+        """Executes a kernel, which changes memory."""
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
+
+    def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
+        """Lists, entries and bits: of a block mask as they are, or made of a mask, with its codes."""
+        if a.blocks.mTiles is not None:
+            lists, entries, tiles = a.blocks.mSpans, a.blocks.mEntries, a.blocks.mTiles
+            return {"lists": lists.view(-1, 2), "entries": entries.view(-1, 2), "bits": tiles.view(-1, 1, BLOCK, 4)}
+        return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
+
+
+def tensors_of(a: ForwardArguments) -> dict[str, Tensor]:
+    """Those among the arguments, in their order."""
+    found: dict[str, Tensor] = {}
+    for name, x in a._asdict().items():
+        some = x._asdict() if name == "blocks" else {name: x}
+        found |= {key: each for key, each in some.items() if isinstance(each, Tensor)}
+    return found
+
+
+def table_argument(name: str, place: int, x: Tensor) -> bytes:
+    """A table of a mask: all but how many rows there are is known to who compiles, unless that is any number."""
+    return tensor_argument(place, *((x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())))
+
+
+def at(memory: Any, place: int, x: Tensor) -> Tensor:
+    """What stands in the place of a tensor."""
+    found = torch.from_numpy(memory[place : place + x.numel() * x.element_size()].copy())
+    return found.view(x.dtype).view(x.shape)
+
+
+class Interpreted(CuteBackend):
+    """The backend, whose forward pass is executed by the interpreter."""
+
+    def __init__(self, **options: Any):
+        super().__init__(ARCHITECTURES["sm100"])
+        self.options = options
+        self._prepare_forward = self.prepare  # type: ignore[assignment]
+
+    def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, few: bool, layout: Any, _: Any) -> Any:
+        """What ``_plan_forward`` does, without a GPU."""
+        shapes = cute_backend._forward_shapes(q, k, num, few, layout)
+        plan = plan_forward(self.architecture, spec, shapes, NUM_SMS)
+        return cute_backend._Launch(Pass(plan, **self.options), plan, takes_tiles=True)
+
+
 def execute(
     call: Call,
     folder: Path,
@@ -100,49 +264,11 @@ def execute(
     lagging: ptx.Lagging | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
-    packed = call.cu_seqlens_q is not None
-    config, numbers = planned(call)
-    code = program(config, folder) if changed is None else changed
-    memory, heads = Memory(), call.q.shape[-2]
-    out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
-    lse = torch.empty((heads, call.q.shape[0]) if packed else (call.q.shape[0], heads, call.q.shape[1]))
-    places = [memory.put(x) for x in (call.q, call.k, call.v, out, lse)]
-    params, tensors = [bytes(32)] * 2, {}
-    boxes = PART_ROWS, config.tile_n, config.tile_n, PART_ROWS
-    for x, place, box in zip((call.q, call.k, call.v, out), places[:4], boxes, strict=True):
-        batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
-        tensors[len(params)] = ptx.Rows(
-            place // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
-        )
-        params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
-    order = [0, 2, 1] if packed else [1, 3, 2, 0]  # rows, columns, heads, batch
-    by_rows, numbers_by_rows = out.permute(order), lse.permute([1, 0] if packed else [2, 1, 0])
-    params.append(tensor_argument(places[3], by_rows.shape, (by_rows.stride(0), *by_rows.stride()[2:])))
-    params.append(tensor_argument(places[4], numbers_by_rows.shape, numbers_by_rows.stride()[1:]))
-    for x, place in zip((call.q, call.k, call.v, out, lse), places, strict=True):
-        params.append(tensor_argument(place, x.shape, x.stride()[:-1]))
-    sink = None if call.learnable_sink is None else call.learnable_sink.float()
-    for vector in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, sink):
-        if vector is not None:
-            params.append(tensor_argument(memory.put(vector), vector.shape, ()))
-    counter = memory.put(torch.zeros(4, dtype=torch.int32))
-    params.append(tensor_argument(counter, (4,), ()))
-    given = [x for x in numbers if x is not None]
-    params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in given]
-    rest = call.softcap or numbers.softmax_scale
-    tanh = numbers.softmax_scale / call.softcap if call.softcap else 1.0
-    params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * math.log2(math.e))]
-    params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-    tiles = -(-call.q.shape[-3] // config.tile_m) * heads * (1 if packed else call.q.shape[0])
-    if call.cu_seqlens_q is not None:
-        tiles = (call.q.shape[0] // config.tile_m + len(call.cu_seqlens_q) + 1) * heads
-    everything = memory.bytes()
-    ptx.run(code, params, everything, tensors, min(tiles, NUM_SMS), draw, SHARED_MEMORY, lagging)
-    assert not everything[counter : counter + 4].any(), "the counter of tiles is not left as it was"
-    for x, place in ((out, places[3]), (lse, places[4])):
-        found = torch.from_numpy(everything[place : place + x.numel() * x.element_size()])
-        x.copy_(found.view(x.dtype).view(x.shape))
-    return out, lse
+    inputs, spec = as_given(call)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
+        backend = Interpreted(folder=folder, draw=draw, changed=changed, lagging=lagging)
+        return backend._forward(spec, inputs)
 
 
 def check(
@@ -156,7 +282,7 @@ def check(
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
     out, lse = execute(call, folder, draw, changed, lagging)
     with torch.no_grad():
-        expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call)
+        expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
         size = max(1.0, true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0)
         assert_close(name, got, true, yardstick, 3.0 if call.softcap else 2.0, size)

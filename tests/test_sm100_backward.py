@@ -28,7 +28,7 @@ from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, as_given, tensor_argument
+from tests.test_sm100 import Memory, as_given, spread, tensor_argument
 from tests.test_sm100_code import paired
 
 NUM_SMS = 2
@@ -36,13 +36,20 @@ LOG2_E = math.log2(math.e)
 
 
 @functools.cache
-def program(config: Any) -> ptx.Program:
+def text_of(config: Any) -> str:
+    """The PTX of a configuration's kernels."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
     with tempfile.TemporaryDirectory() as folder:
-        text = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    return ptx.Program(text, "BackwardPair" if config.ctas_a_tile == 2 else "BackwardCta")
+        text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
+    return text
+
+
+@functools.cache
+def program(config: Any) -> ptx.Program:
+    kernels = {(1, 1): "BackwardCta", (2, 1): "BackwardTwoWalks", (1, 2): "BackwardPair"}
+    return ptx.Program(text_of(config), kernels[config.walks, config.ctas_a_tile])
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,13 @@ class Pass:
     plan: BackwardPlan
     draw: random.Random
     num_ctas: int
+    changed: ptx.Program | None  # instead of the configuration's
+    lagging: ptx.Lagging | None
 
     def __call__(self, a: BackwardArguments) -> None:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
-        code, packed = program(config), config.features.packed
+        code, packed = self.changed or program(config), config.features.packed
         parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
         places, size = {}, 0
         for name, shape in parts.items():
@@ -68,9 +77,9 @@ class Pass:
         more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
         given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
         at = {name: memory.put(spread(x)) for name, x in given.items()}
-        params: list[bytes] = [bytes(32)] * 3
+        params: list[bytes] = [bytes(32)] * 4
         tensors: dict[int, ptx.Rows] = {}
-        queries = PART_ROWS // config.ctas_a_tile
+        queries = config.tile_m // config.ctas_a_tile
         boxes = [("mQ", queries), ("mdO", queries), *((name, PART_ROWS) for name in ("mK", "mV", "mdK", "mdV"))]
         if config.ctas_a_tile == 2:  # by columns as well
             boxes += [(name, PART_ROWS) for name in ("mQ", "mdO", "mK")]
@@ -103,7 +112,7 @@ class Pass:
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
         launched = params, everything, tensors, self.num_ctas
-        ptx.run(code, *launched, self.draw, SHARED_MEMORY, frozenset(), config.ctas_a_tile)
+        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, config.ctas_a_tile)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
@@ -151,24 +160,26 @@ class Pass:
         return found
 
 
-def spread(x: Tensor) -> Tensor:
-    """The memory behind a tensor, as far as its strides reach."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((reach if x.numel() else 0,), (1,))
-
-
 class Interpreted(CuteBackend):
     """The backend, whose backward pass is executed by the interpreter."""
 
-    def __init__(self, draw: random.Random, num_ctas: int = NUM_SMS, *, by_pairs: bool = False):
+    def __init__(
+        self,
+        draw: random.Random,
+        num_ctas: int = NUM_SMS,
+        changed: ptx.Program | None = None,
+        lagging: ptx.Lagging | None = None,
+        *,
+        by_pairs: bool = False,
+    ):
         """``by_pairs``: with the kernel of long sequences, of any length."""
         architecture = ARCHITECTURES["sm100"]
         if by_pairs:
             backward = architecture.passes["backward"]
-            changed = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))
-            architecture = architecture._replace(passes=architecture.passes | {"backward": changed})
+            configured = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))
+            architecture = architecture._replace(passes=architecture.passes | {"backward": configured})
         super().__init__(architecture)
-        self.draw, self.num_ctas = draw, num_ctas
+        self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self._prepare_backward = self.prepare  # type: ignore[assignment]
 
     def prepare(
@@ -176,7 +187,9 @@ class Interpreted(CuteBackend):
     ) -> Any:
         """What ``_plan_backward`` does, without a GPU."""
         plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
-        return cute_backend._Launch(Pass(plan, self.draw, self.num_ctas), plan, takes_tiles=True)
+        return cute_backend._Launch(
+            Pass(plan, self.draw, self.num_ctas, self.changed, self.lagging), plan, takes_tiles=True
+        )
 
 
 def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
@@ -217,6 +230,12 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-packed": ([129, 0, 140], [128, 17, 150], {"head_dim": 128, "causal": True, "nheads": 1}),
     "d128-grouped": ([100], [140], {"packed": False, "head_dim": 128, "nheads": 4, "nheads_k": 1}),
     "d128-everything": ([100, 1, 30], [150, 3, 0], {"head_dim": 128, **EVERYTHING, "nheads_k": 1}),
+    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
+    "d192-dv128-everything": ([70, 1], [130, 3], {"head_dim": 176, "head_dim_v": 104, **EVERYTHING, "nheads_k": 1}),
+    "d192": ([150], [140], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d256-packed": ([65, 0, 10], [130, 17, 20], {"head_dim": 256, "causal": True, "nheads": 1}),
+    "d256-grouped": ([60], [70], {"packed": False, "head_dim": 256, "nheads": 4, "nheads_k": 1}),
+    "d256-everything": ([70, 1, 30], [130, 3, 0], {"head_dim": 232, "head_dim_v": 200, **EVERYTHING, "nheads_k": 1}),
     "d64": ([200], [150], {"packed": False, "head_dim": 64, "nheads": 1}),
     "d64-everything": ([150, 1, 30], [200, 129, 0], {"head_dim": 64, **EVERYTHING}),
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
@@ -260,10 +279,14 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
             break
 
 
-@pytest.mark.parametrize(("head_dim", "several"), [(64, (1, 3)), (128, (2, 4))], ids=["ctas", "pairs"])
-def test_schedules_give_the_same_bits(head_dim: int, several: tuple[int, int]) -> None:
-    """Tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""
-    call = random_call([100], [300], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "several"),
+    [(100, 300, 64, (1, 3)), (65, 140, 192, (1, 3)), (100, 300, 128, (2, 4))],
+    ids=["d64", "d192", "pairs"],
+)
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, several: tuple[int, int]) -> None:
+    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""
+    call = random_call([queries], [keys], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (

@@ -1,7 +1,8 @@
-"""Bugs planted in the Blackwell forward kernel are found, each by what the table of ``tests.sm100_bugs`` says."""
+"""Bugs planted in the Blackwell kernels are found, each by what the tables of ``tests.sm100_bugs`` say."""
 
 import functools
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ptx, sm100_bugs, test_sm100
+from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from tests import ptx, sm100_bugs, test_sm100, test_sm100_backward
 from tests.checks import random_call
 from tests.oracle import Call
-from tests.sm100_bugs import FORWARD, Bug, Code, forward_barriers, page, table
+from tests.sm100_bugs import BACKWARD, FORWARD, Bug, Code, find, page, waits, where_barriers_are
+from tests.test_sm100_backward import Interpreted
 from tools.ptx_lint import lint
 
 SEEDS = 8  # schedules, at most, under which a bug is to show
+EVERY = 3  # of the bugs that the lint does not find: how many of them ordinary runs execute one of
 
 
 def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
@@ -27,88 +32,151 @@ def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
     return call
 
 
-PLAIN: dict[str, Any] = {"head_dim": 64, "nheads": 1, "dtype": torch.bfloat16}
-# As small as what they show allows; one CTA has all heads.
-CALLS: dict[str, Callable[[], Call]] = {
-    "d64": lambda: rising([130], [200], head_dim=64, nheads=2),
-    "one": lambda: rising([130], [100], head_dim=64, nheads=1),
-    "short": lambda: rising([130], [100], head_dim=64, nheads=4),  # tiles of one block
-    "long": lambda: random_call([130], [600], packed=False, **PLAIN),  # more blocks than stages
-    "packed": lambda: random_call([130, 20], [130, 300], **PLAIN),
-    "d128": lambda: rising([130], [100], head_dim=128, nheads=1),
-    "d192": lambda: rising([130], [100], head_dim=192, head_dim_v=128, nheads=2),
-    "d256": lambda: rising([128], [260], head_dim=256, nheads=1),
-}
+def plain(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
+    return random_call(
+        lengths_q, lengths_k, **{"packed": False, "head_dim": 64, "nheads": 1, "dtype": torch.bfloat16, **options}
+    )
 
 
-@pytest.fixture(autouse=True)
-def _one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_sm100, "NUM_SMS", 1)
+# Calls are as small as what they show allows.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of what is compiled."""
-    return tmp_path_factory.mktemp("kernels")
+class Forward:
+    """The forward kernel; one CTA has all tiles."""
+
+    bugs = FORWARD
+    calls: dict[str, Callable[[], Call]] = {  # noqa: RUF012
+        "d64": lambda: rising([130], [200], head_dim=64, nheads=2),
+        "one": lambda: rising([130], [100], head_dim=64, nheads=1),
+        "short": lambda: rising([130], [100], head_dim=64, nheads=4),  # tiles of one block
+        "long": lambda: plain([130], [600]),  # more blocks than stages
+        "packed": lambda: plain([130, 20], [130, 300], packed=True),
+        "d128": lambda: rising([130], [100], head_dim=128, nheads=1),
+        "d192": lambda: rising([130], [100], head_dim=192, head_dim_v=128, nheads=2),
+        "d256": lambda: rising([128], [260], head_dim=256, nheads=1),
+    }
+
+    @staticmethod
+    @functools.cache
+    def code(config: Any) -> Code:
+        """That of a configuration."""
+        from flash_attn_cute.kernels.sm100.forward_shared import Rings
+
+        with tempfile.TemporaryDirectory() as folder:
+            text = test_sm100.text_of(config, Path(folder))
+        return Code(text, "ForwardSm100", where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Of a call."""
+        return test_sm100.planned(call)[0]
+
+    def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
+        """The results of a call."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(test_sm100, "NUM_SMS", 1)
+            test_sm100.check(call, Path(), draw, program, lags)
+
+
+class Backward:
+    """The backward kernel; one CTA has all tiles, but where turns are what matters."""
+
+    bugs = BACKWARD
+    calls: dict[str, Callable[[], Call]] = {  # noqa: RUF012
+        "d64": lambda: plain([130], [100]),
+        "steps": lambda: plain([600], [100]),  # more blocks of queries than stages
+        "tiles": lambda: plain([130], [600]),  # more tiles of keys than stages
+        "turns": lambda: plain([130], [300]),
+        "causal": lambda: plain([130], [130], causal=True),
+        "d128": lambda: plain([300], [100], head_dim=128),
+        "d128-tiles": lambda: plain([130], [300], head_dim=128),
+    }
+
+    @staticmethod
+    @functools.cache
+    def code(config: Any) -> Code:
+        """That of a configuration."""
+        from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings
+
+        text = test_sm100_backward.text_of(config)
+        return Code(text, "BackwardCta", where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Of a call."""
+        _, spec = test_sm100.as_given(call)
+        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3])
+        return plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
+        """The results of a call."""
+        test_sm100_backward.check(call, Interpreted(draw, 2 if name == "turns" else 1, program, lags))
+
+
+KERNELS: dict[str, Forward | Backward] = {"forward": Forward(), "backward": Backward()}
+PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]
 
 
 @functools.cache
-def code_of(config: Any, folder: Path) -> Code:
-    return Code(test_sm100.text_of(config, folder), "ForwardSm100", forward_barriers(config))
-
-
-def call_of(name: str) -> tuple[Call, Any]:
-    """A call and its configuration."""
+def call_of(kernel: str, name: str) -> Call:
     torch.manual_seed(0)
-    call = CALLS[name]()
-    return call, test_sm100.planned(call)[0]
+    return KERNELS[kernel].calls[name]()
 
 
-def ends_well(call: Call, folder: Path, program: ptx.Program, seed: int, lags: ptx.Lagging) -> bool:
+def code_of(kernel: str, name: str) -> Code:
+    """That of the kernel that a call takes."""
+    return KERNELS[kernel].code(KERNELS[kernel].configuration(call_of(kernel, name)))
+
+
+def ends_well(kernel: str, name: str, program: ptx.Program, seed: int, lags: ptx.Lagging) -> bool:
     try:
-        test_sm100.check(call, folder, random.Random(seed), program, lags)
+        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(seed), program, lags)
     except (ptx.FaultError, AssertionError):
         return False
     return True
 
 
-@pytest.mark.parametrize("bug", FORWARD, ids=str)
-def test_planted(bug: Bug, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "kernel", "bug"),
+    [(number, kernel, bug) for number, (kernel, _, bug) in enumerate(PLANTED)],
+    ids=[f"{kernel}: {kind}: {bug.text}" for kernel, kind, bug in PLANTED],
+)
+def test_planted(number: int, kernel: str, bug: Bug, all_bugs: bool) -> None:
+    """The lint is always asked, execution of every bug only on request."""
     assert bug.lint or bug.shows
-    call, config = call_of(bug.call)
-    text = code_of(config, folder).with_bug(bug)
+    text = code_of(kernel, bug.call).changed(bug.plant)
     if bug.lint:
         assert bug.lint in {finding.rule for finding in lint(text)}
-    if bug.shows:
+    if bug.shows and (all_bugs or number % EVERY == 0):
         program = ptx.Program(text)
-        assert not all(ends_well(call, folder, program, seed, bug.lags) for seed in range(SEEDS))
+        assert not all(ends_well(kernel, bug.call, program, seed, bug.lags) for seed in range(SEEDS))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_without_a_bug(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(kernel, name) for kernel in KERNELS for name in KERNELS[kernel].calls], ids=str
+)
+def test_without_a_bug(kernel: str, name: str, all_bugs: bool) -> None:
     """The same calls end well, whoever lags, and the lint finds nothing."""
-    call, config = call_of(name)
-    text = code_of(config, folder).text
+    text = code_of(kernel, name).text
     assert not lint(text)
     program = ptx.Program(text)
-    for lags in {bug.lags for bug in FORWARD if bug.call == name}:
-        test_sm100.check(call, folder, random.Random(0), program, lags)
+    lags = sorted({bug.lags for _, _, bug in PLANTED if bug.call == name}, key=str)
+    for lagging in lags if all_bugs else lags[:1]:
+        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(0), program, lagging)
 
 
-def test_the_table() -> None:
-    """It is in the docs as it is here."""
-    assert len(FORWARD) >= 25
-    assert len({bug.text for bug in FORWARD}) == len(FORWARD)
-    assert table() in sm100_bugs.PAGE.read_text()
-    assert page(sm100_bugs.PAGE.read_text()) == sm100_bugs.PAGE.read_text(), "python -m tests.sm100_bugs writes it"
+def test_the_tables() -> None:
+    """They are in the docs as they are here."""
+    assert min(len([bug for each, _, bug in PLANTED if each == kernel]) for kernel in KERNELS) >= 25
+    assert len({(kernel, bug.text) for kernel, _, bug in PLANTED}) == len(PLANTED)
+    old = sm100_bugs.PAGE.read_text()
+    assert page(old, FORWARD, BACKWARD) == old, "python -m tests.sm100_bugs writes it"
 
 
-def test_what_does_not_fit_is_an_error(folder: Path) -> None:
+def test_what_does_not_fit_is_an_error() -> None:
     """A bug is never planted in another place, or in fewer of them, without anyone's notice."""
-    code = code_of(call_of("d64")[1], folder)
+    code = code_of("forward", "d64")
     with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of warp 12: expected 2, got those of lines \[\d+\]"):
-        code.find(2, "tcgen05.dealloc", by=12)
+        code.changed(find(12, "tcgen05.dealloc", 2).left_out())
     with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):
-        code.waits(1, by=0, barrier="k.full")
+        code.changed(waits(0, "k.full").left_out())
     with pytest.raises(ValueError, match="128 fits 0 times, not once"):
-        code.rewritten(code.find(1, "tcgen05.dealloc", by=12), "128", "256")
+        code.changed(find(12, "tcgen05.dealloc").rewritten("128", "256"))

@@ -205,11 +205,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
     batch, seqused = draw.randint(1, 4), draw.random() < 0.5
-    lengths_q, lengths_k = random_lengths(draw, batch), random_lengths(draw, batch)
-    if draw.random() < 0.5:
-        lengths_k = lengths_q
-    if not (packed or seqused):
-        lengths_q, lengths_k = lengths_q[:1] * batch, lengths_k[:1] * batch
+    lengths_q, lengths_k = random_lengths(draw, batch, equal=not (packed or seqused))
     nheads_k, group = draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
     call = random_call(
         lengths_q,

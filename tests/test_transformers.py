@@ -325,8 +325,10 @@ def call(**options: Any) -> Any:
 
 
 OFFSETS_OF_TWO = torch.tensor([0, 6, 12])
+ALL_OFFSETS = "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout": 0.1}, "dropout: expected 0.0, .* got 0.1"),
+    ({"output_attentions": True}, "output_attentions: expected False, .* got True; attn_implementation='eager'"),
     ({"cache": object()}, "cache: expected None, paged caches are not supported, got object"),
     ({"attention_mask": torch.ones(2, 6)}, r"attention_mask: expected None or four dimensions .* got shape \(2, 6\)"),
     (
@@ -350,10 +352,34 @@ def test_refused(options: dict[str, Any], message: str) -> None:
         call(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"cu_seq_lens_q": OFFSETS_OF_TWO},
+            ValueError,
+            f"cu_seq_lens_k: expected all of {ALL_OFFSETS} or none, got None",
+        ),
+        (BY_OFFSETS | {"max_length_k": None}, ValueError, f"max_length_k: expected all of {ALL_OFFSETS} or none, got"),
+        (BY_OFFSETS | {"cu_seq_lens_k": [0, 12]}, TypeError, "cu_seq_lens_k: expected a torch.Tensor, got list"),
+    ],
+)
+def test_offsets_come_together(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(**options)
+
+
 def test_models_that_would_not_ask_us_are_refused() -> None:
     config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)
     with pytest.raises(ValueError, match="attn_implementation: expected 'eager' or 'sdpa' for BloomForCausalLM"):
         model_of(config, ours.NAME)
+
+
+def test_weights_are_refused() -> None:
+    batch = batch_of("dense")
+    assert model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=False).loss.isfinite()
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=True)
 
 
 def test_layers_that_leave_their_window_to_the_mask_are_refused() -> None:

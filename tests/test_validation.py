@@ -224,6 +224,25 @@ def test_every_check_has_a_test() -> None:
     assert not unreached
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "said"),
+    [
+        (flash_attn_func, [*dense().values(), 0.0, None, True], {}, "takes 3 positional arguments but 6 were given"),
+        (flash_attn_func, dense().values(), {"is_causal": True}, "got an unexpected keyword argument 'is_causal'"),
+        (flash_attn_varlen_func, packed().values(), {"block_table": None}, "an unexpected keyword argument 'block_t"),
+        (flash_attn_varlen_func, list(packed().values())[:5], {}, "missing 2 required positional arguments"),
+    ],
+)
+def test_arguments_of_other_libraries_are_told_where_to_go(
+    function: Any, arguments: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{said}.*; flash_attn_cute.integrations has functions with the arguments of"):
+        function(*arguments, **options)
+    with pytest.raises(TypeError) as raised:  # about an argument that there is
+        function(**(dense() if function is flash_attn_func else packed()) | {"q": None})
+    assert str(raised.value) == "q: expected a torch.Tensor, got NoneType"
+
+
 @pytest.mark.parametrize("window_size", [(None, None), (-1, -1), (-1, None), [None, -7], (2**63, 2**31)])
 def test_negative_and_none_mean_unbounded(window_size: Any) -> None:
     call = dense()

@@ -66,10 +66,28 @@ def test_it_runs_elsewhere(installed: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["tensor(16.)", str(installed / "flash_attn_cute" / "__init__.py")], done.stderr
 
 
+def test_all_of_it_can_be_imported(installed: Path, tmp_path: Path) -> None:
+    """Also where nothing else of the repository is."""
+    code = """
+import importlib, pkgutil
+import flash_attn_cute
+found = [module.name for module in pkgutil.walk_packages(flash_attn_cute.__path__, "flash_attn_cute.")]
+for name in found:
+    importlib.import_module(name)
+print(len(found))
+"""
+    done = run(installed, tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) > 80
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("flash_attn_cute.jit", "list"), ""),
+        (("flash_attn_cute.demo", "--help"), "Trains a small language model"),
+        (("flash_attn_cute.sparsity", "plot", "--help"), "--against"),
+        (("flash_attn_cute.profile", "--help"), "nsys --help and so on list the options"),
         (("flash_attn_cute.profile", "ncu", "--help"), "usage: python -m flash_attn_cute.profile ncu"),
     ],
 )

@@ -6,6 +6,8 @@ What must lie between two instructions is looked for on every path from the one 
     init-fence       mbarrier.init; fence.mbarrier_init; others are told
     warp             a warp's st.shared, tcgen05.ld and st; bar.warp.sync; an arrival by one of its threads, or a copy
     proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; others are told
+    turn             ld.acquire; fence.proxy.async of global memory; TMA stores or adds bytes; all of them are complete
+                     (cp.async.bulk.wait_group 0); red.release
     load-wait        tcgen05.ld; tcgen05.wait::ld; its registers are computed with, others are told
     store-wait       tcgen05.st; tcgen05.wait::st; others are told, tcgen05.commit
     fence-before     tcgen05.ld and st; tcgen05.fence::before_thread_sync; others are told
@@ -268,6 +270,7 @@ class _Walk:
         if tells_others(x):
             self.check_telling(number, x, state)
         self.warp(number, x, state)
+        self.turn(number, x, state)
         if x.is_a("mbarrier.init"):
             state.setdefault("initialised", number)
         elif x.is_a("fence.mbarrier_init", "fence.proxy.async"):
@@ -277,7 +280,7 @@ class _Walk:
             region = None if address is None else self.kernel.region(address.number)
             if region is not None:
                 state.setdefault(f"proxy {region}", number)
-        elif x.is_a("fence.proxy.async"):
+        elif x.is_a("fence.proxy.async") and "global" not in x.parts:
             for fact in [fact for fact in state if fact.startswith("proxy ")]:
                 del state[fact]
         else:
@@ -313,6 +316,23 @@ class _Walk:
     def reads_shared(self, number: int) -> bool:
         """Whether TMA or tensor cores read shared memory with an instruction."""
         return any(True for _ in self.kernel.regions_read(self.thread, number))
+
+    def turn(self, number: int, x: Instruction, state: _State) -> None:
+        """What lies between waiting for a turn, adding to global memory by TMA, and passing the turn on."""
+        if x.is_a("ld.acquire"):
+            state.setdefault("acquired", number)
+        elif x.is_a("fence.proxy.async") and not any(word.startswith("shared") for word in x.parts):
+            state.pop("acquired", None)
+        elif x.is_a("cp.async.bulk.global", "cp.reduce.async.bulk.global"):
+            if "acquired" in state:
+                self.report(
+                    "turn", number, state.pop("acquired"), "without fence.proxy.async.global behind the load of"
+                )
+            state.setdefault("added", number)
+        elif x.opcode == "cp.async.bulk.wait_group" and x.operands[0].number == 0:
+            state.pop("added", None)
+        elif x.is_a("red.release") and "added" in state:
+            self.report("turn", number, state.pop("added"), "without cp.async.bulk.wait_group 0 behind the addition of")
 
     def unfenced(self, number: int, state: _State, region: int) -> None:
         origin = state.pop(f"proxy {region}")  # once is enough

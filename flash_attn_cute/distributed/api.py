@@ -362,7 +362,13 @@ def context_parallel_attn_varlen_func(
 
 
 def rank_of(group: Group = None) -> int:
-    """The number by which shardings know this process in a group, or in a mesh of one or two dimensions.
+    """The number by which shardings know this process.
+
+    Args:
+        group: a process group (None: all processes), or a mesh of one or two dimensions.
+
+    Returns:
+        Its rank in the group; in a mesh of two dimensions ``i * mesh.size(1) + j`` for process (i, j).
 
     Raises:
         TypeError: neither a process group nor a mesh.
@@ -379,6 +385,9 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         sharding: which rows each rank has.
         group: its ranks; as in ``context_parallel_attn_varlen_func``.
         dim: the dimension of rows.
+
+    Returns:
+        A tensor of x's dtype and device, with the ``total`` rows of the sharding in that dimension.
 
     Raises:
         TypeError: neither a process group nor a mesh.

@@ -163,7 +163,7 @@ def _on_host(name: str, lengths: Lengths) -> tuple[int, ...] | None:
             f"{name}: expected lengths on the host, by which ranks plan what they exchange, "
             f"got a tensor on {lengths.device}"
         )
-    return None if lengths is None else numbers(lengths)
+    return None if lengths is None else numbers(name, lengths)
 
 
 def _statement(call: Call, question: attention.Question, options: Options, backend: str | None) -> dict[str, str]:

@@ -84,7 +84,10 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
         found = [world if group is None else group]
     for member in found:
         if member is None or dist.get_rank(member) < 0:
-            raise ValueError("group: expected one that this process is in")
+            got = (
+                "one without it" if dist.is_initialized() else "none: torch.distributed.init_process_group comes first"
+            )
+            raise ValueError(f"group: expected one that this process is in, got {got}")
     return tuple(found)
 
 

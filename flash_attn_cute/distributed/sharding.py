@@ -196,22 +196,52 @@ class Sharding:
         """The size of the group."""
         return len(self.segments)
 
+    def _of(self, rank: int) -> tuple[Segment, ...]:
+        """The segments of a rank.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")
+        return self.segments[rank]
+
     def offsets(self, rank: int) -> tuple[int, ...]:
         """Where in a rank's own rows each of its segments starts and, last, how many rows it has."""
-        return (0, *itertools.accumulate(s.stop - s.start for s in self.segments[rank]))
+        return (0, *itertools.accumulate(s.stop - s.start for s in self._of(rank)))
 
     def num_rows(self, rank: int) -> int:
         """The rows of a rank."""
         return self.offsets(rank)[-1]
 
     def index(self, rank: int) -> Tensor:
-        """(rows,) int64 on the CPU: which of all packed rows each row of a rank is."""
-        return rows_of((s.start, s.stop) for s in self.segments[rank])
+        """Which of all packed rows each row of a rank is.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+
+        Returns:
+            (rows of the rank,) int64, on the CPU.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
+        return rows_of((s.start, s.stop) for s in self._of(rank))
 
     def positions(self, rank: int) -> Tensor:
-        """(rows,) int64 on the CPU: each row's position in its document, as rotary embeddings want it; padding: 0."""
+        """Each row's position in its document, as rotary embeddings want it.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+
+        Returns:
+            (rows of the rank,) int64, on the CPU; 0 for rows of padding.
+
+        Raises:
+            ValueError: a rank that there is not.
+        """
         positions = self.index(rank)
-        for s, row in zip(self.segments[rank], self.offsets(rank), strict=False):
+        for s, row in zip(self._of(rank), self.offsets(rank), strict=False):
             rows = positions[row : row + s.stop - s.start]
             rows.zero_() if s.document < 0 else rows.sub_(self.cu_seqlens[s.document])
         return positions
@@ -224,12 +254,15 @@ class Sharding:
             rank: whose rows.
             dim: the dimension of rows: 0 of packed tensors, 1 of (batch, rows, ...).
 
+        Returns:
+            A copy of x's dtype and device, with the rank's rows in that dimension.
+
         Raises:
-            ValueError: a tensor of another number of rows.
+            ValueError: a tensor of another number of rows, or a rank that there is not.
         """
         if x.shape[dim] != self.total:
             raise ValueError(f"x: expected {self.total} rows in dimension {dim}, got shape {tuple(x.shape)}")
-        parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self.segments[rank]]
+        parts = [x.narrow(dim, s.start, s.stop - s.start) for s in self._of(rank)]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -240,6 +273,9 @@ class Sharding:
         Args:
             shards: a tensor a rank, as ``shard`` gives them.
             dim: the dimension of rows.
+
+        Returns:
+            A tensor of their dtype and device, with ``total`` rows in that dimension.
 
         Raises:
             ValueError: another number of shards than ranks, or a shard of another number of rows.
@@ -268,14 +304,25 @@ class Sharding:
     ) -> int:
         """The visible (query, key) pairs of a rank's queries, of one head: what balance is measured by.
 
-        Arguments and errors are those of ``balanced``.
+        Other arguments and errors are those of ``balanced``.
+
+        Args:
+            rank: 0 to num_ranks - 1.
+            causal: as in ``balanced``, like all that follow.
+            window_size: (left, right).
+            seqused_q: the real query rows of each document.
+            cu_seqlens_k: the offsets of the keys, if they are not those of the queries.
+            seqused_k: the real keys of each document.
+
+        Returns:
+            Their number.
         """
         window = checked_window(causal, window_size)
         offsets_k = self.cu_seqlens if cu_seqlens_k is None else _check_offsets("cu_seqlens_k", cu_seqlens_k, None)[0]
         used_q = real_lengths("seqused_q", seqused_q, self.cu_seqlens)
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
         area = 0
-        for s in self.segments[rank]:
+        for s in self._of(rank):
             if s.document >= 0:
                 length_q, length_k = used_q[s.document], used_k[s.document]
                 start, stop = (min(row - self.cu_seqlens[s.document], length_q) for row in (s.start, s.stop))
@@ -346,7 +393,7 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     slots = [stop - start for start, stop in itertools.pairwise(offsets)]
     if used is None:
         return tuple(slots)
-    lengths = numbers(used)
+    lengths = numbers(name, used)
     if len(lengths) != len(slots):
         raise ValueError(f"{name}: expected {len(slots)} lengths, got {len(lengths)}")
     for document, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
@@ -355,13 +402,26 @@ def real_lengths(name: str, used: Numbers | None, offsets: Sequence[int]) -> tup
     return lengths
 
 
-def numbers(given: Numbers) -> tuple[int, ...]:
-    """Lengths or offsets as ints."""
-    return tuple(given.tolist() if isinstance(given, Tensor) else map(int, given))
+def numbers(name: str, given: Numbers) -> tuple[int, ...]:
+    """Lengths or offsets as ints.
+
+    Raises:
+        TypeError: something else than a sequence of ints, or than a tensor of one dimension of them.
+    """
+    if isinstance(given, Tensor):
+        listed = given.tolist() if given.ndim == 1 else None
+        got = f"{given.dtype} of shape {tuple(given.shape)}"
+    else:
+        listed = list(given) if isinstance(given, Iterable) else None
+        got = repr(given)
+    found = None if listed is None else [validate.as_int(x) for x in listed]
+    if found is None or any(x is None for x in found):
+        raise TypeError(f"{name}: expected a sequence of ints, or a tensor (n,) of them, got {got}")
+    return tuple(x for x in found if x is not None)
 
 
 def _check_offsets(name: str, given: Numbers, total: int | None) -> tuple[tuple[int, ...], int]:
-    offsets = numbers(given)
+    offsets = numbers(name, given)
     if not offsets:
         raise ValueError(f"{name}: expected the offset of each document and of the end, got none")
     rows = offsets[-1] if total is None else total

@@ -6,6 +6,8 @@
 import torch
 from torch import Tensor
 
+from flash_attn_cute.integrations import check_tensors
+
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
@@ -29,8 +31,7 @@ def unpad_input(
     masks = {"attention_mask": attention_mask}
     if unused_mask is not None:
         masks["unused_mask"] = unused_mask
-    for name, x in (("hidden_states", hidden_states), *masks.items()):
-        _check_tensor(name, x)
+    check_tensors(hidden_states=hidden_states, **masks)
     for name, x in masks.items():
         if x.ndim != 2 or x.shape != hidden_states.shape[:2]:
             raise ValueError(
@@ -63,8 +64,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError: hidden_states or indices is no tensor.
         ValueError: indices of another shape than (total,).
     """
-    _check_tensor("hidden_states", hidden_states)
-    _check_tensor("indices", indices)
+    check_tensors(hidden_states=hidden_states, indices=indices)
     if indices.shape != hidden_states.shape[:1]:
         raise ValueError(f"indices: expected shape ({hidden_states.shape[0]},), got shape {tuple(indices.shape)}")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
@@ -84,11 +84,5 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Raises:
         TypeError: an argument that is no tensor.
     """
-    _check_tensor("input", input)
-    _check_tensor("indices", indices)
+    check_tensors(input=input, indices=indices)
     return input.index_select(0, indices)
-
-
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")

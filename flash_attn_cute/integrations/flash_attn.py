@@ -1,7 +1,8 @@
 """The functions of flash-attn 2, with its arguments in its order; those of flash-attn 3 are keywords.
 
 Replace ``from flash_attn import flash_attn_func`` by
-``from flash_attn_cute.integrations.flash_attn import flash_attn_func``, and so for the others.
+``from flash_attn_cute.integrations.flash_attn import flash_attn_func``, and so for the others. The order of
+flash-attn 3 is that of ``integrations.flash_attn_interface``.
 
 All functions share these arguments:
 
@@ -25,12 +26,14 @@ shape, strides, device or value, and for what is refused. Messages name the argu
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import check_tensors
 
 Window: TypeAlias = tuple[int | None, int | None]
 # ``out``, or ``(out, softmax_lse, None)`` with return_attn_probs=True.
@@ -106,6 +109,7 @@ def flash_attn_func(
     if alibi_slopes is None:
         result = attend(q, k, v, causal=causal, window_size=window_size, return_lse=return_attn_probs)
     else:
+        check_tensors(q=q, k=k, alibi_slopes=alibi_slopes)
         slopes = _check_slopes(alibi_slopes, q, batch=q.shape[0])
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         diagonal = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)
@@ -283,6 +287,7 @@ def flash_attn_varlen_func(
         options: Any = {"causal": causal, "window_size": window_size, "return_lse": return_attn_probs}
         result = attend(q, k, v, seqused_q=seqused_q, **options)
     else:
+        check_tensors(q=q, k=k, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         slopes = _check_slopes(alibi_slopes, q, batch=None)
         lengths_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
         lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -385,11 +390,12 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
-def _refuse(dropout_p: float, attention_chunk: int, sm_margin: int, **absent: Tensor | None) -> None:
-    if dropout_p:
+def _refuse(dropout_p: object, attention_chunk: int, sm_margin: int, **absent: Tensor | None) -> None:
+    if not isinstance(dropout_p, Real) or dropout_p:
+        got = dropout_p if isinstance(dropout_p, Real) else type(dropout_p).__name__
         raise ValueError(
-            f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p} "
-            "(flash-attn 3 has no dropout_p: its arguments behind v go by name here)"
+            f"dropout_p: expected 0.0, dropout is not supported, got {got} (flash-attn 3 has no dropout_p: its order "
+            "of arguments is that of flash_attn_cute.integrations.flash_attn_interface)"
         )
     if attention_chunk:
         raise ValueError(f"attention_chunk: expected 0, chunked attention is not supported, got {attention_chunk}")
@@ -402,16 +408,13 @@ def _refuse(dropout_p: float, attention_chunk: int, sm_margin: int, **absent: Te
 
 def _check_packed(name: str, x: Tensor, shape: str, size: int) -> None:
     dims = shape.count(",") + 1
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    check_tensors(**{name: x})
     if x.ndim != dims or x.shape[-3] != size:
         raise ValueError(f"{name}: expected shape {shape}, got shape {tuple(x.shape)}")
 
 
 def _check_slopes(slopes: Tensor, q: Tensor, batch: int | None) -> Tensor:
     """The slopes as a checked tensor of one dimension (heads) or, in a dense batch, of one or two."""
-    if not isinstance(slopes, Tensor):
-        raise TypeError(f"alibi_slopes: expected a torch.Tensor, got {type(slopes).__name__}")
     if not slopes.is_floating_point():
         raise TypeError(f"alibi_slopes: expected a floating-point dtype, got {slopes.dtype}")
     if slopes.device != q.device:

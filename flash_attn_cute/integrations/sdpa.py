@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import check_tensors
 
 
 def scaled_dot_product_attention(
@@ -50,13 +51,17 @@ def scaled_dot_product_attention(
     """
     if dropout_p:
         raise ValueError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask: expected None or a torch.Tensor, got {type(attn_mask).__name__}")
+    if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask: expected None or a torch.Tensor, got {type(attn_mask).__name__}")
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(
+                f"attn_mask: expected bool (True = may attend) or a floating-point dtype, got {attn_mask.dtype}"
+            )
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: expected None with is_causal=True, got both")
+    check_tensors(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         if x.ndim < 3:
             raise ValueError(f"{name}: expected shape (..., nheads, rows, d), got shape {tuple(x.shape)}")
         if not enable_gqa and x.shape[-3] != query.shape[-3]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import check_tensors
 
 # Of Transformer Engine's names for a mask: is it causal, and if so, aligned to the bottom right. In thd the lengths
 # always count, so that a name says the same with "padding" and without.
@@ -73,13 +74,16 @@ def thd_attention(
             window_size where a mask is aligned to the top left and cu_seqlens_kv is not cu_seqlens_q. Messages about
             tensors name the arguments of ``flash_attn_cute.flash_attn_varlen_func``.
     """
-    name = attn_mask_type.replace(",", "_")
+    name = attn_mask_type.replace(",", "_") if isinstance(attn_mask_type, str) else None
     if name not in _MASKS:
         raise ValueError(f"attn_mask_type: expected one of {', '.join(_MASKS)}, got {attn_mask_type!r}")
     causal, bottom_right = _MASKS[name]
+    if window_size is not None and (not isinstance(window_size, (tuple, list)) or len(window_size) != 2):
+        raise ValueError(f"window_size: expected None or a pair (left, right), got {window_size!r}")
     left, right = (-1, -1) if window_size is None else window_size
     if not causal and (left, right) == (-1, 0):
         right = -1
+    check_tensors(query_layer=query_layer, key_layer=key_layer, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     attend = partial(
         api.flash_attn_varlen_func,
         query_layer,

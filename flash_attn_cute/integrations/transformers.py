@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import check_tensors
 
 NAME = "flash_attn_cute"
 
@@ -81,6 +82,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object = None,
+    output_attentions: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
@@ -106,6 +108,7 @@ def attend(
         position_bias: broadcastable to (batch, nheads, seqlen_q, seqlen_k), added to the scores. Not together with
             packed sequences.
         cache: None; transformers' paged caches are not supported.
+        output_attentions: not True; the weights are never in memory.
         cu_seq_lens_q: (sequences + 1,), offsets of packed sequences in the rows of all entries of the batch. With the
             next three, it counts and attention_mask does not.
         cu_seq_lens_k: likewise of key and value.
@@ -127,6 +130,11 @@ def attend(
         )
     if cache is not None:
         raise ValueError(f"cache: expected None, paged caches are not supported, got {type(cache).__name__}")
+    if output_attentions:
+        raise ValueError(
+            "output_attentions: expected False, as attention weights are never in memory, got True; "
+            "attn_implementation='eager' returns them"
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is None and causal and (attention_mask is None or attention_mask.dtype == torch.int32):
@@ -142,7 +150,9 @@ def attend(
     }
     band: dict[str, Any] = {"causal": causal, "window_size": (side, side)}
     offsets: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    is_packed = all(x is not None for x in offsets)
+    is_packed = any(x is not None for x in offsets)
+    if is_packed:
+        _check_offsets(*offsets)
     rows = None if is_packed or attention_mask is None or attention_mask.dtype != torch.int32 else attention_mask
     if rows is not None and position_bias is not None:
         attention_mask = _keys_of_rows(rows, q, k, causal)
@@ -300,6 +310,20 @@ def _rows(keys: tuple[Tensor, Tensor, int], queries: tuple[Tensor, Tensor, int],
     ]
     rows = torch.stack(columns, 1).to(torch.int32)
     return rows[:, None, None].expand(-1, 1, longest, -1)
+
+
+def _check_offsets(*offsets: object) -> None:
+    """Checks what batches are packed by.
+
+    Raises:
+        TypeError: offsets that are no tensor.
+        ValueError: not all four of the arguments, without which sequences would see each other.
+    """
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    for name, x in zip(names, offsets, strict=True):
+        if x is None:
+            raise ValueError(f"{name}: expected all of {', '.join(names)} or none, got None")
+    check_tensors(**dict(zip(names[:2], offsets, strict=False)))
 
 
 def _check_has_no_window(module: nn.Module) -> None:

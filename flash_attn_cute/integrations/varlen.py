@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import check_tensors
 
 
 class AuxRequest(Protocol):
@@ -69,6 +70,7 @@ def varlen_attn(
         raise ValueError(
             f"block_table: expected None, paged keys and values are not supported, got {type(block_table).__name__}"
         )
+    check_tensors(query=query, key=key)
     if not enable_gqa and query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"key: expected the {query.shape[-2]} heads of query (fewer need enable_gqa=True), got {key.shape[-2]}"

@@ -77,7 +77,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         for architecture, name in itertools.product(_on_all_gpus(chosen.architecture), _passes(chosen)):
             if name == "bias_gradient" and not features.bias:
                 continue
-            if name == "backward" and not chosen.passes and max(d, d_v) > architecture.max_head_dim_backward:
+            if name == "backward" and not chosen.passes and not architecture.has_gradients(features):
                 continue
             configure = architecture.passes[name].configure
             options: list[dict[str, int]] = [{}]
@@ -186,16 +186,16 @@ def parser() -> argparse.ArgumentParser:
         default=[1],
         help="query heads of a key head, for kernels of few queries; 1 for those of many (default: 1)",
     )
-    for option, names, default in (
-        ("--passes", PASSES, []),
-        ("--dtypes", _DTYPES, ["bfloat16"]),
-        ("--masks", tuple(MASKS), ["full", "causal"]),
-        ("--layouts", LAYOUTS, list(LAYOUTS)),
-        ("--features", FEATURES, []),
+    for option, one, names, default in (
+        ("--passes", "PASS", PASSES, []),
+        ("--dtypes", "DTYPE", _DTYPES, ["bfloat16"]),
+        ("--masks", "MASK", tuple(MASKS), ["full", "causal"]),
+        ("--layouts", "LAYOUT", LAYOUTS, list(LAYOUTS)),
+        ("--features", "FEATURE", FEATURES, []),
     ):
         none = "all that there are" if option == "--passes" else "none"
         text = f"out of {', '.join(names)} (default: {' '.join(default) or none})"
-        warming.add_argument(option, nargs="+", choices=names, metavar=option[2:-1].upper(), default=default, help=text)
+        warming.add_argument(option, nargs="+", choices=names, metavar=one, default=default, help=text)
     warming.add_argument(
         "--jobs",
         type=positive,

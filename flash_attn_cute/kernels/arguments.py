@@ -85,8 +85,8 @@ class BlockArguments(NamedTuple):
 
     mSpans: Annotated[Any, _TABLE]  # (lists, first entry and how many)
     mEntries: Annotated[Any, _TABLE]  # (entries, block and tile; backward also the turn)
-    mTiles: Annotated[Any, _TABLE]  # (tiles, 128 queries, 4 words)
-    mBits: Annotated[Any, Argument(BITS, when="features.block_mask")]  # room for the same in the order of registers
+    mTiles: Annotated[Any, replace(_TABLE, kind=replace(INTS, align=16))]  # (tiles, 128 queries, 4 words)
+    mBits: Annotated[Any, Argument(BITS, when="reorders_bits")]  # room for the same in the order of registers
 
 
 class ForwardNumbers(NamedTuple):

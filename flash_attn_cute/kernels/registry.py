@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
-from flash_attn_cute.kernels.features import PassName
+from flash_attn_cute.kernels.features import Features, PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
 
@@ -21,9 +21,10 @@ class Pass(NamedTuple):
     # From dtype's name, d, d_v and ``Features`` (forward also group=, backward keys=, how many a sequence has, of a
     # bias's gradient split=, and target= where an architecture has several) to a configuration: a frozen dataclass with
     # the attributes dtype, tile_d, features and target (what it is compiled for), whose class tells its
-    # ``architecture`` and ``pass_name``. Backends read more: tile_m and tile_n; persistent, group and parts() (forward;
-    # the latter under a mask); ctas_a_tile, sums_heads, reverses_last and workspace_size() (backward), whose features
-    # say whether its kernel writes a bias's gradient; mask_tile (of that gradient).
+    # ``architecture`` and ``pass_name``. Backends read more: tile_m and tile_n; reorders_bits; persistent, group and
+    # parts() (forward; the latter under a mask); ctas_a_tile, sums_heads, reverses_last and workspace_size()
+    # (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that
+    # gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
@@ -42,10 +43,13 @@ class Architecture(NamedTuple):
     dtypes: tuple[str, ...]
     max_head_dim: int
     passes: dict[PassName, Pass]
-    max_head_dim_backward: int  # of d and d_v, as far as there are gradients
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
-    lacking: tuple[str, ...] = ()  # names of features of calls that it does not serve
+    lacking_backward: tuple[str, ...] = ()  # names of features of calls that it has no gradients of
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
+
+    def has_gradients(self, features: Features) -> bool:
+        """Whether it has a backward pass for calls with these features."""
+        return not any(getattr(features, name.lower()) for name in self.lacking_backward)
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
         """The same with kernels for GPUs of one compute capability, where it has several."""
@@ -69,7 +73,6 @@ ARCHITECTURES = {
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
                 ),
             },
-            max_head_dim_backward=max(sm90.HEAD_DIMS),
         ),
         Architecture(
             name="sm100",
@@ -80,9 +83,8 @@ ARCHITECTURES = {
                 "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
             },
-            max_head_dim_backward=sm100.MAX_HEAD_DIM_BACKWARD,
             num_sms=148,  # a B200
-            lacking=sm100.LACKING,
+            lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU
         ),
     )

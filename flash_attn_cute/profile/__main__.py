@@ -1,21 +1,22 @@
-"""What attention spends its time on, by NVIDIA's profilers.
+"""What attention spends its time on, by NVIDIA's profilers and PyTorch's.
 
     python -m flash_attn_cute.profile nsys -- python train.py   a timeline of a command, with ranges around every pass
     python -m flash_attn_cute.profile ncu -- python train.py    one launch of a kernel in it: pipes, stalls, memory
     python -m flash_attn_cute.profile nsys --causal             the same of attention alone, of a shape that options
     python -m flash_attn_cute.profile ncu --causal --hot 20     choose
+    python -m flash_attn_cute.profile timeline --causal         a picture of it by PyTorch's profiler, or of a trace
     python -m flash_attn_cute.profile workload --causal         that attention, without a profiler
 
-nsys --help, ncu --help and workload --help list the options.
+nsys --help and so on list the options.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from flash_attn_cute.profile import ncu, nsys, workload
+from flash_attn_cute.profile import ncu, nsys, timeline, workload
 
-_TOOLS = {"nsys": nsys.main, "ncu": ncu.main, "workload": workload.main}
+_TOOLS = {"nsys": nsys.main, "ncu": ncu.main, "timeline": timeline.main, "workload": workload.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

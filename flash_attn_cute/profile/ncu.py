@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("build/profiles/kernel.ncu-rep"), help="%(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/profiles/kernel.ncu-rep"), help="the report's file (%(default)s)"
+    )
     parser.add_argument("--kernel", metavar="REGEX", default="Sm90", help="of its name (%(default)s: this package's)")
     parser.add_argument(
         "--hot", type=workload.positive, default=0, metavar="N", help="list the N instructions with most samples"

@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("build/profiles/timeline.nsys-rep"), help="%(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/profiles/timeline.nsys-rep"), help="the report's file (%(default)s)"
+    )
     workload.add_options(parser)
     workload.add_calls(parser)
     parser.set_defaults(direction="both")

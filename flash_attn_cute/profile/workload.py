@@ -24,7 +24,7 @@ from flash_attn_cute.profile.machine import Unavailable, require_gpu
 
 DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = ("forward", "backward", "both")
-_WARM_UP_CALLS = 3
+WARM_UP_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,13 @@ def run(workload: Workload, calls: int, device: torch.device) -> None:
         ValueError: what the package says of arguments that it does not serve.
     """
     driver = None if device.type == "cpu" else machine.cuda_driver()
-    step = _step(workload, device)
+    call = step(workload, device)
     with profiling.span("warm-up"):
-        for _ in range(_WARM_UP_CALLS):
-            step()
+        for _ in range(WARM_UP_CALLS):
+            call()
     with _profiled(driver, device), profiling.span("profiled calls"):
         for _ in range(calls):
-            step()
+            call()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _step(workload: Workload, device: torch.device) -> Callable[[], object]:
+def step(workload: Workload, device: torch.device) -> Callable[[], object]:
+    """One call of a workload, in its direction, on random normal inputs."""
     forward_only = workload.direction == "forward"
     rows = (sum(workload.documents),) if workload.documents else (workload.batch, workload.seqlen)
 

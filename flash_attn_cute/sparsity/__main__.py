@@ -4,7 +4,7 @@
 
 draws which blocks a mask shows, the turns in which key blocks add to dQ, and when the CTAs of a model of the backward
 pass work on which of them. With ``--against default --out window.gif`` the same pass moves under both orders. It needs
-matplotlib: ``pip install flash-attn-cute[plot]``.
+matplotlib: ``pip install matplotlib``.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _animate(mask, options)
     except ImportError as error:
-        print(f"{error}; pictures need matplotlib: pip install flash-attn-cute[plot]", file=sys.stderr)
+        print(f"{error}; pictures need matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
     print(f"{mask}\n{options.out}")
     return 0

@@ -406,6 +406,9 @@ class BlockMask:
         Its function is evaluated on its partial blocks alone, and never compiled. Its orders of additions to dQ are not
         taken: see ``with_order``.
 
+        Args:
+            mask: a ``torch.nn.attention.flex_attention.BlockMask``.
+
         Raises:
             TypeError: something else.
         """
@@ -457,8 +460,9 @@ class BlockMask:
         Args:
             order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
                 processing time); ``"permutation"``, found for this mask by list scheduling on a model of the device;
-                ``"auto"``, of all these the one that takes that model the least time. Or a tensor of key blocks as they
-                are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
+                ``"auto"``, of all these the one that takes that model the least time, but for masks whose constructors
+                tell that the default waits for little: these keep it, and one sum of dQ. Or a tensor of key blocks as
+                they are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
                 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1. Passes that add
                 in no order launch them the other way round, so that long tiles come first.
             group: query heads of a key head, if the mask is one of query heads: those share an order.
@@ -478,6 +482,8 @@ class BlockMask:
             raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order not in launch.NAMES:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
+        elif order == "auto" and self._node.is_regular:
+            order = "default"
         return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None) -> BlockMask:
@@ -554,10 +560,17 @@ class BlockMask:
         return 1 - (told.full + told.partial) / told.blocks if told.blocks else 0.0
 
     def plot(self, *, batch: int = 0, head: int = 0) -> Any:
-        """A matplotlib figure of one batch entry and head: blocks, their turns, and the timeline of a model.
+        """A picture of one batch entry and head: blocks, their turns, and the timeline of a model.
+
+        Args:
+            batch: which entry.
+            head: which head, of those that the mask has.
+
+        Returns:
+            A ``matplotlib.figure.Figure``; ``savefig`` writes it.
 
         Raises:
-            ImportError: matplotlib is missing (``pip install flash-attn-cute[plot]``).
+            ImportError: matplotlib is missing (``pip install matplotlib``).
             ValueError: a batch entry or head that there is not.
         """
         from flash_attn_cute.sparsity import plot

@@ -88,6 +88,11 @@ def _funnel(low: Array, high: Array, count: Array) -> Array:
     return ((both << (count & 31).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
 
+def _funnel_right(low: Array, high: Array, count: Array) -> Array:
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    return (both >> (count & 31).astype(np.uint64)).astype(np.uint32)
+
+
 def _bit_mask(start: Array, count: Array) -> Array:
     both = zip(start.tolist(), count.tolist(), strict=True)
     return np.array([((1 << min(n, 32)) - 1 << min(first, 32)) & 0xFFFFFFFF for first, n in both], np.uint32)
@@ -193,6 +198,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "rem.s32": _plain(lambda a, b: a - _divide(a, b) * b),
     "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
     "neg": _plain(operator.neg),
+    "abs": _plain(np.abs),
     "not": _plain(operator.inv),
     "and": _plain(operator.and_),
     "or": _plain(operator.or_),
@@ -202,6 +208,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "shl": _shift,
     "shr": _shift,
     "shf.l.wrap.b32": _plain(_funnel),
+    "shf.r.wrap.b32": _plain(_funnel_right),
     "bmsk.clamp": lambda s: s.compute(s.operands, ["u32"] * 2, _bit_mask),
     "popc": lambda s: s.compute(
         s.operands, ["u32"], lambda x: np.array([bin(n).count("1") for n in x.tolist()], np.uint32)

@@ -44,6 +44,8 @@ def load(s: Statement) -> Effect:
         return load_parameter
     place = _words(s, s.operands[1], len(targets))
     wider = (np.int64 if s.kind[0] == "s" else np.uint64) if is_wide and s.kind[1:] == "32" else None
+    if s.kind == "b8":  # no register is so narrow
+        wider = np.uint16
 
     def load_words(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)

@@ -12,6 +12,8 @@ from tests.ptx.program import Program
 from tests.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Name, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
+_MOST_IDLE = 1000  # rounds one after the other in which nobody does more than poll
+_MOST_BETWEEN_POLLS = 50  # instructions of a loop that does no more
 
 
 _Place = tuple[int, Name]  # the rank of a CTA, and who of it
@@ -41,8 +43,8 @@ class _Schedule:
             self.engines[cta.rank, "stores"] = functools.partial(tma.store, cta), cta.stores
             self.engines[cta.rank, "products"] = advance, cta.products
 
-    def run(self) -> Iterator[None]:
-        """Until all warps have returned; others may come between.
+    def run(self) -> Iterator[bool]:
+        """Until all warps have returned; others may come between. Says each time whether there was more than polling.
 
         Raises:
             FaultError: something that no GPU would do, or a deadlock.
@@ -53,7 +55,8 @@ class _Schedule:
             with np.errstate(all="ignore"):
                 able = {place: warp for place, warp in self.warps.items() if self._can_go_on(warp)}
                 busy = {place: run for place, (run, work) in self.engines.items() if len(work)}
-                behind = self.lagging if not self.lagging >= able.keys() | busy.keys() else set()
+                working = busy.keys() | {place for place, warp in able.items() if not warp.polls}
+                behind = self.lagging if not self.lagging >= working else set()
                 ready = [place for place in able if place not in behind]
                 engines = [run for place, run in busy.items() if place not in behind]
                 if engines and (not ready or self.draw.random() < eagerness):
@@ -66,7 +69,7 @@ class _Schedule:
                 else:
                     waiting = {place: warp.waits_for for place, warp in self.warps.items() if not warp.is_done}
                     raise FaultError(f"deadlock: {waiting}")
-            yield
+            yield bool(working)
 
     def _end(self, cta: Cta) -> None:
         """Of a CTA, if the last of its warps has returned."""
@@ -110,6 +113,7 @@ class _Schedule:
                 except Exception as error:
                     raise FaultError(f"warp {warp.index}, {text}: {error}") from error
                 if kind == "poll" or ("mbarrier.arrive" in text and (warp.cta.rank, warp.index) in self.lagging):
+                    warp.polls = kind == "poll"
                     break  # somebody else may be able to go on now
             elif kind == "branch":
                 self._put(warp, what, chosen)
@@ -125,12 +129,15 @@ class _Schedule:
                 place, lanes = self._furthest_behind(warp)
             else:
                 converged(mask)
+                warp.polls = False
                 self._wait(warp, kind, what)
                 if warp.waits_for is not None:
                     break
             if warp.places and place >= min(warp.places):  # others are no longer ahead
                 self._put(warp, place, lanes)
                 place, lanes = self._furthest_behind(warp)
+        else:
+            warp.polls = warp.polls and instructions < _MOST_BETWEEN_POLLS
         self._put(warp, place, lanes)
 
     def _put(self, warp: Warp, place: int, lanes: Array) -> None:
@@ -189,9 +196,8 @@ def run(
         num_ctas: how many.
         draw: decides whose turn it is.
         bytes_shared: shared memory of a CTA.
-        lagging: those that go on only when nobody else of their cluster can; None: drawn. Nobody may where warps wait
-            in loops for what others write into global memory.
-        ctas_a_cluster: how many of them follow each other in a cluster.
+        lagging: those that go on only when nobody else of their cluster can, but for polling; None: drawn.
+        ctas_a_cluster: how many CTAs follow each other in a cluster.
 
     Raises:
         FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
@@ -203,13 +209,16 @@ def run(
             shared = np.full(bytes_shared, 0xFF, np.uint8)
             cluster.ctas.append(Cta(cluster, rank, first + rank, num_ctas, params, memory, shared, tensors, draw))
         clusters.append(_Schedule(program, cluster, draw, lagging).run())
-    count = 0
+    rounds = idle = 0
     while clusters:
-        cluster_run = draw.choice(clusters)
+        running = draw.choice(clusters)
         for _ in range(draw.choice((1, 20, 400))):
-            count += 1
-            if next(cluster_run, cluster_run) is cluster_run:
-                clusters.remove(cluster_run)
+            works = next(running, None)
+            if works is None:
+                clusters.remove(running)
                 break
-        if count > _MOST_ROUNDS:
+            rounds, idle = rounds + 1, 0 if works else idle + 1
+            if not works:
+                break
+        if rounds > _MOST_ROUNDS or idle > _MOST_IDLE:
             raise FaultError("no end: some threads wait in a loop for what does not come")

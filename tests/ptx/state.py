@@ -160,6 +160,7 @@ class Warp:
     held: set[int] = field(default_factory=set)  # places where lanes wait for the others of the warp
     waits_for: tuple[str, int, int] | None = None
     is_done: bool = False
+    polls: bool = False  # whether it does no more than look for what others write
     open_group: list["Copy"] = field(default_factory=list)  # of stores
     groups: list[list["Copy"]] = field(default_factory=list)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived

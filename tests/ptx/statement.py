@@ -10,7 +10,9 @@ from tests.ptx.state import PARAM_PITCH, PARAMS, Array, Effect, FaultError, Mask
 from tools.ptx import Instruction, Operand
 
 TYPES: dict[str, Any] = {
-    "b16": np.uint16,
+    "b8": np.uint8,
+    **dict.fromkeys(("b16", "u16"), np.uint16),
+    "s16": np.int16,
     "f16": np.float16,
     **dict.fromkeys(("b32", "u32"), np.uint32),
     **dict.fromkeys(("b64", "u64"), np.uint64),

@@ -40,6 +40,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
 _MAX_TABLE = 2**31  # numbers of a block mask's table
+_TILES_ALIGN = 16  # bytes, of its bits
 _LOG2_E = math.log2(math.e)
 _NO_SCORES = plan.ScoreLayout()
 _NO_BLOCKS = BlockArguments(None, None, None, None)
@@ -51,7 +52,7 @@ class CuteBackend:
     def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
         self.architecture = architecture
         self.name = architecture.name
-        self.features = frozenset(Feature) - {Feature[name] for name in architecture.lacking}
+        self.features = frozenset(Feature)
         # Explains calls as on a machine with the architecture's usual GPU, and runs none.
         self._is_supposed = is_supposed
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
@@ -91,8 +92,8 @@ class CuteBackend:
 
     def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
         """See ``Backend.gradient_limits``."""
-        widest, dims = self.architecture.max_head_dim_backward, {"d": spec.head_dim, "d_v": spec.head_dim_v}
-        return tuple(f"{name} = {d} (gradients: up to {widest})" for name, d in dims.items() if d > widest)
+        lacking = {Feature[name] for name in self.architecture.lacking_backward}
+        return tuple(feature.value for feature in spec.required if feature in lacking)
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
@@ -586,7 +587,9 @@ def _blocks(spans: Tensor, entries: Tensor, tiles: Tensor, config: Any) -> Block
         entries = entries.new_zeros(1, entries.shape[1])
     if not len(tiles):
         tiles = tiles.new_zeros(1, *tiles.shape[1:])
-    bits = tiles.new_empty(len(tiles) * config.mask_tile.words_a_block)
+    if tiles.data_ptr() % _TILES_ALIGN:
+        tiles = tiles.clone()
+    bits = tiles.new_empty(len(tiles) * config.mask_tile.words_a_block) if config.reorders_bits else None
     return BlockArguments(spans.flatten(), entries.flatten(), tiles.flatten(), bits)
 
 

@@ -141,7 +141,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
     at_once = max(1, _CACHE_BYTES_FORWARD // max(1, bytes_a_head)) * (heads // spec.nheads_k)
     heads_in_cache = _in_equal_sections(heads * math.prod(shapes.q[:-3]), at_once)
-    queries = config.tile_m // config.group
+    queries = config.mask_tile.queries
     tiles_q = max(1, shapes.q[-3] // queries + shapes.num_sequences) if shapes.packed else -(-shapes.q[-3] // queries)
     sharing = _sharing(spec, shapes, heads, tiles_q)
     numbers = ForwardNumbers(**_numbers(spec, shapes, sharing), heads_in_cache=heads_in_cache, num_sms=num_sms)

@@ -68,6 +68,14 @@ def bit_mask(start: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type
 
 
 @dsl_user_op
+def shifted_right(low: Int32, high: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """The lower word of two, which are one number, shifted by so many bits, fewer than 32."""
+    operands = [Int32(x) for x in (low, high, count)]
+    where = {"loc": loc, "ip": ip}
+    return Int32(_assembly(T.i32(), operands, "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", False, where))
+
+
+@dsl_user_op
 def sleep(nanoseconds: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Lets other warps go on, for about so long."""
     _assembly(None, [], f"nanosleep.u32 {nanoseconds};", "~{memory}", True, {"loc": loc, "ip": ip})

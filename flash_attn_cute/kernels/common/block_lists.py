@@ -18,6 +18,15 @@ from cutlass import Int32, Int64, const_expr
 WHOLE, UNSEEN = -1, -2  # in the place of where a block's bits are
 
 
+class Tables(NamedTuple):
+    """What a mask says to a forward kernel."""
+
+    mLists: cute.Tensor  # (list, first entry and how many)
+    mEntries: cute.Tensor  # (entry, block of keys and its code), of its configuration's ``blocks_an_entry``
+    mCodes: cute.Tensor | None  # (list, block of keys); a block mask has none
+    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
+
+
 class Sharing(NamedTuple):
     """How many lists there are, or rows of codes: over the batch, heads and tiles; 1 where all share them.
 

@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing
+from flash_attn_cute.kernels.common.block_lists import BlockList, Sharing, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
@@ -66,8 +66,8 @@ class QueryTiles:
         return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
 
     @cute.jit
-    def at(self, a: ForwardArguments, mLists: cute.Tensor | None, index: Int32) -> QueryTile:
-        """What tile ``index`` is. ``mLists``: under a mask, (list, first entry and how many)."""
+    def at(self, a: ForwardArguments, tables: Any, index: Int32) -> QueryTile:
+        """What tile ``index`` is. ``tables``: what ``listed`` is to know of a mask, if there is one."""
         c, queries = self.config, self.queries
         packed = c.features.packed
         # Packed, all heads of a tile come together.
@@ -83,15 +83,29 @@ class QueryTiles:
             k = rows_of(a.mK, None, None, batch)
         num_queries = cutlass.min(q.length - work.first_row, queries)
         if const_expr(c.features.listed):
-            first, num = Int32(0), Int32(0)
-            if num_queries > 0:
-                number = Sharing.of(a.numbers).number(batch, work.head, work.listed(packed, queries))
-                first, num = mLists[number, 0], mLists[number, 1]
-            blocks = BlockList(first * c.blocks_an_entry, num * c.blocks_an_entry)
+            blocks = self.listed(a, tables, work, q, batch, num_queries)
         else:
             window = Window.of(c.features, a, q.length, k.length)
             blocks = Blocks.of(work.first_row, num_queries, k.length, window, c.tile_n, direction=-1)
         return QueryTile(first_query=work.first_row, head=work.head, batch=batch, q=q, k=k, blocks=blocks)
+
+    @cute.jit
+    def listed(
+        self,
+        a: ForwardArguments,
+        tables: Tables,
+        work: tiles.WorkTile,
+        q: SeqRows,
+        batch: Int32,
+        num_queries: Int32,
+    ) -> BlockList:
+        """The list of a tile; an empty one, if it has no queries."""
+        first, num = Int32(0), Int32(0)
+        if num_queries > 0:
+            row = work.listed(self.config.features.packed, self.queries)
+            number = Sharing.of(a.numbers).number(batch, work.head, row)
+            first, num = tables.mLists[number, 0], tables.mLists[number, 1]
+        return BlockList(first * self.config.blocks_an_entry, num * self.config.blocks_an_entry)
 
     def is_work(self, tile: QueryTile) -> Boolean:
         """Whether somebody has to take a tile: rows that only pad are work if they are to be zeroed."""

@@ -3,15 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Case, Features, PassName
+from flash_attn_cute.kernels.mask_tile import MaskTile
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
 # that a call lacks with zeros.
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that no kernel serves yet
+LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -37,6 +39,7 @@ class ForwardConfig:
     pass_name: ClassVar[PassName] = "forward"
     persistent: ClassVar[bool] = True  # a CTA works on many tiles
     group: ClassVar[int] = 1  # query heads that are rows of one tile
+    reorders_bits: ClassVar[bool] = False  # of a block mask
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -55,20 +58,44 @@ class ForwardConfig:
         return self.q_parts * PART_ROWS
 
     @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: a part of a tile, whose lists that walks over, and a block."""
+        return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)
+
+    @property
+    def blocks_an_entry(self) -> int:
+        """Of a list: those of a block mask are of 128 keys."""
+        return BLOCK // self.tile_n if self.features.block_mask else 1
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
+        return self.mask_tile.parts_with_lists(lists, blocks)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a part may see nothing of a block that the tile walks over, and gets no products of it."""
+        return self.features.listed and self.q_parts > 1
+
+    @property
     def blocks_ahead(self) -> int:
         """Blocks whose scores are begun before the output of one is: two products of scores are under way."""
         return 2 // self.q_parts
 
     @property
     def polynomial_every(self) -> int:
-        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200."""
-        return 8 if self.target == TARGETS[10, 0] else 0
+        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
+
+        Nor are there any with a bias, which takes longer to read than weights to compute, and registers.
+        """
+        return 8 if self.target == TARGETS[10, 0] and not self.features.bias else 0
 
     @property
     def registers(self) -> Registers:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
+        if self.features.listed:  # who walks over lists has more to keep
+            return Registers(softmax=200, epilogue=72, others=40)
         return Registers(softmax=200, epilogue=72, others=40)
 
     # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
@@ -98,6 +125,9 @@ class ForwardConfig:
 
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
 TILE_STAGES = 2  # tiles that roles have been told of
+ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
+WINDOW = 32  # blocks of keys that a walk over lists looks at together
+WALK_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
 
 
 class _ForwardTile(NamedTuple):
@@ -136,12 +166,10 @@ def forward_config(
     """The configuration that serves a call.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
-
-    Raises:
-        ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features)
     del group
+    # Every thread reads its row of a bias, by words, wherever it is.
+    features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
@@ -149,7 +177,7 @@ def forward_config(
         target=target,
         dtype=dtype,
         tile_d=tile.tile_d,
-        features=features.of_pass("forward"),
+        features=features,
         tile_dv=columns_v,
         q_parts=tile.q_parts,
         tile_n=tile.tile_n,
@@ -163,12 +191,6 @@ def forward_config(
 
 def _tile_columns(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
-
-
-def _refuse_lacking(features: Features) -> None:
-    lacking = [name.lower() for name in LACKING if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that the sm100 kernels lack, got {', '.join(lacking)}")
 
 
 class BackwardRegisters(NamedTuple):
@@ -189,12 +211,16 @@ class BackwardConfig(BackwardSizes):
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
     counts_additions: ClassVar[bool] = True
+    reorders_bits: ClassVar[bool] = False
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
-    tile_d: int  # 64 or 128
+    tile_d: int  # one of ``HEAD_DIMS``
     features: Features
-    tile_m: int  # queries a block: as many as tensor memory has lanes
+    tile_dv: int  # columns of v, one of ``HEAD_DIMS``
+    tile_m: int  # queries a block: as many as tensor memory has lanes, or half of them
+    # Over the queries that see a tile: 1, or 2, of which the first sums dV and the second dK, in the same place.
+    walks: int
     kv_stages: int  # tiles of keys and values in shared memory
     q_stages: int  # blocks of Q in shared memory
     do_stages: int  # and of dO
@@ -212,7 +238,9 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def registers(self) -> BackwardRegisters:
-        """512 in sum, at most, over four warpgroups: who drains dQ holds a row of it."""
+        """512 in sum, at most, over four warpgroups: who drains dQ holds a row of a product."""
+        if self.tile_m < PART_ROWS:
+            return BackwardRegisters(drain=112, compute=160, others=80)
         if self.tile_d == 64:
             return BackwardRegisters(drain=96, compute=168, others=80)
         if self.ctas_a_tile == 2:
@@ -221,64 +249,107 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def counters(self) -> tuple[int, int]:
-        """One a CTA, which has some rows of a block of queries; of keys one a warpgroup that computes."""
-        return self.ctas_a_tile, self.ctas_a_tile * COMPUTE_WARPGROUPS
+        """One a CTA, which has some rows of a block of queries.
+
+        Of keys one a warpgroup that computes, and a walk, at whose end they are added.
+        """
+        return self.ctas_a_tile, self.ctas_a_tile * self.walks * COMPUTE_WARPGROUPS
 
     @property
     def reverses_last(self) -> bool:
         """Where that pays."""
         return REVERSES_LAST.fits(self.features)
 
+    @property
+    def queries(self) -> int:
+        """Of a block, that a warpgroup computes with."""
+        return self.tile_m // COMPUTE_WARPGROUPS
+
     # The map of tensor memory. Weights and gradients of scores, of 16 bits, lie where their scores, or gradients of
     # weights, have been: those of each warpgroup in the first half of its own columns.
 
     first_S: ClassVar[int] = 0
-    first_dV: ClassVar[int] = SCORE_COLUMNS
+
+    @property
+    def first_dV(self) -> int:
+        """The first column of dV."""
+        return self.tile_m
 
     @property
     def first_dP(self) -> int:
         """The first column of the gradients of weights."""
-        return self.first_dV + self.tile_d
+        return self.first_dV + self.tile_dv
 
     @property
     def first_dK(self) -> int:
         """The first column of dK."""
-        return self.first_dP + SCORE_COLUMNS
+        return self.first_dP + self.tile_m if self.walks == 1 else self.first_dV
+
+    # A block of as many queries as there are lanes has dQ as one product, a query a lane. One of half as many has it
+    # transposed, in parts: a column of dQ a lane.
 
     @property
-    def dQ_over_dP(self) -> bool:
-        """Whether dQ takes the place of the gradients of scores that it is computed from."""
-        return self.ctas_a_tile == 1 and self.first_dK + 2 * self.tile_d > TENSOR_COLUMNS
+    def transposes_dQ(self) -> bool:
+        """Whether lanes are columns of dQ."""
+        return self.tile_m < PART_ROWS
 
     @property
-    def first_dQ(self) -> int:
-        """The first column of dQ. That of a pair takes the place of scores, between the weights of two warpgroups."""
-        if self.ctas_a_tile == 2:
-            return self.first_S + SCORE_COLUMNS // 4
-        return self.first_dP if self.dQ_over_dP else self.first_dK + self.tile_d
+    def parts_dQ(self) -> int:
+        """Products that dQ is."""
+        return -(-self.tile_d // PART_ROWS) if self.transposes_dQ else 1
 
     @property
     def columns_dQ(self) -> int:
-        """Of tensor memory, that dQ has.
+        """Of tensor memory, that each of them takes.
 
         A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's.
         """
-        return self.tile_d // self.ctas_a_tile
+        return self.tile_m if self.transposes_dQ else self.tile_d // self.ctas_a_tile
+
+    def first_row_dQ(self, part: int) -> int:
+        """The column of dQ that is a part's first lane. The last one of 192 columns begins with some of the first's."""
+        return min(part * PART_ROWS, self.tile_d - PART_ROWS)
+
+    @property
+    def _end(self) -> int:
+        """The column behind all but dQ."""
+        return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
+
+    @property
+    def dQ_over_dP(self) -> bool:
+        """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
+        return self.ctas_a_tile == 1 and self._end + self.parts_dQ * self.columns_dQ > TENSOR_COLUMNS
+
+    def first_dQ(self, part: int = 0) -> int:
+        """The first column of dQ, or of one of its parts.
+
+        That of a pair takes the place of scores, between the weights of two warpgroups.
+        """
+        if self.ctas_a_tile == 2:
+            return self.first_S + SCORE_COLUMNS // 4
+        if self.dQ_over_dP:
+            return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
+        return self._end + part * self.columns_dQ
 
     @property
     def piece_columns(self) -> int:
-        """Of tensor memory, that a piece of dQ has in shared memory."""
+        """Of tensor memory, or, if dQ is transposed, queries, that a piece of dQ has in shared memory."""
         return 32 // self.ctas_a_tile
 
     @property
     def pieces_dQ(self) -> int:
-        """In which a CTA's dQ goes through shared memory."""
-        return self.columns_dQ // self.piece_columns
+        """In which a CTA's part of a block of dQ goes through shared memory."""
+        return self.tile_d // self.ctas_a_tile // self.piece_columns
 
     @property
     def pieces_dK(self) -> int:
-        """Of 64 columns, in which dK leaves, and dV."""
+        """Of 64 columns, in which dK leaves."""
         return self.tile_d // O_COLUMNS
+
+    @property
+    def pieces_dV(self) -> int:
+        """And dV."""
+        return self.tile_dv // O_COLUMNS
 
     @property
     def bytes_shared(self) -> int:
@@ -287,11 +358,12 @@ class BackwardConfig(BackwardSizes):
         A CTA of a pair has half of Q and of dO, by rows, and again by columns, half of the pair's K by columns as well,
         and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
         """
-        keys, queries = 2 * self.kv_stages * PART_ROWS, (self.q_stages + self.do_stages) * self.tile_m
-        numbers = (keys + queries) * self.tile_d + PART_ROWS * self.tile_m
+        keys = self.kv_stages * PART_ROWS * (self.tile_d + self.tile_dv)
+        queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
+        numbers = keys + queries + PART_ROWS * self.tile_m
         if self.ctas_a_tile == 2:
             numbers += PART_ROWS * self.tile_d + PART_ROWS * self.tile_m // 2
-        return 2 * numbers + 4 * DQ_STAGES * PART_ROWS * self.piece_columns + _BARRIERS_AND_STATS
+        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * self.piece_columns + _BARRIERS_AND_STATS
 
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
@@ -299,9 +371,12 @@ DQ_STAGES = 2  # pieces of dQ in shared memory
 
 
 class _BackwardTile(NamedTuple):
-    """A row of the backward kernel's table."""
+    """A row of the backward kernels' table."""
 
     tile_d: int
+    tile_dv: int
+    tile_m: int
+    walks: int
     kv_stages: int
     q_stages: int
     do_stages: int
@@ -310,14 +385,18 @@ class _BackwardTile(NamedTuple):
     case: Case = Case()
 
 
-# The first row that fits is chosen. Pairs of CTAs pay from so many keys on, by the model of the pipelines: of shorter
-# sequences too much of the last tile of 256 keys may be empty, and under a right bound a tile's first steps see too
-# little of it. Of a left bound the model knows nothing.
+# The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
+# walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
+# on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under a
+# right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
 _BACKWARD_TILES = (
-    _BackwardTile(64, 2, 2, 2),
-    _BackwardTile(128, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
-    _BackwardTile(128, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
-    _BackwardTile(128, 1, 2, 1),
+    _BackwardTile(64, 64, 128, 1, 2, 2, 2),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
+    _BackwardTile(128, 128, 128, 1, 1, 2, 1),
+    _BackwardTile(192, 128, 64, 1, 1, 2, 2),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 2),
+    _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 
 
@@ -327,27 +406,21 @@ def backward_config(
     """The configuration that serves a call whose sequences have so many keys, on average.
 
     Raises:
-        ValueError: features, or head dimensions, that no kernel serves yet.
+        ValueError: features that no kernel serves yet.
     """
-    _refuse_lacking(features)
-    columns = _tile_columns(max(head_dim, head_dim_v))
-    fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.keys <= keys and t.case.fits(features))
-    tile = next(fitting, None)
-    if tile is None:
-        raise ValueError(f"head_dim: expected at most {MAX_HEAD_DIM_BACKWARD}, got {max(head_dim, head_dim_v)}")
+    lacking = [name.lower() for name in LACKING_BACKWARD if getattr(features, name.lower())]
+    if lacking:
+        raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
+    columns_v = _tile_columns(head_dim_v)
+    columns = max(_tile_columns(head_dim), columns_v)
+    fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
+    tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
+    del tile["keys"], tile["case"]
     config = BackwardConfig(
         target=target,
         dtype=dtype,
         features=replace(features.of_pass("backward"), deterministic=True),
-        tile_m=PART_ROWS,
-        tile_d=tile.tile_d,
-        kv_stages=tile.kv_stages,
-        q_stages=tile.q_stages,
-        do_stages=tile.do_stages,
-        ctas_a_tile=tile.ctas_a_tile,
+        **tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY
     return config
-
-
-MAX_HEAD_DIM_BACKWARD = max(tile.tile_d for tile in _BACKWARD_TILES)

@@ -30,6 +30,7 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
     stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
     added     1       a unit         1, commit of O; only of one part  nobody: the next unit's weights come behind it
+    entries   8       a block        1, producer; only under a mask    4 a part, softmax; of two parts also 1, mma: read
 
 Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
 multiplied, and the epilogue writes zeros by itself.
@@ -60,9 +61,21 @@ What is read or overwritten by another proxy or thread, and what orders it:
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 Weights and references are in ``softmax``. Windows and sequence ends are looked at only in blocks that an edge crosses
-for the part (``Blocks``); blocks that a part does not see at all get weights of zero without being read. Tiles of
-packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as zeros, so
-NaN behind it cannot reach P V, and are not written.
+for the part (``Blocks``); blocks that a part does not see at all get weights of zero without being read.
+
+Under a mask or a block mask each part of 128 queries has a list of the blocks that it sees (``common.block_lists``),
+and its tile walks over all that are in one of them (``list_walk``): what both see is loaded once, as in other tiles,
+and where neighbouring parts see different blocks no part computes what it does not see. The producer tells of each
+block which it is, and of each part whether it sees it, and where the bits are that hide some of it. Of a part that does
+not see it the mma warp leaves the products out, and softmax the weights; all else, commits and arrivals, goes on, so
+that units are counted as ever. O of a part begins with the first block that it sees. A thread's bits are the four words
+of its row, 16 bytes, which it asks for while it waits for scores; intervals of keys beside a block mask (packed
+sequences, windows) it writes into these words.
+
+A bias is read by the softmax threads, each its own row (``scores.BiasRow``), and added to scores where they are.
+
+Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a sequence's end read as
+zeros, so NaN behind it cannot reach P V, and are not written.
 """
 
 from dataclasses import dataclass
@@ -71,27 +84,39 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.assembly import bit_mask, opaque
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile, QueryTiles
+from flash_attn_cute.kernels.common.mask_tiles import RowTables
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import (
+    ENTRY_STAGES,
     O_COLUMNS,
     PART_ROWS,
     TILE_STAGES,
+    WALK_FIELDS,
     ForwardConfig,
 )
 from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transposed
-from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
+from flash_attn_cute.kernels.sm100.scores import (
+    BiasRow,
+    add_bias_in_memory,
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+)
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
 _EPILOGUE_WARPS = 8  # the first; softmax warps are before
@@ -112,7 +137,7 @@ class ForwardSm100:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.tiles = QueryTiles(config)
+        self.row_tables = RowTables(config)
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
 
@@ -137,14 +162,22 @@ class ForwardSm100:
             O=make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        ctas = cutlass.min(self.tiles.num(a), a.numbers.num_sms)
-        self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, scales).launch(
+        tables = self.row_tables(a, stream)
+        ctas = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms)
+        self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, tables, scales).launch(
             grid=[ctas, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def kernel(
-        self, mmas: _Mmas, tma: Tma, mO: cute.Tensor, mLSE: cute.Tensor, a: ForwardArguments, scales: ScoreScales
+        self,
+        mmas: _Mmas,
+        tma: Tma,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        a: ForwardArguments,
+        tables: Tables | None,
+        scales: ScoreScales,
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
         c = self.config
@@ -153,6 +186,8 @@ class ForwardSm100:
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         rings = Rings.at(c, storage.barriers.data_ptr())
+        layout_of_entries = cute.make_layout((1 + c.q_parts, ENTRY_STAGES))
+        layout_of_walk = cute.make_layout((WALK_FIELDS, c.q_parts))
         frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
         shared = Shared(
             sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
@@ -160,13 +195,15 @@ class ForwardSm100:
             sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
             sO=None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
             tiles=storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
+            entries=storage.entries.get_tensor(layout_of_entries) if const_expr(c.features.listed) else None,
+            walk=storage.walk.get_tensor(layout_of_walk) if const_expr(c.features.listed) else None,
             stats=storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),
             rings=rings,
             holder=storage.holder.data_ptr(),
         )
         if warp_idx < 4 * c.q_parts:
             cute.arch.setmaxregister_increase(c.registers.softmax)
-            self.softmax(a, shared, scales, warp_idx // 4, thread)
+            self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
         elif warp_idx < _EPILOGUE_WARPS:
             cute.arch.setmaxregister_decrease(c.registers.none)
         elif warp_idx < frame.MMA_WARP:
@@ -177,7 +214,7 @@ class ForwardSm100:
             if warp_idx == frame.MMA_WARP:
                 self.mma(mmas, shared)
             elif warp_idx == frame.PRODUCER_WARP:
-                self.producer(a, tma, shared)
+                self.producer(a, tables, tma, shared)
         frame.end(shared, warp_idx)
 
     @cute.jit
@@ -185,7 +222,7 @@ class ForwardSm100:
         """One warp: issues all products, those of a block's scores ahead of those with the weights before it."""
         c, tiles = self.config, shared.rings.tiles
         products = _Products.of(c, mmas, shared)
-        progress = _Progress(c.blocks_ahead)
+        progress = _Progress(c.blocks_ahead, c.q_parts)
         step = Int32(0)
         tiles.wait_full(step)  # from the producer
         while shared.tiles[0, tiles.stage(step)] >= 0:
@@ -226,6 +263,7 @@ class ForwardSm100:
         position = positions[-1]
         ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
         k, v, q, o = progress.k[0], progress.v[0], progress.q[0], progress.o[0]
+        is_seen, has_O = progress.is_seen, progress.has_O
         for part in cutlass.range_constexpr(c.q_parts):
             if position >= 0:
                 if const_expr(part == 0):
@@ -235,10 +273,20 @@ class ForwardSm100:
                 if position == 0:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
-                products.start_O(unit, v, part, (0, most), position > 0)
+                if const_expr(c.leaves_out):
+                    accumulates = position > 0 and has_O[part] != 0
+                    if is_seen[part] != 0:
+                        products.start_O(unit, v, part, (0, most), accumulates)
+                    has_O[part] = Int32(accumulates or is_seen[part] != 0)
+                else:
+                    products.start_O(unit, v, part, (0, most), position > 0)
                 rings.scores.wait_empty(unit + 2)  # from softmax warps: the others are, too
                 tensor_memory.after_sync()
-                products.start_O(unit, v, part, (most, steps), Boolean(True))
+                if const_expr(c.leaves_out):
+                    if is_seen[part] != 0:
+                        products.start_O(unit, v, part, (most, steps), Boolean(True))
+                else:
+                    products.start_O(unit, v, part, (most, steps), Boolean(True))
                 if const_expr(c.q_parts == 1):
                     commit(rings.added.full(v))  # to softmax warps
                 if ends_tile:
@@ -251,7 +299,17 @@ class ForwardSm100:
                     rings.k.wait_full(k)  # from the producer
                 if i == 0:
                     rings.q.wait_full(q + part)  # from the producer
-                products.start_S(unit, k, part)
+                if const_expr(c.leaves_out):
+                    if const_expr(part == 0):
+                        rings.entries.wait_full(k)  # from the producer
+                    seen = shared.entries[1 + part, rings.entries.stage(k)] != UNSEEN
+                    is_seen[part] = Int32(seen)
+                    if const_expr(part == c.q_parts - 1):
+                        rings.entries.release(k)  # to the producer
+                    if seen:
+                        products.start_S(unit, k, part)
+                else:
+                    products.start_S(unit, k, part)
                 commit(rings.scores.full(unit))  # to the part's softmax warps
                 if is_last:
                     commit(rings.q.empty(q + part))  # to the producer
@@ -266,11 +324,20 @@ class ForwardSm100:
             progress.positions[j] = [i, *positions][j]
 
     @cute.jit
-    def softmax(self, a: ForwardArguments, shared: Shared, scales: ScoreScales, part: Int32, thread: Int32) -> None:
+    def softmax(
+        self,
+        a: ForwardArguments,
+        tables: Tables | None,
+        shared: Shared,
+        scales: ScoreScales,
+        part: Int32,
+        thread: Int32,
+    ) -> None:
         """A warpgroup: a part of every tile's queries, one a thread, from scores to weights."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        rows = _Rows(a, shared, scales, RowSoftmax(scales.log2, c.polynomial_every), part, thread, address)
+        online = RowSoftmax(scales.log2, c.polynomial_every, is_natural=c.features.bias)
+        rows = _Rows(a, tables, shared, scales, online, part, thread, address)
         block_step, step, stats_step = Int32(0), Int32(0), part
         rings.tiles.wait_full(step)  # from the producer
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
@@ -293,10 +360,16 @@ class ForwardSm100:
     def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:
         """Scores of a tile's i-th block to weights, in their place. Tiles and blocks are counted for the whole CTA."""
         c, ring = self.config, rows.shared.rings.scores
-        block = rows.tile(c, step).blocks.nth(i)
-        visible = rows.visible_blocks(c, step)
-        is_seen = block >= visible.start and block < visible.stop
-        is_cut = visible.crosses_left(block) or visible.crosses_right(block)
+        if const_expr(c.features.bias):
+            step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
+        if const_expr(c.features.listed):
+            block, code, words = rows.told_of_entry(c, step, block_step)
+            is_seen, is_cut = code != UNSEEN, rows.hides(c, code, words)
+        else:
+            block, words = rows.tile(c, step).blocks.nth(i), None
+            visible = rows.visible_blocks(c, step)
+            is_seen = block >= visible.start and block < visible.stop
+            is_cut = visible.crosses_left(block) or visible.crosses_right(block)
         unit = c.q_parts * block_step + rows.part
         place = rows.address + c.first_S(ring.stage(unit))
 
@@ -306,12 +379,18 @@ class ForwardSm100:
         if is_seen:
             if const_expr(c.features.softcap):
                 rows.cap(c, place)
+            if const_expr(c.features.bias):
+                rows.add_bias(c, step, block, place)
             if is_cut:
-                rows.hide(c, step, block, place)
+                if const_expr(c.features.listed):
+                    hide_by_bits_in_memory(place, rows.scales.log2, words)
+                else:
+                    rows.hide(c, step, block, place)
             scores = [partial(tensor_memory.load, place + first, _COLUMNS) for first in range(0, c.tile_n, _COLUMNS)]
             rows.softmax.step(scores, store, partial(rows.rescale, c, unit), hand_over, self.dtype)
         else:
-            store(0, [Int32(0)] * (c.tile_n // 2))
+            if const_expr(not c.features.listed):
+                store(0, [Int32(0)] * (c.tile_n // 2))
             hand_over()
         tensor_memory.before_sync()
         ring.release(unit)  # to the mma warp
@@ -320,7 +399,7 @@ class ForwardSm100:
 class _Progress:
     """Of the mma warp: counts over all tiles of the CTA, in registers."""
 
-    def __init__(self, blocks_ahead: int) -> None:
+    def __init__(self, blocks_ahead: int, q_parts: int) -> None:
         # Blocks whose scores, and whose output, have been begun; parts of Q that scores and outputs are done with.
         self.k, self.v, self.q, self.o = (cute.make_rmem_tensor(1, Int32) for _ in range(4))
         for counter in (self.k, self.v, self.q, self.o):
@@ -328,6 +407,10 @@ class _Progress:
         # Of blocks whose output is yet to be begun, from the last one: which of their tile's blocks; -1: there is none.
         self.positions = cute.make_rmem_tensor(blocks_ahead, Int32)
         self.positions.fill(-1)
+        # Where a part's products can be left out: whether it sees the last block; whether its O has been begun.
+        self.is_seen, self.has_O = (cute.make_rmem_tensor(q_parts, Int32) for _ in range(2))
+        for flags in (self.is_seen, self.has_O):
+            flags.fill(0)
 
 
 @dataclass(frozen=True)
@@ -378,6 +461,7 @@ class _Rows:
     """A softmax warpgroup's rows of a tile, one a thread, and what weighs them."""
 
     arguments: ForwardArguments
+    tables: Tables | None
     shared: Shared
     scales: ScoreScales
     softmax: RowSoftmax
@@ -400,9 +484,55 @@ class _Rows:
         window = Window.of(config.features, self.arguments, tile.q.length, tile.k.length)
         return Blocks.of(first_row, num_rows, tile.k.length, window, config.tile_n)
 
+    @cute.jit
+    def told_of_entry(
+        self, config: cutlass.Constexpr, step: Int32, block_step: Int32
+    ) -> tuple[Int32, Int32, list[Int32]]:
+        """A block that the producer has told of, what the part's list says of it, and the row's bits, 32 keys each."""
+        ring = self.shared.rings.entries
+        ring.wait_full(block_step)  # from the producer
+        block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
+        ring.release(block_step)  # to it
+        bits = cute.make_rmem_tensor(config.mask_tile.words, Int32)
+        bits.fill(-1)
+        if code >= 0:
+            cute.autovec_copy(self.tables.mBits[Int64(code), 0, self.thread, None], bits)
+        words = [bits[w] for w in range(config.mask_tile.words)]
+        if const_expr(config.features.intervals):
+            tile = self.tile(config, step)
+            row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
+            seen = cute.make_rmem_tensor(2, Int32)
+            number = tile.batch * tile.q.length + row
+            cute.autovec_copy(cute.local_tile(self.arguments.mSeen, (2,), (number,)), seen)
+            for w in cutlass.range_constexpr(config.mask_tile.words):
+                first, end = (seen[j] - (block * config.tile_n + 32 * w) for j in range(2))
+                first = cutlass.max(first, 0)
+                words[w] = words[w] & bit_mask(first, cutlass.max(end - first, 0))
+        return block, code, words
+
+    @cute.jit
+    def hides(self, config: cutlass.Constexpr, code: Int32, words: list[Int32]) -> Boolean:
+        """Whether some row of the warp does not see all of a block."""
+        is_cut = code >= 0
+        if const_expr(config.features.intervals):
+            every = words[0]
+            for w in cutlass.range_constexpr(1, len(words)):
+                every = every & words[w]
+            is_cut = cute.arch.vote_any_sync(every != -1)
+        return is_cut
+
     def cap(self, config: ForwardConfig, place: Int32) -> None:
         """Puts a block's scores behind tanh, where they are in tensor memory."""
         cap_in_memory(place, config.tile_n, self.scales.tanh)
+
+    def add_bias(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
+        """Adds the row's bias to a block's scores, where they are in tensor memory."""
+        f, tile = config.features, self.tile(config, step)
+        tensors = ScoreTensors.of(f, self.arguments)
+        row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
+        mRow = tensors.of_sequence(tensors.bias, tile.q, tile.batch)[tile.head, row, None]
+        bias = BiasRow.of(mRow, tile.k.length, f.strided_bias)
+        add_bias_in_memory(place, config.tile_n, self.scales.bias, bias, block * config.tile_n)
 
     def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
         """Hides a block's scores from a row that does not see them, where they are in tensor memory."""

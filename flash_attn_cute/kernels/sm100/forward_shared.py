@@ -9,11 +9,13 @@ from cutlass import Float32, Int32, Int64
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
+    ENTRY_STAGES,
     O_COLUMNS,
     O_STAGES,
     PART_ROWS,
     SHARED_MEMORY,
     TILE_STAGES,
+    WALK_FIELDS,
     ForwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
@@ -52,11 +54,14 @@ class Rings(RingSet):
     outputs: Ring
     stats: Ring
     added: Ring | None = None  # with one part
+    entries: Ring | None = None  # under a mask
 
     @staticmethod
     def stages(config: ForwardConfig) -> dict[str, int]:
         """Of each, by its name."""
         c = config
+        added = {"added": 1} if c.q_parts == 1 else {}
+        entries = {"entries": ENTRY_STAGES} if c.features.listed else {}
         return {
             "tiles": TILE_STAGES,
             "q": c.q_parts,
@@ -66,7 +71,9 @@ class Rings(RingSet):
             "weights": 2,
             "outputs": c.q_parts,
             "stats": c.q_parts,
-        } | ({"added": 1} if c.q_parts == 1 else {})
+            **added,
+            **entries,
+        }
 
     def init(self, config: ForwardConfig) -> None:
         """Before all else, by one thread."""
@@ -81,17 +88,23 @@ class Rings(RingSet):
         self.stats.init(full=4, empty=epilogue)
         if self.added is not None:
             self.added.init(full=1, empty=1)  # a commit
+        if self.entries is not None:
+            self.entries.init(full=1, empty=softmax + (mma if config.leaves_out else 0))
 
 
 def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     num_barriers = 2 * sum(Rings.stages(config).values())
+    num_entries = (1 + config.q_parts) * ENTRY_STAGES if config.features.listed else 0
+    num_fields = WALK_FIELDS * config.q_parts if config.features.listed else 0
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
         tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
+        entries: cute.struct.MemRange[Int32, num_entries]
+        walk: cute.struct.MemRange[Int32, num_fields]
         stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -111,6 +124,8 @@ class Shared:
     sV: cute.Tensor  # (tile_n, d_v, stage)
     sO: cute.Tensor | None  # (128, 64, stage); None, if O leaves through the place of Q
     tiles: cute.Tensor  # (field, tile stage)
+    entries: cute.Tensor | None  # (block and its code for each part, stage), under a mask
+    walk: cute.Tensor | None  # (field, part), the producer's, under a mask
     stats: cute.Tensor  # (row, sum and reference, part)
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins

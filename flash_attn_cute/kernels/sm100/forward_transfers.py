@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import pack
+from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.tma import RowTiles
@@ -15,6 +16,7 @@ from flash_attn_cute.kernels.common.weights import finished
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
+from flash_attn_cute.kernels.sm100.list_walk import ListedTiles, ListWalk
 from flash_attn_cute.kernels.sm100.mma import write_row
 
 _BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
@@ -35,18 +37,19 @@ class Producer:
 
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.tiles = QueryTiles(config)
+        self.tiles = ListedTiles(config) if config.features.listed else QueryTiles(config)
 
     @cute.jit
-    def __call__(self, a: ForwardArguments, tma: Tma, shared: Shared) -> None:
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: Shared) -> None:
         """All tiles of the CTA; one of no sequence ends the work of the others."""
         c, rings = self.config, shared.rings
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
         num_tiles = self.tiles.num(a)
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
+        walk = ListWalk.of(c, tables, shared.walk) if const_expr(c.features.listed) else None
         while index < num_tiles:
-            tile = self.tiles.at(a, None, index)
+            tile = self.tiles.at(a, walk, index)
             index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
             if self.tiles.is_work(tile):
                 rings.tiles.wait_empty(step)  # from all other roles: they are done with the stage's last tile
@@ -54,23 +57,42 @@ class Producer:
                     tile.write(shared.tiles[None, rings.tiles.stage(step)])
                     cute.arch.mbarrier_arrive(rings.tiles.full(step))
                 step += 1
+                if const_expr(c.features.listed):
+                    cute.arch.sync_warp()  # it is written
+                k_start = tile.k.start
                 for i in cutlass.range(tile.blocks.num, unroll=1):
-                    start = tile.blocks.nth(i) * c.tile_n
-                    stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
-                    start += tile.k.start
-                    head_k = tile.head // heads_a_key_head
-                    gK = tma.K.at(start, stop, head_k, tile.batch)
+                    block, told = tile.blocks.nth(i), tile
+                    if const_expr(c.features.listed):
+                        block, codes = walk.nth(i)
+                        self._tell_of_entry((block, *codes), shared, block_step)
+                        # Beside the walk registers are short, so that what the tile is is read again.
+                        told = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
+                    start = block * c.tile_n
+                    stop = k_start + cutlass.min(start + c.tile_n, told.k.length)
+                    start += k_start
+                    head_k = told.head // heads_a_key_head
+                    gK = tma.K.at(start, stop, head_k, told.batch)
                     self._load(tma.K, gK, shared.sK, rings.k, block_step)
                     if i == 0:
-                        self._load_Q(tile, tma.Q, shared, q_step)
+                        self._load_Q(told, tma.Q, shared, q_step)
                         q_step += c.q_parts
-                    gV = tma.V.at(start, stop, head_k, tile.batch)
+                    gV = tma.V.at(start, stop, head_k, told.batch)
                     self._load(tma.V, gV, shared.sV, rings.v, block_step)
                     block_step += 1
         rings.tiles.wait_empty(step)
         with cute.arch.elect_one():
             shared.tiles[0, rings.tiles.stage(step)] = Int32(-1)
             cute.arch.mbarrier_arrive(rings.tiles.full(step))
+
+    @cute.jit
+    def _tell_of_entry(self, values: tuple[Int32, ...], shared: Shared, step: Int32) -> None:
+        """Tells the others which block the next one is, and what the lists of the parts say of it."""
+        ring = shared.rings.entries
+        ring.wait_empty(step)  # from softmax and mma warps: they have read the stage's last entry
+        with cute.arch.elect_one():
+            for i, value in enumerate(values):
+                shared.entries[i, ring.stage(step)] = value
+            cute.arch.mbarrier_arrive(ring.full(step))
 
     @cute.jit
     def _load_Q(self, tile: QueryTile, tQ: RowTiles, shared: Shared, step: Int32) -> None:
@@ -146,7 +168,7 @@ class Epilogue:
         sink = None
         if const_expr(a.mSink is not None):
             sink = a.mSink[tile.head].to(Float32)
-        factor, lse = finished(total, reference, sink, is_natural=False)
+        factor, lse = finished(total, reference, sink, is_natural=c.features.bias)
         if first_row + thread < stop:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
@@ -188,6 +210,8 @@ class Epilogue:
             for first in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
                 some = tensor_memory.load(address + (piece * O_COLUMNS + first), _COLUMNS)
                 rO = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+                if const_expr(c.leaves_out):  # nothing may have been multiplied: anything may stand there
+                    some = [cutlass.select_(factor != 0.0, x, Float32(0.0)) for x in some]
                 packed = cute.recast_tensor(rO, Int32)
                 for i in cutlass.range_constexpr(_COLUMNS // 2):
                     packed[i] = pack(some[2 * i] * factor, some[2 * i + 1] * factor, self.dtype)

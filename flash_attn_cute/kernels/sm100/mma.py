@@ -41,7 +41,7 @@ def transposed(x: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: cutlass.Constexpr) -> None:
+def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 | int) -> None:
     """Numbers of 16 bits into a row of a swizzled tile of 64 columns, which begins at a multiple of 1024 bytes.
 
     Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits. The

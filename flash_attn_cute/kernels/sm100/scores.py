@@ -1,13 +1,17 @@
-"""Scores of one row a thread: capped and hidden. The arithmetic is ``common.score``'s.
+"""Scores of one row a thread: capped, biased and hidden. The arithmetic is ``common.score``'s.
 
-Rows are queries, or in the backward pass keys. Both are seldom or never asked for, so they read scores from where they
+Rows are queries, or in the backward pass keys. All are seldom or never asked for, so they read scores from where they
 are in tensor memory, and write them back: registers are short.
 """
 
-import cutlass
-from cutlass import Float32, Int32
+from dataclasses import dataclass
+from typing import Any
 
-from flash_attn_cute.kernels.common.assembly import bit_mask
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import capped, hidden, visible_columns
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -45,7 +49,12 @@ def hide(
         stop = cutlass.select_(row < num_rows, stop, Int32(0))
     # A word of bits: comparisons one by one take longer, and the compiler keeps them all for when the same scores are
     # read again.
-    visible, nothing = bit_mask(start, cutlass.max(stop - start, 0)), hidden(scale_log2)
+    return hide_by_bits(scores, scale_log2, bit_mask(start, cutlass.max(stop - start, 0)))
+
+
+def hide_by_bits(scores: list[Float32], scale_log2: Float32, visible: Int32) -> list[Float32]:
+    """Scores of 32 columns, but those whose bits are 0, by selection."""
+    nothing = hidden(scale_log2)
     return [cutlass.select_(visible & 1 << i != 0, score, nothing) for i, score in enumerate(scores)]
 
 
@@ -67,8 +76,99 @@ def hide_in_memory(
     edges: Edges,
     num_rows: Int32 | None = None,
 ) -> None:
-    """Hides scores: those of a thread's row in some columns from ``place`` on. Arguments as of ``hide``."""
+    """Hides scores that an edge does: those of a thread's row in some columns from ``place`` on, as ``hide``."""
     for first in range(0, columns, _COLUMNS):
         scores = tensor_memory.load(place + first, _COLUMNS)
         some = hide(scores, scale_log2, row, first_column + first, num_columns, window, edges, num_rows)
         tensor_memory.store(place + first, some)
+
+
+def hide_by_bits_in_memory(place: Int32, scale_log2: Float32, words: list[Int32]) -> None:
+    """Hides scores whose bits are 0: those of a thread's row in columns from ``place`` on, 32 a word."""
+    for i, word in enumerate(words):
+        scores = tensor_memory.load(place + i * _COLUMNS, _COLUMNS)
+        tensor_memory.store(place + i * _COLUMNS, hide_by_bits(scores, scale_log2, word))
+
+
+@dataclass(frozen=True)
+class BiasRow:
+    """A thread's row of a bias in global memory, wherever it begins, and whatever the distance of its elements.
+
+    It is read by words of 32 bits and vectors of them that hold some of the row, so that they are in memory which the
+    tensor has a part of. Behind the last key stands anything.
+    """
+
+    address: Int64  # of the first element
+    step: Int64  # bytes from one element to the next
+    num_columns: Int32  # at least 1
+    dtype: cutlass.Constexpr
+    is_strided: cutlass.Constexpr  # whether elements may be apart
+
+    @staticmethod
+    def of(mRow: cute.Tensor, num_columns: Int32, is_strided: bool) -> "BiasRow":
+        """That of a vector."""
+        dtype: Any = mRow.element_type
+        step = Int64(mRow.stride[0]) * (dtype.width // 8)
+        return BiasRow(mRow.iterator.toint(), step, num_columns, dtype, is_strided)
+
+    @property
+    def at_once(self) -> int:
+        """Columns that are read together: of elements that are apart fewer, whose addresses take registers."""
+        return _COLUMNS // 2 if self.is_strided else _COLUMNS
+
+    @cute.jit
+    def columns(self, first: Int32) -> list[Float32]:
+        """``at_once`` of them; by all of a warp."""
+        if const_expr(self.is_strided):
+            return [self._element(first + i) for i in range(self.at_once)]
+        size, last = self.dtype.width // 8, self.num_columns - 1
+        num_words = self.at_once * size // 4
+        start = self.address + Int64(first) * size
+        words = cute.make_rmem_tensor(num_words + 4, Int32)
+        words.fill(0)
+        shift = Int32(start & 3)  # bytes
+        if cute.arch.vote_all_sync(Int32(start & 15) == 0 and first + self.at_once <= self.num_columns):
+            vectors = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=16)
+            vectors = cute.make_tensor(vectors, cute.make_layout(num_words))
+            for i in cutlass.range_constexpr(num_words // 4):
+                cute.autovec_copy(cute.local_tile(vectors, (4,), (i,)), cute.local_tile(words, (4,), (i,)))
+        else:
+            last_word = (last - first) * size + shift >> 2  # that holds some of the last element
+            for i in cutlass.range_constexpr(num_words + (size < 4)):
+                words[i] = _word(start - shift + 4 * Int64(cutlass.min(Int32(i), last_word)))
+        if const_expr(size == 4):
+            return [words[i].bitcast(Float32) for i in range(self.at_once)]
+        pairs = [shifted_right(words[i], words[i + 1], 8 * shift) for i in range(num_words)]
+        return [unpack(pairs[i // 2], i % 2, self.dtype) for i in range(self.at_once)]
+
+    def _element(self, column: Int32) -> Float32:
+        address = self.address + Int64(cutlass.min(column, self.num_columns - 1)) * self.step
+        word = _word(address & -4)
+        if self.dtype.width == 32:
+            return word.bitcast(Float32)
+        low, high = (unpack(word, i, self.dtype) for i in range(2))
+        return cutlass.select_((address & 2) != 0, high, low)
+
+
+def _word(address: Int64) -> Int32:
+    pointer: Any = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+@cute.jit
+def add_bias_in_memory(
+    place: Int32, columns: cutlass.Constexpr, scale: Float32, row: cutlass.Constexpr, first_column: Int32
+) -> None:
+    """Adds a bias to scores, times a scale: those of a thread's row in some columns from ``place`` on.
+
+    Args:
+        place: in tensor memory.
+        columns: of the block.
+        scale: what products are multiplied by, or what is behind tanh.
+        row: of the bias.
+        first_column: the position of the block's first key.
+    """
+    for first in cutlass.range(0, columns, row.at_once, unroll=1):
+        bias = row.columns(first_column + first)
+        scores = tensor_memory.load(place + first, row.at_once)
+        tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, bias, strict=True)])

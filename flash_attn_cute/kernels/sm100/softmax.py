@@ -8,6 +8,10 @@ of a block's weights sum to little, and no exponent of the others is large, the 
 are computed.
 (FlashAttention-4 looks for every maximum, and spares the rescaling of O while it grows by little.)
 
+A bias can be so large (-1e9, or the lowest number of a dtype, which many take for -inf) that its product with log2(e),
+or the rounding of it, is too large for a weight. So with a bias a reference is kept as the score is, natural, and a
+large one is subtracted first: that takes an instruction more a pair, so such rows are not weighed in advance.
+
 Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
 hold.
 """
@@ -20,10 +24,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
-from flash_attn_cute.kernels.common.weights import MAX_SUM
+from flash_attn_cute.kernels.common.score import LOG2_E
+from flash_attn_cute.kernels.common.weights import MAX_SUM, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
+_LARGE = 2.0**16  # of a reference: up to it the rounding of its product with log2(e) is below 1 %, and cancels
 _MAX_EXPONENT = 5.0  # of weights of the last quarter: they sum to no more than MAX_SUM either
 
 Scores = Callable[[], list[Float32]]
@@ -32,8 +38,9 @@ Scores = Callable[[], list[Float32]]
 class RowSoftmax:
     """The running reference of a thread's row, -inf until it has seen a key, and the sum of its weights."""
 
-    def __init__(self, scale_log2: Float32, polynomial_every: int):
+    def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool):
         self.scale_log2 = scale_log2
+        self.is_natural = is_natural  # the reference; the scale is positive then
         self.polynomial_every = polynomial_every  # as many pairs of weights; 0: none
         self.reference = cute.make_rmem_tensor(1, Float32)
         self.total = cute.make_rmem_tensor(1, Float32)
@@ -67,8 +74,8 @@ class RowSoftmax:
         added, fits, is_done = Float32(0.0), Boolean(False), Boolean(False)
         if has_seen:
             # A row that has seen nothing, its reference being -inf, has no finite weights here.
-            weights, added = self._weigh(self._exponents(most, self.reference[0]), dtype)
-            exponents = list(self._exponents([last], self.reference[0]))
+            weights, added = self._weigh(self._exponents(most, self.reference[0], in_advance=True), dtype)
+            exponents = list(self._exponents([last], self.reference[0], in_advance=True))
             fits = added <= MAX_SUM and _largest(x for pair in exponents for x in pair) <= _MAX_EXPONENT
             is_done = cute.arch.vote_all_sync(fits)
             if is_done:
@@ -82,7 +89,7 @@ class RowSoftmax:
             reference = cutlass.select_(fits, earlier, self._peak(scores, earlier))
             # A row that has still seen nothing gets weights of exp2(-inf - 0).
             shift = cutlass.select_(reference != -Float32.inf, reference, Float32(0.0))
-            correction = cute.math.exp2(earlier - shift, fastmath=True)
+            correction = cute.math.exp2(to_base_2(earlier - shift, self.is_natural), fastmath=True)
             self._raise(reference, correction)
             weights, added = self._weigh(self._exponents(most, shift), dtype)
             store(0, weights)
@@ -100,15 +107,26 @@ class RowSoftmax:
 
     def _peak(self, scores: list[Scores], peak: Float32) -> Float32:
         """The largest of the scores and another number."""
-        return cute.arch.fmax(peak, _largest(score * self.scale_log2 for read in scores for score in read()))
+        factor = Float32(1.0) if self.is_natural else self.scale_log2
+        return cute.arch.fmax(peak, _largest(score * factor for read in scores for score in read()))
 
-    def _exponents(self, scores: list[Scores], shift: Float32) -> Iterator[Pair]:
+    def _exponents(self, scores: list[Scores], shift: Float32, in_advance: bool = False) -> Iterator[Pair]:
         """Scores, scaled, less a shift; each piece is read when it is its turn."""
+        first = None  # what is subtracted before the rest
+        if self.is_natural:
+            is_large = cute.arch.fmax(shift, -shift) > _LARGE
+            if in_advance:  # NaN: no sum that fits
+                shift = cutlass.select_(is_large, Float32.nan, shift) * LOG2_E
+            else:
+                first = cutlass.select_(is_large, -shift, Float32(0.0))
+                shift = cutlass.select_(is_large, Float32(0.0), shift) * LOG2_E
         for read in scores:
             some = read()
             for i in range(0, len(some), 2):
-                scale = (self.scale_log2, self.scale_log2)
-                yield cute.arch.fma_packed_f32x2((some[i], some[i + 1]), scale, (-shift, -shift))
+                pair, scale = (some[i], some[i + 1]), (self.scale_log2, self.scale_log2)
+                if first is not None:
+                    pair = cute.arch.add_packed_f32x2(pair, (first, first))
+                yield cute.arch.fma_packed_f32x2(pair, scale, (-shift, -shift))
 
     def _weigh(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
         """Weights, in pairs, and their sum: always by the same operations, so always the same."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
 from flash_attn_cute.kernels.features import Case, Features, PassName
+from flash_attn_cute.kernels.mask_tile import MaskTile
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that tiles are made for; TMA fills the columns that a call lacks with zeros
 DTYPES = ("float16", "bfloat16")
@@ -28,44 +29,10 @@ class Sm90Config:
     tile_d: int  # one of ``HEAD_DIMS``
     features: Features
 
-
-@dataclass(frozen=True)
-class MaskTile:
-    """The tiles into which a mask is cut for a kernel: those of its warpgroups' scores."""
-
-    queries: int
-    keys: int
-    group: int = 1  # heads of a query that are rows of one tile
-    rows_are_keys: bool = False  # of scores
-
     @property
-    def rows_of_queries(self) -> int:
-        """Rows of the mask."""
-        return self.queries * self.group
-
-    @property
-    def columns(self) -> int:
-        """Of scores."""
-        return self.queries if self.rows_are_keys else self.keys
-
-    @property
-    def warpgroups(self) -> int:
-        """That have 64 rows of scores each."""
-        return (self.keys if self.rows_are_keys else self.rows_of_queries) // 64
-
-    @property
-    def words(self) -> int:
-        """Of 32 bits, in which a thread's scores are told."""
-        return -(-self.columns // 64)
-
-    @property
-    def words_a_block(self) -> int:
-        """Of 32 bits, of all tiles that a block mask's block is cut into."""
-        return BLOCK // self.queries * (BLOCK // self.keys) * self.warpgroups * 128 * self.words
-
-    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """Parts of a workspace, as in ``BackwardConfig.parts``, for so many rows of tiles of so many blocks of keys."""
-        return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
+    def reorders_bits(self) -> bool:
+        """Whether the tiles of a block mask are put into the order of registers."""
+        return self.features.block_mask
 
 
 def _read_alike(features: Features) -> Features:
@@ -134,8 +101,7 @@ class ForwardConfig(Sm90Config):
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
         """The parts of the workspace that a mask takes, for so many lists of at most so many blocks of keys."""
-        tables = {"mLists": (lists, 2), "mEntries": (lists * blocks, 2)}
-        return tables | self.mask_tile.parts(lists, blocks)
+        return self.mask_tile.parts_with_lists(lists, blocks)
 
     @property
     def num_mma_warpgroups(self) -> int:

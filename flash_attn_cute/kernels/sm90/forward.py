@@ -41,9 +41,10 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
+from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.mask_tiles import RowTables
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
@@ -51,18 +52,15 @@ from flash_attn_cute.kernels.common.score import ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
-from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_shared import (
     Entry,
     Shared,
-    Tables,
     entry_stages,
     layouts_of,
     storage_of,
 )
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
-from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles, RowLists
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import add_bias_rows, cap, hide, hide_by_bits, hide_unseen, read_seen
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
@@ -92,7 +90,7 @@ class ForwardSm90:
         self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
-        self.mask_tiles, self.row_lists, self.block_tiles = MaskTiles(config), RowLists(), BlockTiles(config)
+        self.row_tables = RowTables(config)
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -126,15 +124,7 @@ class ForwardSm90:
             O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        tables = None
-        if const_expr(c.features.mask):
-            blocks = num_blocks(a.mMask, c.tile_n)
-            tables = Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
-            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
-            self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
-        elif const_expr(c.features.block_mask):
-            mBits = self.block_tiles(a.blocks, stream)
-            tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
+        tables = self.row_tables(a, stream)
         ctas = self.transfers.tiles.num(a)
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)

@@ -71,15 +71,6 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
     return Storage
 
 
-class Tables(NamedTuple):
-    """What a mask says (``common.block_lists``)."""
-
-    mLists: cute.Tensor  # (list, first entry and how many)
-    mEntries: cute.Tensor  # (entry, block of keys and its code), of ``ForwardConfig.blocks_an_entry``
-    mCodes: cute.Tensor | None  # (list, block of keys); a block mask has none
-    mBits: cute.Tensor  # (tile, warpgroup, thread, word)
-
-
 @dataclass(frozen=True)
 class Entry:
     """A block of keys, and under a mask what hides some of it."""

@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr, pipeline
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward_shared import Shared, Tables, entry_stages
+from flash_attn_cute.kernels.sm90.forward_shared import Shared, entry_stages
 
 
 class Tma(NamedTuple):
@@ -41,8 +42,7 @@ class Transfers:
         index, _, _ = cute.arch.block_idx()
         listed_block, listed_code = Int32(0), Int32(0)  # of 32 entries of a list, a lane's
         while index < num_tiles:
-            mLists = tables.mLists if const_expr(c.features.listed) else None
-            tile, asked_before = self.tiles.at(a, mLists, index), self.tiles.ask(a)
+            tile, asked_before = self.tiles.at(a, tables, index), self.tiles.ask(a)
             if self.tiles.is_work(tile):
                 self._announce(tile, tma.Q, shared, tile_state)
                 tile_state.advance()

@@ -1,9 +1,9 @@
-"""Attention backward on Blackwell, up to d = 128: a tile of 128 keys is the work of a CTA.
+"""Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
 Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and walks over the blocks of 128
-queries that see it; a block is a *step*, and steps are counted over all tiles of the CTA):
-    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread. When no
-                             tile is left, zeros into dK and dV where nothing else is to be.
+queries that see it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
+    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread, or at
+                             d = 192 a column. When no tile is left, zeros into dK and dV where nothing else is to be.
     warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: weights from
                              scores, gradients of scores from those of weights. Then dK and dV of the tile; when no tile
                              is left, they round dQ (``common.dq_rounding``).
@@ -13,33 +13,37 @@ queries that see it; a block is a *step*, and steps are counted over all tiles o
                              come (``common.turns``), or until what it has added is there, while the other adds.
 Registers a thread: ``BackwardConfig.registers``.
 
-_Products are transposed, but for the last one: rows are keys.
+Products are transposed, but for the last one: rows are keys.
     S' = K Q'          both from shared memory
     dP' = V dO'        likewise
     dV += P' dO        P' from tensor memory
     dK += dS' Q        dS' from tensor memory
     dQ = dS K          dS from shared memory
+At d = 192 shared memory has no room for 128 queries, and dQ of 64, who are not as many as tensor memory has lanes, is
+transposed: dQ' = K' dS, in two parts of 128 columns of dQ, of which the second begins with half of the first's.
 One copy of K, V, Q and dO serves all products: rows of 64 columns in shared memory are read along either dimension.
 
 Tensor memory (512 columns; first ones of d = 128 and 64): S 0; dV 128; dP 256 and 192; dK 384 and 320; dQ in the place
-of dP, or at 384. P (16 bits, so half as many columns) takes the place of S, and dS that of dP: those of each warpgroup
-the first half of its own 64 columns, so that no warpgroup waits for the other.
+of dP, or at 384. At d = 192: S 0; dV 64; dP 192; dK 256; the parts of dQ in the place of dP, and at 448. P (16 bits, so
+half as many columns) takes the place of S, and dS that of dP: those of each warpgroup the first half of its own
+columns, half of all, so that no warpgroup waits for the other.
 
 Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
 fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
 
     ring     stages  counts    full by                        empty by
     tiles    2       tiles     1, producer                    15: all other warps
-    k, v     table   tiles     1 + bytes, producer's TMA      1 a piece of 64 columns, compute: dK, or dV, has left
+    k, v     table   tiles     1 + bytes, producer's TMA      1 a warpgroup that has pieces of dK, or dV: they have left
     q        2       steps     1 + bytes, producer's TMA      1, commit of dK; 8, compute: lse is read
     do       table   steps     1 + bytes, producer's TMA      1, commit of dV; 8, compute: delta is read
     scores   1       steps     1, commit of S                 8, compute: P is there
     dp       1       steps     1, commit of dP                8, compute: dS is there, twice
-    dq       1       steps     1, commit of dQ                4, drain: dQ is read
+    dq       1 or 2  parts     1, commit of dQ, or of a part  4, drain: it is read
     pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
-    dv, dk   1       tiles     1, commit of the last one      4 a piece, compute: dV, or dK, is read
+    dv, dk   1       tiles     1, commit of the last one      4 a warpgroup that has pieces, compute: dV, or dK, is read
 
-Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier.
+Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier. Where dQ is
+transposed, a piece is 32 queries of 64 columns.
 
 The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
 
@@ -47,7 +51,7 @@ The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t
     compute          P0     dS0      P1            dS1      P2
     drain                                     dQ0                    dQ1
 
-so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. _Products are done
+so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done
 in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
   - dP(t + 1), for which compute warps wait, tells them that dQ(t) is done: there is room for dS in shared memory.
@@ -86,6 +90,7 @@ from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
@@ -93,7 +98,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
-from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, share, take
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     O_COLUMNS,
@@ -105,15 +110,17 @@ from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
-QUERIES = PART_ROWS // COMPUTE_WARPGROUPS  # of a step, that a warpgroup has
+DV, DK = 0, 1  # which of a tile's results
+_DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
 COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 class Mmas(NamedTuple):
-    """_Products, called by their results."""
+    """Products, called by their results."""
 
     S: cute.TiledMma  # and dP
-    dV: cute.TiledMma  # and dK
+    dV: cute.TiledMma
+    dK: cute.TiledMma
     dQ: cute.TiledMma
 
 
@@ -136,17 +143,18 @@ class BackwardCtaSm100:
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
         mmas = Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared),
-            dV=tiled_mma(dtype, mn_major, c.tile_d, tensors),
-            dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major),
+            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors),
+            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors),
+            dQ=tiled_mma(dtype, mn_major, c.columns_dQ, shared, mn_major),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
         sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
-            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
+            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_dv), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
             dK=make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
             dV=make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
         )
@@ -182,7 +190,8 @@ class BackwardCtaSm100:
         elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
-            rounded = partial(round_block, scale=a.numbers.softmax_scale, tile_d=c.tile_d, parts=c.ctas_a_tile)
+            rounding = round_transposed if const_expr(c.transposes_dQ) else partial(round_block, parts=c.ctas_a_tile)
+            rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
             cute.arch.setmaxregister_decrease(c.registers.others)
@@ -202,7 +211,7 @@ class BackwardCtaSm100:
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
         """One warp: issues all products, S of a step ahead of what is left of the one before."""
         c, rings = self.config, shared.rings
-        products = _Products.of(c, mmas, shared)
+        products = Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
@@ -210,7 +219,7 @@ class BackwardCtaSm100:
             rings.k.wait_full(walk)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from the producer
-                products.start_S(walk, step)
+                products.start_S(walk, step, c.first_S)
                 commit(rings.scores.full(step))  # to compute warps
                 if i > 0:
                     self._finish(products, shared, walk, step - 1, i == 1)
@@ -218,15 +227,15 @@ class BackwardCtaSm100:
                     rings.v.wait_full(walk)  # from the producer
                 rings.do.wait_full(step)  # from the producer
                 if const_expr(c.dQ_over_dP):
-                    rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+                    rings.dq.wait_empty(c.parts_dQ * step)  # from the drain warps: they have what lies there of dQ
                     tensor_memory.after_sync()
-                products.start_dP(walk, step)
+                products.start_dP(walk, step, c.first_dP)
                 commit(rings.dp.full(step))  # to compute warps
                 rings.scores.wait_empty(step + 1)  # from compute warps: P is there
                 if i == 0:
                     rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
                 tensor_memory.after_sync()
-                products.start_dV(step, i > 0)
+                products.start_dV(step, c.first_S, i > 0)
                 commit(rings.do.empty(step))  # to the producer
                 step += 1
             commit(rings.dv.full(walk))  # to compute warps
@@ -235,19 +244,20 @@ class BackwardCtaSm100:
             walk += 1
 
     @cute.jit
-    def _finish(self, products: "_Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+    def _finish(self, products: "Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dK and dQ of a step, which may be its tile's first."""
-        rings = shared.rings
+        c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         if is_first:
             rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
-        if const_expr(not self.config.dQ_over_dP):
-            rings.dq.wait_empty(step)  # from the drain warps: they have the last step's dQ
+        for part in cutlass.range_constexpr(int(c.dQ_over_dP), c.parts_dQ):
+            rings.dq.wait_empty(c.parts_dQ * step + part)  # from the drain warps: they have the last step's dQ
         tensor_memory.after_sync()
-        products.start_dK(step, not is_first)
+        products.start_dK(step, c.first_dP, not is_first)
         commit(rings.q.empty(step))  # to the producer
-        products.start_dQ(walk)
-        commit(rings.dq.full(step))  # to the drain warps
+        for part in cutlass.range_constexpr(c.parts_dQ):
+            products.start_dQ(walk, part)
+            commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
 
     @cute.jit
     def compute(
@@ -278,26 +288,50 @@ class BackwardCtaSm100:
     @cute.jit
     def _step(self, work: "Work", walk: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its head's walk."""
+        c = self.config
+        weights = self._to_weights(work, walk, i, step, step, c.first_S)
+        self._to_gradients(work, weights, step, work.shared.rings.dp, step, c.first_dP)
+
+    def _to_weights(
+        self,
+        work: "Work",
+        walk: Int32,
+        i: Int32,
+        step: Int32,
+        number: Int32,
+        first: Int32 | int,
+        *,
+        stores: bool = True,
+    ) -> list[Int32]:
+        """A step's scores, which have a number in their ring and a first column, to weights.
+
+        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
+        """
         c, shared, rings = self.config, work.shared, work.shared.rings
-        first_query = QUERIES * work.warpgroup
         rings.q.wait_full(step)  # from the producer: lse
-        rings.scores.wait_full(step)  # from the tensor cores
+        rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
-        place = work.address + (c.first_S + first_query)
+        place = work.address + (first + c.queries * work.warpgroup)
         self._change(work, walk, i, place)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)])
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores)
         tensor_memory.before_sync()
-        rings.scores.release(step)  # to the mma warp: P is there
+        rings.scores.release(number)  # to the mma warp: P is there, or S was read
         rings.q.release(step)  # to the producer: lse is read
+        return weights
+
+    def _to_gradients(
+        self, work: "Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
+    ) -> None:
+        """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
         rings.do.wait_full(step)  # from the producer: delta
-        rings.dp.wait_full(step)  # from the tensor cores; the last step's dS is read no more
+        ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
-        place = work.address + (c.first_dP + first_query)
-        sdS = cute.local_tile(shared.sdS, (PART_ROWS, QUERIES), (0, work.warpgroup))
-        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)], sdS)
+        place = work.address + (first + c.queries * work.warpgroup)
+        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
-        rings.dp.release(step)  # to the mma warp: dS is there
+        ring.release(number)  # to the mma warp: dS is there
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
@@ -305,7 +339,7 @@ class BackwardCtaSm100:
         """Caps scores, and hides those that an edge does if it crosses the block, where they are in tensor memory."""
         c, f = self.config, self.config.features
         if const_expr(f.softcap):
-            cap_in_memory(place, QUERIES, work.scales.tanh)
+            cap_in_memory(place, c.queries, work.scales.tanh)
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -314,23 +348,24 @@ class BackwardCtaSm100:
         if is_cut:
             hide_in_memory(
                 place,
-                QUERIES,
+                c.queries,
                 work.scales.log2,
                 tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
-                m_block * c.tile_m + QUERIES * work.warpgroup,
+                m_block * c.tile_m + c.queries * work.warpgroup,
                 tile.q.length,
                 tile.window,
                 Edges(left=f.right, right=f.left),
                 tile.k.length,
             )
 
-    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor) -> list[Int32]:
-        """Scores to weights, in their place; returns them in pairs, times the derivative of a softcap."""
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool) -> list[Int32]:
+        """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does."""
         found: list[Int32] = []
-        for first in range(0, QUERIES, COLUMNS):
+        for first in range(0, self.config.queries, COLUMNS):
             scores = tensor_memory.load(place + first, COLUMNS)
             weights, times_slope = self._weights(work, scores, first, lse)
-            tensor_memory.store(place + first // 2, weights)
+            if stores:
+                tensor_memory.store(place + first // 2, weights)
             found += times_slope
         return found
 
@@ -354,11 +389,17 @@ class BackwardCtaSm100:
                 times_slope.append(weights[-1])
         return weights, times_slope
 
-    def _differentiate(
-        self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor, sdS: cute.Tensor
-    ) -> None:
+    def _place_of_dS(self, work: "Work") -> tuple[cute.Tensor, Int32 | int]:
+        """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
+        c, sdS = self.config, work.shared.sdS
+        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
+            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
+        return sdS, c.queries * work.warpgroup
+
+    def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
-        for first in range(0, QUERIES, COLUMNS):
+        sdS, column = self._place_of_dS(work)
+        for first in range(0, self.config.queries, COLUMNS):
             gradients = tensor_memory.load(place + first, COLUMNS)
             rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
@@ -370,38 +411,56 @@ class BackwardCtaSm100:
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
-            write_row(rounded, sdS, work.thread, first)
+            write_row(rounded, sdS, work.thread, column + first)
 
     @cute.jit
-    def _put_out(self, work: "Work", ws: Workspace, tma: BackwardTiles, walk: Int32) -> None:
+    def _put_out(
+        self,
+        work: "Work",
+        ws: Workspace,
+        tma: BackwardTiles,
+        walk: Int32,
+        results: cutlass.Constexpr = (DV, DK),
+    ) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.tile_again(c, a, walk)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
-            part = COMPUTE_WARPGROUPS * shared.rank + work.warpgroup
+            part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.walks * shared.rank)
             counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
             if not is_last or earlier > 0:
                 is_first = tile.await_turn(c, counter, barrier)
-        self._pieces(work, ws, tma, walk, is_first)
+        self._pieces(work, ws, tma, walk, is_first, results)
         if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if not is_last:
                 turns.count_as_warpgroup(counter, barrier)
 
     @cute.jit
-    def _pieces(self, work: "Work", ws: Workspace, tma: BackwardTiles, walk: Int32, is_first: Boolean) -> None:
-        """Of 64 columns: at d = 128 one of dV and one of dK a warpgroup, else dV is the first one's, dK the other's."""
+    def _pieces(
+        self,
+        work: "Work",
+        ws: Workspace,
+        tma: BackwardTiles,
+        walk: Int32,
+        is_first: Boolean,
+        results: cutlass.Constexpr,
+    ) -> None:
+        """Of 64 columns, by turns; of an odd number the first one of dV is the first warpgroup's, of dK the other's."""
         c, rings = self.config, work.shared.rings
-        for which in cutlass.range_constexpr(2):  # dV, dK
-            if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS):
-                self._piece(work, ws, tma, walk, which, work.warpgroup, is_first)
-            elif work.warpgroup == which:
-                self._piece(work, ws, tma, walk, which, Int32(0), is_first)
+        for which in results:
+            num = (c.pieces_dV, c.pieces_dK)[which]
+            odd = num % COMPUTE_WARPGROUPS
+            if const_expr(odd):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if work.warpgroup == which:
+                    self._piece(work, ws, tma, walk, which, Int32(0), num == 1, is_first)
+            for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
+                self._piece(work, ws, tma, walk, which, first + work.warpgroup, first + 2 == num, is_first)
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for which, ring in enumerate((rings.v, rings.k)):
-                if const_expr(c.pieces_dK == COMPUTE_WARPGROUPS) or work.warpgroup == which:
-                    ring.release(walk)  # to the producer
+            for which in results:
+                if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
+                    (rings.v, rings.k)[which].release(walk)  # to the producer
 
     @cute.jit
     def _piece(
@@ -412,16 +471,17 @@ class BackwardCtaSm100:
         walk: Int32,
         which: cutlass.Constexpr,
         piece: Int32,
+        is_last: cutlass.Constexpr,
         is_first: Boolean,
     ) -> None:
-        """A piece of dV (0) or dK (1)."""
+        """A piece of dV or dK, this warpgroup's last one or not."""
         c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
         ring, first, sX, kv, t = (
             (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
             (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
         )[which]
         sX = cute.local_tile(sX[None, None, kv.stage(walk)], (PART_ROWS, O_COLUMNS), (0, piece))
-        scale = a.numbers.softmax_scale if const_expr(which == 1) else Float32(1.0)
+        scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
@@ -448,7 +508,8 @@ class BackwardCtaSm100:
             write_row(rounded, sX, work.thread, column)
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
-        ring.release(walk)  # to the mma warp: it may be overwritten
+        if const_expr(is_last):
+            ring.release(walk)  # to the mma warp: it may be overwritten
         cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
         if work.thread < 32:
             if tile.is_last:
@@ -471,13 +532,13 @@ class Work:
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""
         four = cute.make_rmem_tensor(4, Float32)
-        place = (QUERIES // 4) * self.warpgroup + first // 4
+        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
         cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
         return four
 
 
 @dataclass(frozen=True)
-class _Products:
+class Products:
     """All products, called by their results; in flight on return."""
 
     config: BackwardConfig
@@ -492,13 +553,23 @@ class _Products:
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K)
-    tQrK: cute.Tensor
+    tQrK: tuple[cute.Tensor, ...]  # of its parts; with stages, but for those of a dQ that is transposed
 
     @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "_Products":
+    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
         """Those of all operands in shared memory."""
-        S, dV, dQ = (mma.get_slice(0) for mma in mmas)
-        return _Products(
+        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
+        c, tdS = config, transposed(shared.sdS)
+        if c.transposes_dQ:
+            tQrdS = mmas.dQ.make_fragment_B(dQ.partition_B(tdS))
+            layout = swizzled(DTYPES[c.dtype], (c.tile_n, PART_ROWS)).outer
+            columns = (shared.sK.iterator + c.first_row_dQ(part) * c.tile_n for part in range(c.parts_dQ))
+            parts = (transposed(cute.make_tensor(x, layout)) for x in columns)
+            tQrK = tuple(mmas.dQ.make_fragment_A(dQ.partition_A(part)) for part in parts)
+        else:
+            tQrdS = mmas.dQ.make_fragment_A(dQ.partition_A(tdS))
+            tQrK = (mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),)
+        return Products(
             config=config,
             mmas=mmas,
             shared=shared,
@@ -508,61 +579,63 @@ class _Products:
             tPrV=mmas.S.make_fragment_A(S.partition_A(shared.sV)),
             tPrdO=mmas.S.make_fragment_B(S.partition_B(shared.sdO)),
             tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sdO))),
-            tKrQ=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sQ))),
-            tQrdS=mmas.dQ.make_fragment_A(dQ.partition_A(transposed(shared.sdS))),
-            tQrK=mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),
+            tKrQ=mmas.dK.make_fragment_B(dK.partition_B(transposed(shared.sQ))),
+            tQrdS=tQrdS,
+            tQrK=tQrK,
         )
 
-    def start_S(self, walk: Int32, step: Int32) -> None:
-        """S' = K Q'."""
+    def start_S(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+        """S' = K Q', from a column on."""
         rings = self.shared.rings
         a, b = self.tSrK[None, None, None, rings.k.stage(walk)], self.tSrQ[None, None, None, rings.q.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_S, self.config.tile_m), a, b, Boolean(False))
+        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
-    def start_dP(self, walk: Int32, step: Int32) -> None:
-        """DP' = V dO'."""
+    def start_dP(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+        """DP' = V dO', from a column on."""
         rings = self.shared.rings
         a, b = self.tPrV[None, None, None, rings.v.stage(walk)], self.tPrdO[None, None, None, rings.do.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, self.config.first_dP, self.config.tile_m), a, b, Boolean(False))
+        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
-    def start_dV(self, step: Int32, accumulates: Boolean) -> None:
-        """DV += P' dO."""
+    def start_dV(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
+        """DV += P' dO, with P where S was."""
         c, mma = self.config, self.mmas.dV
         b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
-        weights = halves(c, mma, self.memory + c.first_S, QUERIES)
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_d), weights, b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), b, accumulates)
 
-    def start_dK(self, step: Int32, accumulates: Boolean) -> None:
-        """DK += dS' Q."""
-        c, mma = self.config, self.mmas.dV
+    def start_dK(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
+        """DK += dS' Q, with dS where dP was."""
+        c, mma = self.config, self.mmas.dK
         b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
-        dS = halves(c, mma, self.memory + c.first_dP, QUERIES)
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), dS, b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), b, accumulates)
 
-    def start_dQ(self, walk: Int32) -> None:
-        """DQ = dS K."""
+    def start_dQ(self, walk: Int32, part: int) -> None:
+        """DQ = dS K, or a part of dQ' = K' dS."""
         c, mma = self.config, self.mmas.dQ
-        b = self.tQrK[None, None, None, self.shared.rings.k.stage(walk)]
-        gemm(mma, self._sum(mma, c.first_dQ, c.tile_d), self.tQrdS, b, Boolean(False))
+        if c.transposes_dQ:
+            a, b = self.tQrK[part], self.tQrdS
+        else:
+            a, b = self.tQrdS, self.tQrK[part][None, None, None, self.shared.rings.k.stage(walk)]
+        gemm(mma, self._sum(mma, c.first_dQ(part), c.columns_dQ), a, b, Boolean(False))
 
-    def _sum(self, mma: cute.TiledMma, first: int, columns: int) -> cute.Tensor:
+    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:
         """128 rows of some columns of tensor memory, as a product's result."""
         layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
         return cute.make_tensor(self.memory + first, layout)
 
 
-def halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int) -> cute.Tensor:
-    """An operand of 128 columns of 16 bits in tensor memory.
+def halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int | None = None) -> cute.Tensor:
+    """An operand of a column of 16 bits a query in tensor memory, of each warpgroup's queries one after the other.
 
     Args:
         config: of the kernel.
         mma: the product that it is for.
         first: where those of the first warpgroup begin.
-        pitch: columns of 32 bits from there to those of the second.
+        pitch: columns of 32 bits from there to the second's; None: each are in the first half of its own columns.
     """
     layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
-    steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
+    steps, within = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS, layout.stride[2]
+    distance = 2 * steps * within if pitch is None else 2 * pitch
     layout = cute.make_layout(
-        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (layout.stride[2], 2 * pitch))
+        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (within, distance))
     )
     return cute.make_tensor(cute.recast_ptr(first, dtype=DTYPES[config.dtype]), layout)

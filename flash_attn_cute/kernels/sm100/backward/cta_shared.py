@@ -12,7 +12,6 @@ from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     DQ_STAGES,
-    PART_ROWS,
     SHARED_MEMORY,
     TILE_STAGES,
     BackwardConfig,
@@ -26,9 +25,9 @@ class Layouts(NamedTuple):
     """Of operands."""
 
     sK: cute.ComposedLayout  # (tile_n, d, stage)
-    sV: cute.ComposedLayout  # (tile_n, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
-    sdO: cute.ComposedLayout  # (tile_m, d, stage)
+    sdO: cute.ComposedLayout  # (tile_m, d_v, stage)
     sdS: cute.ComposedLayout  # (tile_n, tile_m)
 
 
@@ -37,9 +36,9 @@ def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
     c = config
     return Layouts(
         sK=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
-        sV=swizzled(dtype, (c.tile_n, c.tile_d, c.kv_stages)),
+        sV=swizzled(dtype, (c.tile_n, c.tile_dv, c.kv_stages)),
         sQ=swizzled(dtype, (c.tile_m, c.tile_d, c.q_stages)),
-        sdO=swizzled(dtype, (c.tile_m, c.tile_d, c.do_stages)),
+        sdO=swizzled(dtype, (c.tile_m, c.tile_dv, c.do_stages)),
         sdS=swizzled(dtype, (c.tile_n, c.tile_m)),
     )
 
@@ -74,15 +73,17 @@ class Rings(RingSet):
         """Of each, by its name."""
         c = config
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
+        several |= {"scores": c.walks, "dp": 2 - c.walks, "dq": c.parts_dQ}  # two walks have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
-        return {"tiles": TILE_STAGES, **several, "scores": 1, "dp": 1, "dq": 1, **pieces, "dv": 1, "dk": 1}
+        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1}
 
     def init(self, config: BackwardConfig) -> None:
         """Before all else, by one thread."""
         compute, drain, mma = 4 * COMPUTE_WARPGROUPS, 4, 1  # warps
         self.tiles.init(full=1, empty=compute + drain + mma + ADDING_WARPS)
-        for ring in (self.k, self.v):
-            ring.init(full=1, empty=config.pieces_dK)  # an arrival with the bytes announced; what took its place left
+        for ring, pieces in ((self.k, config.pieces_dK), (self.v, config.pieces_dV)):
+            # An arrival with the bytes announced; what took its place left, and who had pieces of it tells.
+            ring.init(full=1, empty=min(pieces, COMPUTE_WARPGROUPS))
         for ring in (self.q, self.do):
             ring.init(full=1, empty=1 + compute)  # likewise; a commit, and lse or delta is read
         for ring in (self.scores, self.dp):
@@ -90,8 +91,8 @@ class Rings(RingSet):
         self.dq.init(full=1, empty=drain)  # a commit
         for ring in (self.pieces_even, self.pieces_odd):
             ring.init(full=drain, empty=1)
-        for ring in (self.dv, self.dk):
-            ring.init(full=1, empty=4 * config.pieces_dK)  # a commit; the warps that have read it
+        for ring, pieces in ((self.dv, config.pieces_dV), (self.dk, config.pieces_dK)):
+            ring.init(full=1, empty=4 * min(pieces, COMPUTE_WARPGROUPS))  # a commit; the warps that have read it
 
     def pieces(self, step: Int32) -> Ring:
         """Those of dQ's pieces of steps that an adding warp has: every other one."""
@@ -127,7 +128,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, PART_ROWS * c.piece_columns * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.piece_columns * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
@@ -138,9 +139,9 @@ class Shared(ToldTiles):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (tile_n, d, stage); then dK on its way out
-    sV: cute.Tensor  # (tile_n, d, stage); then dV on its way out
+    sV: cute.Tensor  # (tile_n, d_v, stage); then dV on its way out
     sQ: cute.Tensor  # (tile_m, d, stage)
-    sdO: cute.Tensor  # (tile_m, d, stage)
+    sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (tile_n, tile_m)
     lse: cute.Tensor  # (tile_m, stage of q)
     delta: cute.Tensor  # (tile_m, stage of do)
@@ -160,7 +161,7 @@ class Shared(ToldTiles):
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((PART_ROWS * c.piece_columns, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * c.piece_columns, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,

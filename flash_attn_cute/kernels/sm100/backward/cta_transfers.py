@@ -15,7 +15,7 @@ from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
-from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
+from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, put
 from flash_attn_cute.kernels.sm100.config import DQ_STAGES, PART_ROWS, BackwardConfig
 
 
@@ -38,14 +38,17 @@ class Transfers:
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
-                first_step = step
-                for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                heads = heads_a_tile(c, a)
+                first_of_last_walk = step + (c.walks - 1) * heads * tile.blocks.num
+                for nth in cutlass.range(c.walks * heads, unroll=1):
                     for i in cutlass.range(tile.blocks.num, unroll=1):
                         head, m_block = tile.head + nth, tile.blocks.nth(i)
+                        if const_expr(c.walks > 1):
+                            head = tile.head + nth % heads
                         lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
                         self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
-                        if step == first_step:
-                            self._load_keys(tile, tma.V, shared, shared.sV, rings.v, walk)
+                        if step == first_of_last_walk:  # in the first of two, V's place is where dV leaves through
+                            self._load_keys(tile, tma.V, shared, shared.sV, rings.v, walk, c.walks - 1)
                         self._load_queries(tile, tma.dO, shared.sdO, delta, shared.delta, rings.do, head, m_block, step)
                         step += 1
                 walk += 1
@@ -54,9 +57,18 @@ class Transfers:
         shared.tell_of_end(walk)
 
     @cute.jit
-    def _load_keys(self, tile: KeyTile, t: RowTiles, shared: Shared, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
-        """A tile's K or V."""
-        ring.wait_empty(walk)  # from compute warps: the gradient that took its place has left
+    def _load_keys(
+        self,
+        tile: KeyTile,
+        t: RowTiles,
+        shared: Shared,
+        sX: cute.Tensor,
+        ring: Ring,
+        walk: Int32,
+        later: cutlass.Constexpr = 0,
+    ) -> None:
+        """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
+        ring.wait_empty(walk + later)  # from compute warps: the gradient that took its place has left
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
         start, stop = tile.keys_of(shared.rank, t.tile_rows)
@@ -89,27 +101,41 @@ class Transfers:
 
     @cute.jit
     def drain(self, a: BackwardArguments, shared: Shared, thread: Int32) -> None:
-        """A warpgroup: dQ of every step from tensor memory to shared memory. A thread has a query."""
+        """A warpgroup: dQ of every step from tensor memory to shared memory. A thread has a query, or a column."""
         c, rings = self.config, shared.rings
-        address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_dQ
+        address = tensor_memory.row_address(shared.tensor_memory, thread)
         step, walk = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
             shared.tiles.release(walk)  # to the producer
             for _ in cutlass.range(num_steps, unroll=1):
-                rings.dq.wait_full(step)  # from the tensor cores
-                tensor_memory.after_sync()
-                numbers = tensor_memory.load(address, c.columns_dQ)
-                tensor_memory.before_sync()
-                rings.dq.release(step)  # to the mma warp: what lies in its place may be computed
-                for i in cutlass.range_constexpr(c.pieces_dQ):
-                    self._await_place(rings, step, i)
-                    sums = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, c.piece_columns)
-                    put(numbers[i * c.piece_columns : (i + 1) * c.piece_columns], sums, thread)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    rings.put_out(c, step, i)
+                for part in cutlass.range_constexpr(c.parts_dQ):
+                    product = c.parts_dQ * step + part
+                    rings.dq.wait_full(product)  # from the tensor cores
+                    tensor_memory.after_sync()
+                    numbers = tensor_memory.load(address + c.first_dQ(part), c.columns_dQ)
+                    tensor_memory.before_sync()
+                    rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
+                    for i in cutlass.range_constexpr(*self._pieces(part)):
+                        self._await_place(rings, step, i)
+                        place, first = shared.dQ[None, i % DQ_STAGES].iterator, i * c.piece_columns
+                        if const_expr(c.transposes_dQ):
+                            half = (first - c.first_row_dQ(part)) // TRANSPOSED
+                            if thread // TRANSPOSED == half:
+                                some = numbers[first % TRANSPOSED : first % TRANSPOSED + c.piece_columns]
+                                put(some, by_fours(place, c.piece_columns, TRANSPOSED), thread % TRANSPOSED)
+                        else:
+                            put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        rings.put_out(c, step, i)
                 step += 1
             walk += 1
+
+    def _pieces(self, part: int) -> tuple[int, int]:
+        """The first piece of a part of dQ, and the one behind its last one."""
+        c = self.config
+        num = PART_ROWS // c.piece_columns if c.transposes_dQ else c.pieces_dQ
+        return part * num, min((part + 1) * num, c.pieces_dQ)
 
     def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
         """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
@@ -140,7 +166,7 @@ class Transfers:
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
         c, ring = self.config, shared.rings.pieces(which)
-        num = PART_ROWS * c.piece_columns
+        num = c.tile_m * c.piece_columns
         counter = turns.counter(ws.mTurnsQ, shared.rank, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds

@@ -79,7 +79,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import COLUMNS, QUERIES, BackwardCtaSm100, Mmas, Work, halves
+from flash_attn_cute.kernels.sm100.backward.cta import COLUMNS, BackwardCtaSm100, Mmas, Work, halves
 from flash_attn_cute.kernels.sm100.backward.pair_shared import (
     CTAS,
     HALF,
@@ -113,7 +113,8 @@ class BackwardPairSm100(BackwardCtaSm100):
         shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
         mmas = Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
-            dV=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both),
+            dV=(by_columns := tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both)),
+            dK=by_columns,
             dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major, c.tile_m, both),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
@@ -242,14 +243,14 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
-        stage, place = rings.stats.stage(step), work.address + (c.first_S + QUERIES * work.warpgroup)
+        stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
         self._change(work, walk, i, place)
-        scores = tensor_memory.load(place, QUERIES)
+        scores = tensor_memory.load(place, c.queries)
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp: S is read
         # The first warpgroup's weights in the first quarter, the second one's in the last: dQ has those in between.
         weights, place = [], work.address + (c.first_S + _BETWEEN * work.warpgroup)
-        for first in cutlass.range_constexpr(0, QUERIES, COLUMNS):
+        for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
             some = scores[first : first + COLUMNS]
             in_pairs, times_slope = self._weights(work, some, first, shared.lse[None, stage])
             tensor_memory.store(place + first // 2, in_pairs)
@@ -259,17 +260,21 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.dp.wait_full(step)  # from the tensor cores
         rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
         tensor_memory.after_sync()
-        place = work.address + (c.first_dP + QUERIES * work.warpgroup)
-        is_own = work.warpgroup == shared.rank
-        sdS = shared.sdS[None, None, cutlass.select_(is_own, shared.rank, Int32(OUT))]
-        self._differentiate(work, place, weights, shared.delta[None, stage], sdS)
+        place = work.address + (c.first_dP + c.queries * work.warpgroup)
+        self._differentiate(work, place, weights, shared.delta[None, stage])
         tensor_memory.before_sync()
-        if is_own:
+        if work.warpgroup == shared.rank:
             cute.arch.fence_proxy("async.shared", space="cta")
         else:
             shared.send_dS(step, work.thread // 32)
         rings.dp.release(step)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
+
+    def _place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
+        """Of the CTA's own queries where it multiplies them, of the other's where they are sent from."""
+        rank = work.shared.rank
+        place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))
+        return work.shared.sdS[None, None, place], 0
 
 
 _BETWEEN = SCORE_COLUMNS // 4 * 3  # columns from the place of the first warpgroup's weights to that of the second's
@@ -330,13 +335,13 @@ class _Products:
     def start_dK(self, accumulates: Boolean) -> None:
         """DK += dS' Q."""
         c, mma = self.config, self.mmas.dV
-        dS = halves(c, mma, self.memory + c.first_dP, QUERIES)
+        dS = halves(c, mma, self.memory + c.first_dP)
         gemm(mma, self._sum(mma, c.first_dK, c.tile_n, c.tile_d), dS, self.tKrQ, accumulates)
 
     def start_dQ(self) -> None:
         """DQ = dS K."""
         c, mma = self.config, self.mmas.dQ
-        gemm(mma, self._sum(mma, c.first_dQ, c.tile_m, c.tile_d), self.tQrdS, self.tQrK, Boolean(False))
+        gemm(mma, self._sum(mma, c.first_dQ(), c.tile_m, c.tile_d), self.tQrdS, self.tQrK, Boolean(False))
 
     def _sum(self, mma: cute.TiledMma, first: int, rows: int, columns: int) -> cute.Tensor:
         """A CTA's part of some rows and columns, from a column of tensor memory on, as a product's result."""

@@ -123,7 +123,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: PairLayouts) -> typ
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdO_columns: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO_columns)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, PART_ROWS * c.piece_columns * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.piece_columns * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
@@ -146,7 +146,7 @@ class PairShared(Shared):
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((PART_ROWS * c.piece_columns, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * c.piece_columns, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,

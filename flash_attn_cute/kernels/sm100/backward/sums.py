@@ -3,7 +3,9 @@
 A block of 128 rows has its columns by fours: (four, row, column of the four). So a warp whose threads have a row each
 reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. Of dQ that a
 pair of CTAs adds up, each has half of a block's rows. Its part lies as it does in tensor memory: lanes for rows, the
-columns' second half in the lanes behind those of the first.
+columns' second half in the lanes behind those of the first. A block of 64
+queries, of which threads have a column each, is transposed, in parts of 64 columns: (part, four, column, query of the
+four).
 """
 
 import cutlass
@@ -14,12 +16,13 @@ from flash_attn_cute.kernels.common.assembly import add_four, pack
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
+TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed, and columns of a part of it
 _AT_ONCE = 4  # times eight columns of a row of dQ that a thread reads before it writes
 
 
-def by_fours(sums: cute.Pointer, columns: int) -> cute.Tensor:
+def by_fours(sums: cute.Pointer, columns: int, rows: int = PART_ROWS) -> cute.Tensor:
     """Some columns of a block, or of a piece: (column of the four, row, four)."""
-    return cute.make_tensor(sums, cute.make_layout((4, PART_ROWS, columns // 4), stride=(1, 4, 4 * PART_ROWS)))
+    return cute.make_tensor(sums, cute.make_layout((4, rows, columns // 4), stride=(1, 4, 4 * rows)))
 
 
 def put(numbers: list[Float32], sums: cute.Tensor, row: Int32) -> None:
@@ -105,3 +108,34 @@ def _read(
         return rounded, lane, eight
     rows, eights = PART_ROWS // parts, tile_d // 8 // parts
     return rounded, eight // eights * rows + lane % rows, lane // rows * eights + eight % eights
+
+
+@cute.jit
+def round_transposed(
+    sums: cute.Tensor,
+    gdX: cute.Tensor,
+    first_row: Int32,
+    rows: SeqRows,
+    stop: Int32,
+    lane: Int32,
+    scale: Float32,
+    tile_d: cutlass.Constexpr,
+) -> None:
+    """``round_block`` of a block that is transposed."""
+    # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
+    for unit in cutlass.range(lane, TRANSPOSED // 4 * tile_d // 8, 32, unroll=1):
+        four, vector = unit // 8 % (TRANSPOSED // 4), unit // (2 * TRANSPOSED) * 8 + unit % 8
+        part = cute.domain_offset((vector // 8 * TRANSPOSED * TRANSPOSED,), sums)
+        columns = by_fours(part.iterator, TRANSPOSED, TRANSPOSED)
+        found = cute.make_rmem_tensor((4, 8), Float32)
+        for j in cutlass.range_constexpr(8):
+            cute.autovec_copy(columns[None, vector % 8 * 8 + j, four], found[None, j])
+        for i in cutlass.range_constexpr(4):
+            within = first_row + 4 * four + i
+            if vector * 8 < gdX.shape[1] and within < stop:
+                rounded = cute.make_rmem_tensor(4, Int32)
+                for j in cutlass.range_constexpr(4):
+                    pair = pack(found[i, 2 * j] * scale, found[i, 2 * j + 1] * scale, gdX.element_type)
+                    rounded[j] = cutlass.select_(within < rows.length, pair, Int32(0))
+                target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
+                cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)

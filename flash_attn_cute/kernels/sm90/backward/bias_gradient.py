@@ -36,6 +36,7 @@ from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.mask_tiles import BlockTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
@@ -54,7 +55,6 @@ from flash_attn_cute.kernels.sm90.backward.bias_pieces import (
 )
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
-from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import add_bias, bias_elements, cap, hide, hide_by_bits
 from flash_attn_cute.kernels.sm90.shared import swizzled

@@ -12,12 +12,12 @@ from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, code_in_list
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
+from flash_attn_cute.kernels.common.mask_tiles import MaskTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.common.workspace import packed_block
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
-from flash_attn_cute.kernels.sm90.mask_tiles import MaskTiles
 
 PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
 

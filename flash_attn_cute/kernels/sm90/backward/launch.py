@@ -9,6 +9,7 @@ from cutlass import Float32, const_expr
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.block_lists import as_rows
 from flash_attn_cute.kernels.common.key_lists import KeyLists, mask_sizes
+from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
@@ -16,7 +17,6 @@ from flash_attn_cute.kernels.sm90.backward.cta import BackwardCtaSm90
 from flash_attn_cute.kernels.sm90.backward.postprocess import Postprocess, PostprocessArguments
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardConfig
-from flash_attn_cute.kernels.sm90.mask_tiles import BlockTiles, MaskTiles
 
 
 class BackwardPassSm90:

@@ -3,7 +3,8 @@
 Every element is read once, whatever its strides, and never by the kernels that multiply: for them a mask that many
 batch entries or heads share costs nothing but a select where it hides something, and tiles that it hides cost nothing.
 Windows and ends of sequences are written into the bits, too, so those kernels look at no edge. A block mask brings
-lists, and tiles that say all that there is to say, row by row; only these are put into another order.
+lists, and tiles that say all that there is to say, row by row; only these are put into another order, and not even
+these where a thread has a row of scores.
 """
 
 import math
@@ -13,40 +14,44 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.arguments import BLOCK, BlockArguments
+from flash_attn_cute.kernels.arguments import BLOCK, BlockArguments, ForwardArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing, Tables, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
-from flash_attn_cute.kernels.sm90.config import Sm90Config
+from flash_attn_cute.kernels.common.workspace import carved
 
 _WARPS = 8
 _AT_ONCE = 4  # rows of a warp, whose elements are read together
 
 
 class _Tiles:
-    """What both kernels share that make tiles of bits: how these lie."""
+    """What both kernels share that make tiles of bits: how these lie. ``config`` has features and mask_tile."""
 
-    def __init__(self, config: Sm90Config):
+    def __init__(self, config: Any):
         self.config, self.tile = config, config.mask_tile
         self.words_a_row = -(-self.tile.keys // 32)
 
     @cute.jit
     def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
-        """A tile's bits, in the order of a thread's scores: rows 8 apart, each with pairs of columns 8 apart."""
+        """A tile's bits, in the order of a thread's scores: of a row, or of two, 8 apart, pairs of columns 8 apart."""
         t = self.tile
         columns_a_row = t.columns // 4  # of a thread
         for first in cutlass.range(thread // 128, t.warpgroups, _WARPS // 4, unroll=1):
             within = thread % 128
             words = cute.make_rmem_tensor(t.words, Int32)
-            words.fill(0)
-            for r in cutlass.range_constexpr(2):
-                row = 64 * first + within // 32 * 16 + within % 32 // 4 + 8 * r
-                for c in cutlass.range_constexpr(columns_a_row):
-                    column, i = c // 2 * 8 + c % 2 + within % 4 * 2, r * columns_a_row + c
-                    query, key = (column, row) if const_expr(t.rows_are_keys) else (row, column)
-                    bit = sRows[query, key // 32] >> (key % 32) & 1
-                    words[i // 32] = words[i // 32] | bit << i % 32
+            if const_expr(t.row_a_thread):
+                for w in cutlass.range_constexpr(t.words):
+                    words[w] = sRows[128 * first + within, w]
+            else:
+                words.fill(0)
+                for r in cutlass.range_constexpr(2):
+                    row = 64 * first + within // 32 * 16 + within % 32 // 4 + 8 * r
+                    for c in cutlass.range_constexpr(columns_a_row):
+                        column, i = c // 2 * 8 + c % 2 + within % 4 * 2, r * columns_a_row + c
+                        query, key = (column, row) if const_expr(t.rows_are_keys) else (row, column)
+                        bit = sRows[query, key // 32] >> (key % 32) & 1
+                        words[i // 32] = words[i // 32] | bit << i % 32
             cute.autovec_copy(words, mBits[Int64(tile), first, within, None])
 
 
@@ -236,3 +241,38 @@ class RowLists:
                 num += cute.arch.popc(listed)
             if lane == 0:
                 mLists[number, 0], mLists[number, 1] = first, num
+
+
+class RowTables:
+    """All that tells a forward kernel of a mask or a block mask, which it walks over: made by kernels before it."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.mask_tiles, self.row_lists, self.block_tiles = MaskTiles(config), RowLists(), BlockTiles(config)
+
+    @cute.jit
+    def __call__(self, a: ForwardArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
+        """Launches what kernels it takes; None without a mask."""
+        c, tables = self.config, None
+        if const_expr(c.features.mask):
+            blocks = num_blocks(a.mMask, c.tile_n)
+            tables = Tables(**carved(a.mWorkspace, c.parts(Sharing.of(a.numbers).total, blocks), Int32))
+            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
+            self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
+        elif const_expr(c.features.block_mask):
+            mBits = (
+                self._rows_of(a.blocks) if const_expr(c.mask_tile.row_a_thread) else self.block_tiles(a.blocks, stream)
+            )
+            tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
+        return tables
+
+    def _rows_of(self, blocks: BlockArguments) -> cute.Tensor:
+        """The tiles of a block mask as they are, cut along the keys: (tile and its part, warpgroup, row, word)."""
+        t = self.config.mask_tile
+        words_a_row, parts = BLOCK // 32, BLOCK // t.keys
+        words_a_tile = BLOCK * words_a_row
+        layout = cute.make_layout(
+            ((parts, blocks.mTiles.shape[0] // words_a_tile), t.warpgroups, BLOCK, t.words),
+            stride=((t.words, words_a_tile), words_a_tile, words_a_row, 1),
+        )
+        return cute.make_tensor(blocks.mTiles.iterator, layout)

@@ -1,0 +1,59 @@
+"""The tiles of bits into which a mask is cut for the kernels of any architecture. Needs no cutlass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from flash_attn_cute.kernels.arguments import BLOCK
+
+
+@dataclass(frozen=True)
+class MaskTile:
+    """A tile of a mask: the scores of some warpgroups, of which each thread has some.
+
+    With ``row_a_thread`` a warpgroup has 128 rows of scores and a thread one of them, as tensor memory has it; else a
+    warpgroup has 64 rows, and a thread scores of two of them, as the registers of Hopper's products have it.
+    """
+
+    queries: int
+    keys: int
+    group: int = 1  # heads of a query that are rows of one tile
+    rows_are_keys: bool = False  # of scores
+    row_a_thread: bool = False
+
+    @property
+    def rows_of_queries(self) -> int:
+        """Rows of the mask."""
+        return self.queries * self.group
+
+    @property
+    def columns(self) -> int:
+        """Of scores."""
+        return self.queries if self.rows_are_keys else self.keys
+
+    @property
+    def rows_a_warpgroup(self) -> int:
+        """Of scores."""
+        return 128 if self.row_a_thread else 64
+
+    @property
+    def warpgroups(self) -> int:
+        """Which have those rows of scores each."""
+        return (self.keys if self.rows_are_keys else self.rows_of_queries) // self.rows_a_warpgroup
+
+    @property
+    def words(self) -> int:
+        """Of 32 bits, in which a thread's scores are told."""
+        return -(-self.columns * self.rows_a_warpgroup // (128 * 32))
+
+    @property
+    def words_a_block(self) -> int:
+        """Of 32 bits, of all tiles that a block mask's block is cut into."""
+        return BLOCK // self.queries * (BLOCK // self.keys) * self.warpgroups * 128 * self.words
+
+    def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """Parts of a workspace, as in ``BackwardSizes.parts``, for so many rows of tiles of so many blocks of keys."""
+        return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
+
+    def parts_with_lists(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """The same behind lists of blocks of keys, one a row of tiles."""
+        return {"mLists": (lists, 2), "mEntries": (lists * blocks, 2)} | self.parts(lists, blocks)

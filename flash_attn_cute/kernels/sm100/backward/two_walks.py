@@ -1,0 +1,199 @@
+"""Attention backward on Blackwell where dK and dV do not fit tensor memory together: d, d_v up to 256.
+
+A tile is 128 keys, and the work of a CTA, as in ``cta``, which has the roles, the rings and how they are guarded. But
+the CTA walks twice over the blocks, of 64 queries, that see the tile:
+    first walk    S' = K Q'    dV += P' dO
+    second walk   S' = K Q'    dP' = V dO'    dK += dS' Q    dQ' = K' dS
+So S is computed, and Q and dO are loaded, twice: six products for five. (Halves of the columns of all three gradients
+would make it seven, as S and dP would be computed twice; so would a kernel for dQ and one for dK and dV, and these two
+fill tensor memory. Two CTAs that share a tile, one of them with dV, take as long as one CTA that does both.)
+
+dQ is transposed, a column of it a lane, in two parts of 128 columns (of 192 columns the second part begins with half of
+the first one's), as tensor memory has lanes for 128 queries, and shared memory has no room for as many.
+
+Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; dQ 384
+and 320, its parts 64 columns each. The two places of 64 columns are one ring, ``scores``, whatever they hold:
+    first walk    S of one step after the other, and P over it
+    second walk   S, which is only read, in the one, and dP in the other, and dS over that
+Products have numbers in that ring. A tile of an odd number of steps begins its second walk with S in the other place.
+
+Rings that are not as in ``cta``:
+
+    ring     stages  counts    full by                        empty by
+    v        1       tiles     1 + bytes, producer's TMA      2, compute: dV of the *same* tile has left
+    q        table   steps     1 + bytes, producer's TMA      1, commit of S, then of dK; 8, compute: lse is read
+    do       table   steps     1 + bytes, producer's TMA      1, commit of dV, then of dP; 8, compute: delta is read
+    scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
+    dq       2       parts     1, commit of a part of dQ      4, drain: it is read
+    dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
+Steps are those of both walks; those of the drain and of the adding warps are the second one's. (In the code ``walk``
+is the number of a tile among the CTA's, as in ``cta``.)
+
+    first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
+                   compute           P0     P1      P2
+    second walk    tensor cores   dP0 S0 |        | dK0 dP1 dQ0 S1 |        | dK1 dP2 dQ1 S2 ...
+                   compute                 P0 dS0                    P1 dS1
+                   drain                                         dQ0
+At d = 256 there is one Q and one dO: the next Q is loaded beside dP and dQ, the next dO beside all but dP.
+
+What products being done in the order of issue brings, beyond ``cta``:
+  - S(t + 2) of the first walk may take the place of P(t), which dV(t) reads ahead of it, and the second walk's first S
+    and dP those of the first one's last two P.
+  - S(t + 1) of the second walk, for which compute warps wait, tells them that dQ(t) is done: there is room for dS.
+dV leaves through the place of V, which is loaded behind it. dK overwrites dV when compute warps have read that, and dV
+the last tile's dK.
+
+Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
+                                       d = 256                      d = 192
+    tensor cores, both walks           1024 + 2048                  768 + 1664
+    shared memory: operands            1024 + 2560                  768 + 2112
+        loads, stats, dS                576 + 768                   448 + 640
+        dQ, written and added           0 + 1024                    0 + 768
+Shared memory binds: 5952 and 4736 clocks.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.tma import BackwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products, Work
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm100.mma import commit
+
+
+class BackwardTwoWalksSm100(BackwardCtaSm100):
+    """The backward kernel of one configuration."""
+
+    @cute.jit
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
+        """One warp: issues all products."""
+        c, rings = self.config, shared.rings
+        products = Products.of(c, mmas, shared)
+        walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            shared.tiles.release(walk)  # to the producer
+            rings.k.wait_full(walk)  # from the producer
+            self._first_walk(products, shared, walk, step, number, num_steps)
+            step, number = step + num_steps, number + num_steps
+            rings.v.wait_full(walk)  # from the producer: dV has left its place
+            self._second_walk(products, shared, walk, step, number, dq_step, num_steps)
+            step, number, dq_step = step + num_steps, number + 2 * num_steps, dq_step + num_steps
+            walk += 1
+
+    @cute.jit
+    def _first_walk(
+        self, products: Products, shared: Shared, walk: Int32, step: Int32, number: Int32, num_steps: Int32
+    ) -> None:
+        """S of a step ahead of dV of the one before."""
+        rings = shared.rings
+        for i in cutlass.range(num_steps + 1, unroll=1):
+            if i < num_steps:
+                rings.q.wait_full(step + i)  # from the producer
+                products.start_S(walk, step + i, self._first_column(rings.scores, number + i))
+                commit(rings.scores.full(number + i))  # to compute warps
+                commit(rings.q.empty(step + i))  # to the producer
+            if i > 0:
+                before = _before(i)
+                rings.do.wait_full(step + before)  # from the producer
+                rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
+                if i == 1:
+                    rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+                tensor_memory.after_sync()
+                products.start_dV(step + before, self._first_column(rings.scores, number + before), i > 1)
+                commit(rings.do.empty(step + before))  # to the producer
+        commit(rings.dv.full(walk))  # to compute warps
+
+    @cute.jit
+    def _second_walk(
+        self,
+        products: Products,
+        shared: Shared,
+        walk: Int32,
+        step: Int32,
+        number: Int32,
+        dq_step: Int32,
+        num_steps: Int32,
+    ) -> None:
+        """DK of the step before, dP of a step, dQ of the one before, and S of the step."""
+        c, rings = self.config, shared.rings
+        first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
+        for i in cutlass.range(num_steps + 1, unroll=1):
+            scores, gradients = number + 2 * i, number + 2 * i + 1
+            before = _before(i)
+            dq_before = c.parts_dQ * (dq_step + before)
+            if i > 0:
+                rings.scores.wait_empty(gradients)  # from compute warps: dS of the step before is there, S was read
+                if i == 1:
+                    rings.dv.wait_empty(walk + 1)  # from compute warps: they have dV
+                for part in cutlass.range_constexpr(c.parts_dQ):
+                    rings.dq.wait_empty(dq_before + part)  # from the drain warps: they have the dQ before that
+                tensor_memory.after_sync()
+                products.start_dK(step + before, first_dP, i > 1)
+                commit(rings.q.empty(step + before))  # to the producer
+            if i < num_steps:
+                rings.do.wait_full(step + i)  # from the producer
+                products.start_dP(walk, step + i, first_dP)
+                commit(rings.scores.full(gradients))  # to compute warps
+                commit(rings.do.empty(step + i))  # to the producer
+            if i > 0:
+                for part in cutlass.range_constexpr(c.parts_dQ):
+                    products.start_dQ(walk, part)
+                    commit(rings.dq.full(dq_before + part))  # to the drain warps
+            if i < num_steps:
+                rings.q.wait_full(step + i)  # from the producer
+                products.start_S(walk, step + i, first_S)
+                commit(rings.scores.full(scores))  # to compute warps
+        commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+
+    def _first_column(self, scores: Ring, number: Int32) -> Int32:
+        """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
+        return scores.stage(number) * self.config.first_dP
+
+    @cute.jit
+    def compute(
+        self,
+        a: BackwardArguments,
+        ws: Workspace,
+        tma: BackwardTiles,
+        shared: Shared,
+        scales: ScoreScales,
+        warpgroup: Int32,
+        thread: Int32,
+    ) -> None:
+        """A compute warpgroup: half of every step's queries; dV behind the first walk, dK behind the second."""
+        c, rings = self.config, shared.rings
+        address = tensor_memory.row_address(shared.tensor_memory, thread)
+        work = Work(a, shared, scales, warpgroup, thread, address)
+        walk, step, number = Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_blocks = shared.tile(c, a, walk).blocks.num
+            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    self._to_weights(work, walk, i, step, number, self._first_column(rings.scores, number))
+                    rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
+                    rings.do.release(step)  # to the producer: delta is not asked for
+                    step, number = step + 1, number + 1
+            self._put_out(work, ws, tma, walk, (DV,))
+            first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
+            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    weights = self._to_weights(work, walk, i, step, number, first_S, stores=False)
+                    self._to_gradients(work, weights, step, rings.scores, number + 1, first_dP)
+                    step, number = step + 1, number + 2
+            self._put_out(work, ws, tma, walk, (DK,))
+            shared.tiles.release(walk)  # to the producer
+            walk += 1
+
+
+def _before(i: Int32) -> Int32:
+    """The number of the step before. Opaque, so that its stages are found like others, and the lint can follow."""
+    return opaque(i - 1)

@@ -1,0 +1,259 @@
+"""A kernel's PTX, searched by what instructions do, and changed.
+
+Instructions are told by what they are, by the warp that executes them and by the barrier that they are about, so that
+what is said of them stays true where the compiler numbers registers otherwise. How many there are of a kind is part of
+it: what no longer fits where it did is an error.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from tools import ptx
+from tools.ptx import Instruction
+from tools.ptx_lint import barrier_operand
+from tools.ptx_threads import Program, Thread
+
+MMA, PRODUCER = 12, 13  # warps of both kernels
+# Operands: of a wait, and of a product; and where parts of a descriptor begin.
+PARITY = 2
+TARGET, A, B, KIND, ACCUMULATES = 0, 1, 2, 3, 5
+LEADING, STRIDE, SWIZZLE = 16, 32, 61
+
+
+class Edit(NamedTuple):
+    """A piece of a text, and what comes in its place."""
+
+    start: int
+    end: int
+    text: str
+
+
+Change = Callable[["Code"], list[Edit]]
+
+
+class Code:
+    """A kernel's PTX: its module, in which there is no other kernel."""
+
+    def __init__(self, text: str, kernel: str, barriers: Mapping[str, range]):
+        """A module's text, a part of the kernel's name, and where mbarriers of a name, such as ``k.full``, are.
+
+        Their addresses count from the beginning of shared memory.
+        """
+        functions = ptx.parse(text).functions
+        (chosen,) = (function for function in functions if kernel in function.name)
+        self.text = text[: functions[0].start] + text[chosen.start : chosen.end]
+        self.barriers = barriers
+        (self.function,) = ptx.parse(self.text).functions
+        self.instructions = self.function.instructions
+        self.numbers = {x.start: number for number, x in enumerate(self.instructions)}
+        self._threads: dict[int, Thread] = {}
+
+    @cached_property
+    def _program(self) -> Program:
+        return Program(self.function)
+
+    def thread(self, warp: int) -> Thread:
+        """The first of a warp, which is the elected one."""
+        if warp not in self._threads:
+            self._threads[warp] = Thread(self._program, 32 * warp)
+        return self._threads[warp]
+
+    def text_of(self, x: Instruction) -> str:
+        """As it is written."""
+        return self.text[x.start : x.end]
+
+    def is_about(self, thread: Thread, number: int, barrier: str) -> bool:
+        """Whether a thread waits for an mbarrier of a name, or arrives at it; of one stage, ``name+stage``."""
+        x = self.instructions[number]
+        name, _, stage = barrier.partition("+")
+        places = self.barriers[name]
+        operand = 1 if x.is_a("mbarrier.try_wait", "mbarrier.test_wait") else barrier_operand(x)
+        if x.is_a("cp.async.bulk"):
+            operand = max(i for i, each in enumerate(x.operands) if each.marks == "[")
+        address = thread.address(number, operand)
+        return address is not None and address.number in ([places[int(stage)]] if stage else places)
+
+    def behind(self, x: Instruction, opcode: str) -> Instruction:
+        """The next of a kind in the text."""
+        return next(y for y in self.instructions[self.numbers[x.start] + 1 :] if y.opcode.startswith(opcode))
+
+    def ahead(self, x: Instruction, opcode: str) -> Instruction:
+        """The one before of a kind in the text."""
+        return next(y for y in reversed(self.instructions[: self.numbers[x.start]]) if y.opcode.startswith(opcode))
+
+    def span(self, x: Instruction) -> tuple[int, int]:
+        """Where an instruction is, and around a wait its loop."""
+        if not x.is_a("mbarrier.try_wait"):
+            return x.start, x.end
+        start, end = self.text.rindex("{", 0, x.start), self.text.index("}", x.end) + 1
+        assert len(re.findall(r"^\s*DONE:", self.text[start:end], re.MULTILINE)) == 1
+        return start, end
+
+    def changed(self, change: Change) -> str:
+        """The text with all edits of a change."""
+        text, at = [], 0
+        for edit in sorted(change(self)):
+            assert edit.start >= at, "changes overlap"
+            text += [self.text[at : edit.start], edit.text]
+            at = edit.end
+        assert text, "nothing is changed"
+        return "".join([*text, self.text[at:]])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Instructions to look for, and ways to change them, each of which is a ``Change``."""
+
+    look: Callable[[Code], list[Instruction]]
+
+    def __getitem__(self, which: int | slice) -> "Found":
+        """Some of them."""
+        return Found(lambda c: self.look(c)[which] if isinstance(which, slice) else [self.look(c)[which]])
+
+    def __add__(self, other: "Found") -> "Found":
+        """These and those."""
+        return Found(lambda c: self.look(c) + other.look(c))
+
+    def behind(self, opcode: str) -> "Found":
+        """Those of a kind that come next."""
+        return Found(lambda c: [c.behind(x, opcode) for x in self.look(c)])
+
+    def ahead(self, opcode: str) -> "Found":
+        """Those of a kind that come before."""
+        return Found(lambda c: [c.ahead(x, opcode) for x in self.look(c)])
+
+    def left_out(self) -> Change:
+        """They are missing."""
+        return lambda c: [Edit(*c.span(x), "") for x in self.look(c)]
+
+    def rewritten(self, pattern: str, replacement: str) -> Change:
+        """They have another text, where a regular expression fits once."""
+        return lambda c: [_rewritten(c, x, pattern, replacement) for x in self.look(c)]
+
+    def flipped(self, operand: int, bits: int = 1) -> Change:
+        """The register of an operand has other bits, for the time of the instruction."""
+
+        def change(c: Code) -> list[Edit]:
+            edits = []
+            for x in self.look(c):
+                (register,) = x.operands[operand].names
+                width = 64 if register.startswith("%rd") else 32
+                flip = f"\nxor.b{width} {register}, {register}, {bits};\n"
+                if register.startswith("%p"):
+                    flip = f"\nnot.pred {register}, {register};\n"
+                start, end = c.span(x)
+                edits += [Edit(start, start, flip), Edit(end, end, flip)]
+            return edits
+
+        return change
+
+    def further(self, operand: int, distance: int | Callable[[Code], int]) -> Change:
+        """They have another address, some bytes or columns further."""
+
+        def change(c: Code) -> list[Edit]:
+            edits = []
+            for x in self.look(c):
+                register, *offset = x.operands[operand].parts[0].parts or x.operands[operand].parts
+                total = (distance if isinstance(distance, int) else distance(c)) + sum(y.number or 0 for y in offset)
+                edits.append(_rewritten(c, x, re.escape(x.operands[operand].text), f"[{register.text}+{total}]"))
+            return edits
+
+        return change
+
+    def at_other_barrier(self, operand: int, here: str, there: str) -> Change:
+        """They are about the first stage of another barrier than that of a name."""
+        return self.further(operand, lambda c: c.barriers[there][0] - c.barriers[here][0])
+
+    def preceded_by(self, text: str) -> Change:
+        """Some lines are ahead of each."""
+
+        def change(c: Code) -> list[Edit]:
+            starts = [c.span(x)[0] for x in self.look(c)]
+            return [Edit(start, start, f"\n{text}\n") for start in starts]
+
+        return change
+
+    def moved_behind(self, other: "Found") -> Change:
+        """The one of them is behind another one."""
+
+        def change(c: Code) -> list[Edit]:
+            (x,), (place,) = self.look(c), other.look(c)
+            _, end = c.span(place)
+            return [Edit(x.start, x.end, ""), Edit(end, end, f"\n{c.text_of(x)}\n")]
+
+        return change
+
+
+def _rewritten(c: Code, x: Instruction, pattern: str, replacement: str) -> Edit:
+    text, count = re.subn(pattern, replacement, c.text_of(x))
+    if count != 1:
+        raise ValueError(f"line {x.line}, {c.text_of(x)}: {pattern} fits {count} times, not once")
+    return Edit(x.start, x.end, text)
+
+
+def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = "") -> Found:
+    """Instructions that a warp executes.
+
+    Args:
+        by: the warp.
+        opcode: how they begin, in whole words.
+        count: how many there are, or it is a ``ValueError``.
+        barrier: the name of the mbarriers that they wait for, or arrive at; of one stage, ``name+stage``.
+        having: a regular expression that is found in them.
+    """
+
+    def look(c: Code) -> list[Instruction]:
+        thread = c.thread(by)
+        found = [
+            x
+            for number, x in enumerate(c.instructions)
+            if x.is_a(opcode)
+            and thread.executes(number)
+            and (not barrier or c.is_about(thread, number, barrier))
+            and re.search(having, c.text_of(x))
+        ]
+        if len(found) != count:
+            lines = [x.line for x in found]
+            raise ValueError(f"{opcode} {barrier} {having} of warp {by}: expected {count}, got those of lines {lines}")
+        return found
+
+    return Found(look)
+
+
+def waits(by: int, barrier: str, count: int = 1) -> Found:
+    """Those of a warp for an mbarrier."""
+    return find(by, "mbarrier.try_wait", count, barrier)
+
+
+def arrivals(by: int, barrier: str, count: int = 1) -> Found:
+    """Those of threads at an mbarrier."""
+    return find(by, "mbarrier.arrive", count, barrier)
+
+
+def commits(by: int, barrier: str, count: int = 1) -> Found:
+    """Those that arrive at an mbarrier when products are done."""
+    return find(by, "tcgen05.commit", count, barrier)
+
+
+def both(*changes: Change) -> Change:
+    """All of some changes."""
+    return lambda c: [edit for change in changes for edit in change(c)]
+
+
+def where_barriers_are(stages: Mapping[str, int]) -> dict[str, range]:
+    """The addresses of a kernel's mbarriers, by name, from the stages of its rings."""
+    found: dict[str, range] = {}
+    first = 0
+    for name, count in stages.items():
+        for state in ("full", "empty"):
+            found[f"{name}.{state}"] = range(8 * first, 8 * (first + count), 8)
+            first += count
+    return found
+
+
+def columns(by: int, opcode: str, number: int) -> Change:
+    """Another number of columns of tensor memory."""
+    return find(by, opcode).ahead("mov.b32").rewritten("512", str(number))

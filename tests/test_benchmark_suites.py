@@ -1,0 +1,483 @@
+"""Suites of the benchmarks, on tiny shapes: what they compare, that contenders compute the same, and their rows."""
+
+import json
+import re
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks import __main__ as cli
+from benchmarks import harness
+from benchmarks.harness import Suite, Unavailable
+from benchmarks.suites import attention, bias, packed, sparse
+from benchmarks.work import Passes, attention_flop
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+
+pytestmark = pytest.mark.usefixtures("small_ceilings")
+
+CPU = torch.device("cpu")
+TINY = (
+    packed.Shape("ragged", (5, 1, 17), 2, 2, 8),
+    packed.Shape("gqa", (9, 30), 4, 2, 16),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_suite_on_tiny_shapes(dtype: torch.dtype) -> None:
+    suite = replace(packed.suite(CPU, dtype, TINY), rounds=3)
+    reports = [harness.measure(suite, case) for case in suite.cases()]
+    assert [result.name for result in reports] == ["ragged", "gqa"]
+    assert reports[0].work.flop == attention_flop(15 + 1 + 153, 2, 8, 8, "both")
+    for result in reports:
+        assert list(result.times) == [packed.LOOP, packed.PACKAGE, packed.PADDED]
+    verdicts = harness.judge(suite.bars, reports)
+    assert [verdict.bar.case for verdict in verdicts] == (["ragged"] if dtype == torch.float32 else [])
+    assert all(verdict.ratio is not None for verdict in verdicts)
+
+
+def test_bars_of_the_attention_suites() -> None:
+    expected: dict[Passes, set[float]] = {
+        "forward": {0.98},
+        "backward": {0.98, 1.05, 1.35},
+        "both": {0.98, 1.05},
+    }
+    for passes, least in expected.items():
+        suite = attention.suite(passes, CPU, torch.bfloat16)
+        assert suite.name == passes
+        bars = [bar for bar in suite.bars if bar.against == attention.FA4]
+        assert len(bars) == len(attention.DENSE) + len(attention.PACKED)
+        assert {round(1 / bar.most, 6) for bar in bars} == least
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """Attention suites of tiny cases, by the portable backend, which stands in for flash-attn-4, too.
+
+    Returns who was called with which ``deterministic``. Flash-attn-4's stand-in refuses it where d = 16.
+    """
+    asked = set()
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, deterministic: bool, **options: Any) -> Any:
+            asked.add((attention.PACKAGE, deterministic))
+            return function(*args, deterministic=deterministic, **options)
+
+        return call
+
+    def peer(q: torch.Tensor, *args: Any, deterministic: bool, **options: Any) -> tuple[torch.Tensor, None]:
+        asked.add((attention.FA4, deterministic))
+        if deterministic and q.shape[-1] == 16:
+            raise NotImplementedError("d = 16")
+        function = flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func
+        return function(q, *args, **options), None
+
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        monkeypatch.setattr(attention, function.__name__, recording(function))
+    module = types.ModuleType("flash_attn.cute")
+    vars(module).update(flash_attn_func=peer, flash_attn_varlen_func=peer)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(attention, "BACKEND", "portable")
+    monkeypatch.setattr(attention, "TOKENS", 32)
+    monkeypatch.setattr(attention, "DENSE", ((2, 2, 8, 16, True), (4, 2, 16, 16, False)))
+    monkeypatch.setattr(attention, "PACKED", ((4, 2, 8),))
+    monkeypatch.setattr(attention, "DOCUMENTS", (5, 1, 17))
+    monkeypatch.setattr(attention, "LENGTHS", (8, 16, 32))
+
+    def short(
+        make: Callable[[torch.device, torch.dtype], Suite[Any]],
+    ) -> Callable[[torch.device, torch.dtype], Suite[Any]]:
+        return lambda device, dtype: replace(make(device, dtype), rounds=3)
+
+    for name in ("forward", "backward", "both", "lengths"):
+        monkeypatch.setitem(cli.SUITES, name, short(cli.SUITES[name]))
+    return asked
+
+
+def run_tiny(suite: str, out: Path) -> dict[str, Any]:
+    """The JSON of a suite of the attention."""
+    pytest.importorskip("matplotlib")
+    cli.main([suite, "--device", "cpu", "--out", str(out)])
+    assert (out / f"{suite}-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+    content: dict[str, Any] = json.loads((out / f"{suite}-cpu-float32.json").read_text())
+    return content
+
+
+PLAIN = [attention.PACKAGE, attention.FA4]
+DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("suite", ["backward", "both"])
+def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = run_tiny(suite, tmp_path)
+    assert [case["name"] for case in content["cases"]] == ["2x8 16 causal", "4/2x16 16 full", "documents 4/2x8 causal"]
+    for case in content["cases"]:
+        refused = DETERMINISTIC[1:] if "x16" in case["name"] else []
+        names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
+        assert [name for name in case["times"] if name != attention.CUDNN] == names
+        assert case["peak_bytes"].keys() == case["times"].keys()
+        for name in refused:
+            assert case["unavailable"][name] == "raised NotImplementedError: d = 16"
+    expected = {
+        (attention.FA4, attention.PACKAGE): 3,
+        (attention.PACKAGE_DETERMINISTIC, attention.PACKAGE): 3,
+        (attention.FA4_DETERMINISTIC, attention.PACKAGE_DETERMINISTIC): 2,
+    }
+    means = {(mean["contender"], mean["against"]): mean["cases"] for mean in content["means"]}
+    assert {pair: count for pair, count in means.items() if attention.CUDNN not in pair} == expected
+    printed = capsys.readouterr().out
+    for (contender, against), count in expected.items():
+        line = rf"mean: {contender} takes \S+ of the time of {against} and \S+ of its peak memory \(\D+{count}\)"
+        assert re.search(line, printed)
+
+
+def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
+    for case in run_tiny("forward", tmp_path)["cases"]:
+        assert not {*case["times"], *case["unavailable"]} & set(DETERMINISTIC)
+    assert tiny == {(name, False) for name in PLAIN}
+
+
+def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
+    cases = run_tiny("lengths", tmp_path)["cases"]
+    assert [case["name"] for case in cases[:4]] == [
+        *(f"forward 16x128 {length} causal" for length in (8, 16, 32)),
+        "forward 16x128 8 full",
+    ]
+    panels = [f"{passes}, {mask}" for passes in ("forward", "backward") for mask in ("causal", "full")]
+    assert [(case["panel"], case["length"]) for case in cases] == [(x, n) for x in panels for n in (8, 16, 32)]
+    for case in cases:
+        backward = case["panel"].startswith("backward")
+        assert set(PLAIN + DETERMINISTIC) & case["times"].keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
+        factor = 2.5 if backward else 1.0
+        pairs = (case["length"] + 1) / 2 if "causal" in case["panel"] else case["length"]
+        assert case["work"]["flop"] == factor * 4 * 32 * pairs * 16 * 128
+    assert tiny == {(name, deterministic) for name in PLAIN for deterministic in (False, True)}
+
+
+def test_rows_of_the_attention_suites() -> None:
+    """Those of which figures of the peers are known."""
+    names = [attention._dense_name(*row) for row in attention.DENSE]
+    names += [attention._packed_name(*heads) for heads in attention.PACKED]
+    assert names == [
+        "16x128 2k causal",
+        "16x128 8k causal",
+        "16x128 16k causal",
+        "16x128 2k full",
+        "16x128 8k full",
+        "32/8x128 8k causal",
+        "32x64 8k causal",
+        "32x64 8k full",
+        "8x256 8k causal",
+        "8x256 8k full",
+        "documents 16x128 causal",
+        "documents 32/8x128 causal",
+        "documents 32x64 causal",
+    ]
+
+
+def triangle_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """What cuEquivariance documents: heads before tokens, and a batch around the rows."""
+    assert (q.ndim, bias.shape[:2], mask.shape[2:4]) == (5, (1, 1), (1, 1))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~mask, -1e9)
+    return scores.softmax(-1) @ v
+
+
+TINY_ROWS = (
+    bias.Row("plain", 2, 16, 2, 8),
+    bias.Row("mask", 2, 16, 2, 8, mask="random", bars={bias.CUDNN: (1e-9, 1e-9)}),
+    bias.Row("bias", 2, 16, 2, 8, bias=(0, 1, 1, 1), bars={bias.EFFICIENT: (None, 1e9)}),
+    bias.Row("each", 2, 16, 2, 8, bias=(1, 1, 1, 1)),
+    bias.Row("odd", 2, 15, 2, 8, bias=(0, 1, 1, 1), bars={bias.EVEN: (0.5, 0.5)}),
+    bias.Row("keys", 2, 16, 2, 8, mask="keys", bars={bias.WITHOUT: (0.5, 0.5)}),
+    bias.Row("ALiBi", 2, 16, 2, 8, bias=(1, 0, 1), alibi=True),
+    bias.Row("ALiBi causal", 2, 16, 2, 8, bias=(1, 0, 1), alibi=True, causal=True),
+    bias.Row("tiles", 2, 16, 2, 8, mask="tiles", bars={bias.ALL_TRUE: (0.5, 0.5)}),
+    bias.Row("triangle", 6, 6, 2, 8, mask="keys", bias=(0, 1, 1, 1), triangle=True),
+    bias.Row("documents", 1, 0, 2, 8, bias=(1, 1, 1), documents=(3, 9, 12), bars={bias.SAME_AREA: (0.5, 0.5)}),
+)
+
+
+def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone computes the same, but for what is there for comparison, and cuDNN no gradient of a bias."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(case: bias.BiasCase) -> Any:
+        raise Unavailable("on a CPU it compiles for long")
+
+    module = types.ModuleType("cuequivariance_torch")
+    vars(module).update(triangle_attention=triangle_attention)
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", module)
+    monkeypatch.setattr(bias, "_flex", refuse)
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))  # looking takes long
+    monkeypatch.setattr(bias, "BACKEND", "portable")
+    monkeypatch.setattr(bias, "ROWS", TINY_ROWS)
+    monkeypatch.setattr(bias, "TILE", 4)
+    monkeypatch.setattr(bias, "KERNELS", dict.fromkeys(bias.KERNELS, SDPBackend.MATH))
+    monkeypatch.setitem(
+        cli.SUITES, "bias", lambda device, dtype: replace(bias.suite(device, dtype), rounds=3, seconds=0.1)
+    )
+    cli.main(["bias", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "bias-cpu-float32.json").read_text())
+    assert (tmp_path / "bias-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
+    cases = {case["name"]: case for case in content["cases"]}
+    assert list(cases) == [f"{passes} {row.name}" for row in TINY_ROWS for passes in ("forward", "backward")]
+
+    comparisons = {"odd": bias.EVEN, "tiles": bias.ALL_TRUE, "documents": bias.SAME_AREA}
+    pairs = {"tiles": 2 * 64, "ALiBi causal": 2 * 136, "triangle": 6**3, "odd": 2 * 225, "documents": 9 + 81 + 144}
+    for row in TINY_ROWS:
+        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
+            case = cases[f"{passes} {row.name}"]
+            assert case["panel"] == passes
+            assert case["work"]["flop"] == factor * 4 * pairs.get(row.name, 2 * 256) * 2 * 8
+            expected = {bias.PACKAGE} | ({bias.PACKAGE_DETERMINISTIC} if passes == "backward" else set())
+            expected |= {comparisons[row.name]} if row.name in comparisons else set()
+            expected |= {bias.WITHOUT} if row.mask or row.bias else set()
+            expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
+            expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
+            assert case["times"].keys() == expected, case.get("unavailable")
+    bars = {(bar["case"], bar["against"]): bar["passed"] for bar in content["bars"]}
+    assert ("forward bias", bias.EFFICIENT) not in bars
+    assert bars["backward bias", bias.EFFICIENT] is False
+    assert bars["forward mask", bias.CUDNN] is True
+    assert len(bars) == 2 + 1 + 4 * 2
+
+
+@pytest.mark.parametrize("row", TINY_ROWS, ids=lambda row: row.name)
+def test_flex_attention_computes_the_same(row: bias.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which on a CPU takes long; gradients come with compiling only."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(bias, "BACKEND", "portable")
+    monkeypatch.setattr(bias, "TILE", 4)
+    case = bias._case(row, "forward", CPU, torch.float32)
+    if row.documents:
+        with pytest.raises(Unavailable):
+            bias._flex(case)
+    else:
+        torch.testing.assert_close(bias._flex(case)(), bias._package(case)())
+
+
+def test_rows_of_the_bias_suite() -> None:
+    names = [row.name for row in bias.ROWS]
+    assert len(set(names)) == len(names) == 16
+    for row in bias.ROWS:
+        assert bias._area(row) > 0
+        if row.mask == "tiles":
+            visible = bias._visible_tiles(row.seqlen)
+            assert visible.any(0).all()
+            assert visible.any(1).all()
+            assert visible.float().mean() == 0.25
+    suite = bias.suite(CPU, torch.bfloat16)
+    assert {bar.case.split(" ", 1)[1] for bar in suite.bars} == set(names) - {"16x128 4096 plain"}
+    assert {bar.against for bar in suite.bars} <= {contender.name for contender in suite.contenders}
+
+
+def test_lengths_of_the_bias_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bias, "LENGTHS", (7, 8))
+    monkeypatch.setattr(bias, "TOKENS", 16)
+    cases = list(bias.lengths(CPU, torch.float32).cases())
+    panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("bias", "mask")]
+    assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (7, 8)]
+    assert all(case.q.shape[:2] == (2, case.length) for case in cases)
+
+
+TINY_SPARSE_ROWS = (
+    sparse.Row("window", "window", 512, bars={sparse.FA4: (1e-9, 1e-9), sparse.WITHOUT: (1e9, 1e9)}),
+    sparse.Row("documents", "documents", 512, deterministic=1e-9),
+    sparse.Row("prefix-LM", "prefix-LM", 512),
+    sparse.Row("dilated", "dilated", 512),
+    sparse.Row("random 50 %", "random", 512, share=0.5, bars={sparse.FA4: (1e-9, 1e-9)}),
+    sparse.Row("random 100 %", "random", 512),
+    sparse.Row("selected", "top-k", 512, top=2),
+    sparse.Row("selected of 64", "top-k", 512, top=3, block=64),
+)
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask_mod: Any,
+    aux_tensors: list[torch.Tensor] | None,
+    block_sparse_tensors: Any,
+    block_sparse_tensors_bwd: Any,
+) -> tuple[torch.Tensor, None]:
+    """What flash-attn-4 computes: lists of blocks, and a function of vectors of one element for those in part."""
+    (batch, n, heads, _), blocks = q.shape, q.shape[1] // 128
+    seen = []
+    for cnt, idx, full_cnt, full_idx, size in (block_sparse_tensors, block_sparse_tensors_bwd):
+        assert size == (128, 128)
+        for counts, indices in ((cnt, idx), (full_cnt, full_idx)):
+            assert counts.dtype == indices.dtype == torch.int32
+            kept = torch.arange(blocks) < counts[..., None]
+            map_ = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool)
+            seen.append(map_.scatter_(-1, torch.where(kept, indices.long(), blocks), True)[..., :-1])
+    assert torch.equal(seen[0], seen[2].mT)
+    assert torch.equal(seen[1], seen[3].mT)
+    in_part, full = (x.repeat_interleave(128, -1).repeat_interleave(128, -2) for x in seen[:2])
+    shown = full.expand(batch, heads, n, n)
+    if mask_mod is not None:
+        places = torch.cartesian_prod(*map(torch.arange, (batch, heads, n, n))).T[:, None]
+        shown = shown | (in_part & mask_mod(*places, None, aux_tensors).view(batch, heads, n, n))
+    else:
+        assert not in_part.any()
+    return flash_attn_func(q, k, v, mask=shown, backend="portable"), None
+
+
+@pytest.fixture
+def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small rows by the portable backend, and a stand-in for flash-attn-4 that sees what that one would be told."""
+    modules: dict[str, dict[str, Any]] = {
+        "flash_attn": {},
+        "flash_attn.cute": {"flash_attn_func": block_sparse_attention},
+        "flash_attn.cute.utils": {"scalar_to_ssa": lambda x, dtype: x[None]},
+        "flash_attn.cute.block_sparsity": {
+            "BlockSparseTensorsTorch": lambda *lists, block_size: (*lists, block_size),
+        },
+        "cutlass": {"Int32": int},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {"BACKEND": "portable", "HEADS": 2, "D": 8, "TOKENS": 1024, "WINDOW": 200}.items():
+        monkeypatch.setattr(sparse, name, value)
+    monkeypatch.setattr(sparse, "DOCUMENTS", 48)
+    monkeypatch.setattr(sparse, "ROWS", TINY_SPARSE_ROWS)
+    monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: len(run()))
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone computes the same, but for a pass over all blocks; FLOP are those of elements, or of blocks."""
+    pytest.importorskip("matplotlib")
+
+    def refuse(case: sparse.SparseCase) -> Any:
+        raise Unavailable("on a CPU it compiles for long")
+
+    monkeypatch.setattr(sparse, "_flex", refuse)
+    monkeypatch.setitem(
+        cli.SUITES, "sparse", lambda device, dtype: replace(sparse.suite(device, dtype), rounds=3, seconds=0.1)
+    )
+    cli.main(["sparse", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "sparse-cpu-float32.json").read_text())
+    cases = {case["name"]: case for case in content["cases"]}
+    assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
+    i, j = torch.arange(512)[:, None], torch.arange(512)
+    ids = sparse._document_ids(2, 512)
+    assert [len(entry.unique()) for entry in ids] == [3, 3]
+    pairs = {
+        "window": 4 * int(((j <= i) & (i - j < 200)).sum()),
+        "documents": 2 * int(((ids[:, :, None] == ids[:, None]) & (j <= i)).sum()),
+        "prefix-LM": 4 * int(((j <= i) | (j < 128)).sum()),
+        "dilated": 4 * 9 * 128**2,
+        "random 50 %": 4 * 8 * 128**2,
+        "random 100 %": 4 * 512**2,
+        "selected": 4 * 4 * 2 * 128**2,
+        "selected of 64": 4 * 8 * 3 * 64**2,
+    }
+    orders = {sparse.DETERMINISTIC, sparse.SPT, sparse.PERMUTATION, sparse.AUTO}
+    for row in TINY_SPARSE_ROWS:
+        for passes, factor in (("forward", 1.0), ("backward", 2.5)):
+            case = cases[f"{passes} {row.name}"]
+            assert case["panel"] == passes
+            assert case["work"]["flop"] == pytest.approx(factor * 4 * pairs[row.name] * 8, rel=1e-6)
+            assert ("on the model no order" in case["detail"]) is (passes == "backward")
+            expected = {sparse.PACKAGE} | (orders if passes == "backward" else set())
+            expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
+            expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
+            expected |= {sparse.FA4} if row.block == 128 else set()
+            assert case["times"].keys() == expected, case.get("unavailable")
+    assert {content["against"][name] for name in orders - {sparse.DETERMINISTIC}} == {sparse.DETERMINISTIC}
+    bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
+    assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
+    assert bars["forward window", sparse.PACKAGE, sparse.WITHOUT]["passed"] is False
+    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]["passed"] is True
+    assert bars["forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS]["most"] == pytest.approx(0.55)
+    assert len(bars) == 4 + 1 + 2 + 2 + len(TINY_SPARSE_ROWS)
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+@pytest.mark.parametrize("row", TINY_SPARSE_ROWS, ids=lambda row: row.name)
+def test_flex_attention_shows_the_same_blocks(row: sparse.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which on a CPU takes long; gradients come with compiling only."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = sparse._case(row, "forward", CPU, torch.float32)
+    if row.block != 128:
+        with pytest.raises(Unavailable):
+            sparse._flex(case)
+    else:
+        torch.testing.assert_close(sparse._flex(case)(), sparse._package(case)())
+
+
+def test_rows_of_the_sparse_suite() -> None:
+    """Bars as they were set, and random masks of exactly their share."""
+    suite = sparse.suite(CPU, torch.bfloat16)
+    names = {f"{passes} {row.name}" for row in sparse.ROWS for passes in ("forward", "backward")}
+    assert len(names) == 2 * len(sparse.ROWS) == 24
+    assert {bar.case for bar in suite.bars} <= names
+    contenders = {contender.name for contender in suite.contenders}
+    assert {name for bar in suite.bars for name in (bar.contender, bar.against)} <= contenders
+    against = {(bar.case, bar.against): 1 / bar.most for bar in suite.bars if bar.contender == sparse.PACKAGE}
+    assert against["forward window", sparse.FA4] == pytest.approx(1.12)
+    assert against["backward documents", sparse.FLEX] == pytest.approx(1.4)
+    assert against["backward random 25 %", sparse.FA4] == pytest.approx(1.05)
+    permutations = {bar.case: bar.most for bar in suite.bars if bar.contender == sparse.PERMUTATION}
+    assert permutations["backward window"] == pytest.approx(1.01)
+    assert permutations["backward random 12.5 % 16k"] == pytest.approx(1 / 1.05)
+    assert set(sparse.SCHEDULED) <= {row.name for row in sparse.ROWS}
+    for row in sparse.ROWS:
+        if row.kind == "random":
+            visible = sparse._random_blocks(row)
+            blocks = row.seqlen // 128
+            assert visible.shape == (16, blocks, blocks)
+            assert (visible.sum((1, 2)) == round(row.share * blocks**2)).all()
+            assert visible.diagonal(dim1=1, dim2=2).all()
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_lengths_of_the_sparse_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "LENGTHS", (2048, 4096))
+    cases = list(sparse.lengths(CPU, torch.float32).cases())
+    panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("window", "documents", "top-k")]
+    assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (2048, 4096)]
+
+
+@pytest.mark.usefixtures("tiny_sparse")
+def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables are made anew in every round."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sparse, "TABLES_LENGTH", 1024)
+    made: list[int] = []
+    build = BlockMask.build
+
+    def count(mask: BlockMask, *device: torch.device) -> BlockMask:
+        made.append(len(mask._tables))
+        return build(mask, *device)
+
+    monkeypatch.setattr(BlockMask, "build", count)
+    monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
+    monkeypatch.setitem(
+        cli.SUITES, "sparse-tables", lambda device, dtype: replace(sparse.tables(device, dtype), rounds=3)
+    )
+    cli.main(["sparse-tables", "--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "sparse-tables-cpu-float32.json").read_text())
+    names = list(sparse.TABLES)
+    assert [case["name"] for case in content["cases"]] == names
+    for case in content["cases"]:
+        peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents") else []
+        assert list(case["times"]) == [sparse.PACKAGE, *peers]
+    assert [ruling["limit"]["case"] for ruling in content["limits"]] == [name for name in names if sparse.TABLES[name]]
+    assert not any(made)
+    assert len(made) > 3 * (5 + 3)
+    assert "limit: " in capsys.readouterr().out
