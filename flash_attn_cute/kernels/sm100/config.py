@@ -387,8 +387,8 @@ class _BackwardTile(NamedTuple):
 
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
 # walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
-# on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under a
-# right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
+# on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
+# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
     _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
