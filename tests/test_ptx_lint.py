@@ -8,6 +8,7 @@ import pytest
 
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, backward_config, forward_config
+from flash_attn_cute.kernels.sm100 import config as sm100
 from tools.ptx_lint import lint
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -268,3 +269,27 @@ def test_blackwell_kernels(tmp_path: Path) -> None:
         assert lint(text) == []
     for rule, pattern in BLACKWELL.items():
         assert rule in rules(re.sub(pattern, "", text)), rule
+
+
+# Of a warp that sends what all its threads have stored, and of arrivals from the other CTA.
+PAIRS = {
+    "a copy ahead of other threads' stores": (
+        "warp",
+        r"bar\.warp\.sync\s+-1;(?=[^@]*@[^@]*mbarrier\.arrive\.expect_tx)",
+        "",
+    ),
+    "a commit for the first one alone": ("arrivals", r"(mov\.b16\s+%rs\d+), 3;", r"\1, 1;"),
+    "an arrival at the second one": ("arrivals", r"(mapa\.shared::cluster\.u32\s+%r\d+, %r\d+), 0;", r"\1, 1;"),
+    "a count for one alone": ("arrivals", r"(mov\.b32\s+%r\d+), 16;(?=[^@]*mbarrier\.init)", r"\1, 8;"),
+}
+
+
+def test_pairs_of_ctas(tmp_path: Path) -> None:
+    """Arrivals from the other CTA are counted, and tell what they tell within a CTA."""
+    text = ptx_of(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192), tmp_path)
+    assert lint(text) == []
+    start = text.index(".entry", text.index("BackwardPair"))
+    for rule, pattern in BLACKWELL.items():
+        assert rule in rules(text[:start] + re.sub(pattern, "", text[start:])), rule
+    for rule, pattern, replacement in PAIRS.values():
+        assert rule in rules(text[:start] + re.sub(pattern, replacement, text[start:], count=1)), pattern

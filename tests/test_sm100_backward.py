@@ -23,12 +23,13 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
 from tests.test_sm100 import Memory, as_given, spread, tensor_argument
+from tests.test_sm100_code import paired
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
@@ -47,7 +48,8 @@ def text_of(config: Any) -> str:
 
 @functools.cache
 def program(config: Any) -> ptx.Program:
-    return ptx.Program(text_of(config), "BackwardCta" if config.walks == 1 else "BackwardTwoWalks")
+    kernels = {(1, 1): "BackwardCta", (2, 1): "BackwardTwoWalks", (1, 2): "BackwardPair"}
+    return ptx.Program(text_of(config), kernels[config.walks, config.ctas_a_tile])
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,17 @@ class Pass:
         more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
         given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
         at = {name: memory.put(spread(x)) for name, x in given.items()}
-        params, tensors = [bytes(32)] * 4, {}
-        for name in ("mQ", "mdO", "mK", "mV", "mdK", "mdV"):
-            x, box = given[name], config.tile_m if name in ("mQ", "mdO") else config.tile_n
+        params: list[bytes] = [bytes(32)] * 4
+        tensors: dict[int, ptx.Rows] = {}
+        queries = config.tile_m // config.ctas_a_tile
+        boxes = [("mQ", queries), ("mdO", queries), *((name, PART_ROWS) for name in ("mK", "mV", "mdK", "mdV"))]
+        if config.ctas_a_tile == 2:  # by columns as well
+            boxes += [(name, PART_ROWS) for name in ("mQ", "mdO", "mK")]
+        for name, rows in boxes:
+            x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, box
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, rows
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         for name in ("mdK", "mdV"):
@@ -104,7 +111,8 @@ class Pass:
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        ptx.run(code, params, everything, tensors, self.num_ctas, self.draw, SHARED_MEMORY, self.lagging)
+        launched = params, everything, tensors, self.num_ctas
+        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, config.ctas_a_tile)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
@@ -161,8 +169,16 @@ class Interpreted(CuteBackend):
         num_ctas: int = NUM_SMS,
         changed: ptx.Program | None = None,
         lagging: ptx.Lagging | None = None,
+        *,
+        by_pairs: bool = False,
     ):
-        super().__init__(ARCHITECTURES["sm100"])
+        """``by_pairs``: with the kernel of long sequences, of any length."""
+        architecture = ARCHITECTURES["sm100"]
+        if by_pairs:
+            backward = architecture.passes["backward"]
+            configured = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))
+            architecture = architecture._replace(passes=architecture.passes | {"backward": configured})
+        super().__init__(architecture)
         self.draw, self.num_ctas, self.changed, self.lagging = draw, num_ctas, changed, lagging
         self._prepare_backward = self.prepare  # type: ignore[assignment]
 
@@ -241,15 +257,43 @@ def test_backward(case: str, fuzz_seconds: float) -> None:
             break
 
 
-@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(100, 300, 64), (65, 140, 192)])
-def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int) -> None:
-    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or several."""
+# With the kernel of long sequences, whose tiles of 256 keys are the work of pairs of CTAs.
+PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "two-tiles": ([150], [300], {"packed": False, "nheads": 1}),
+    "grouped-causal": ([130], [270], {"packed": False, "nheads": 4, "nheads_k": 1, "causal": True}),
+    "packed-float16": ([129, 0, 20], [257, 17, 100], {"nheads": 1, "causal": True, "dtype": torch.float16}),
+    "everything": ([140, 1], [290, 0], {**EVERYTHING, "head_dim_v": 72, "nheads": 2, "nheads_k": 1}),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
+    """Two pairs of CTAs: keys of a tile's second CTA may be none, and blocks of queries may have none for it."""
+    lengths_q, lengths_k, options = PAIRS[case]
+    call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 128, **options})
+    stop = time.monotonic() + fuzz_seconds
+    for number in itertools.count():
+        backend = Interpreted(random.Random(f"{case} {number}"), num_ctas=4, by_pairs=True)
+        check(call, backend, through_lse=len(case) % 2 == number % 2)
+        if time.monotonic() > stop:
+            break
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "several"),
+    [(100, 300, 64, (1, 3)), (65, 140, 192, (1, 3)), (100, 300, 128, (2, 4))],
+    ids=["d64", "d192", "pairs"],
+)
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, several: tuple[int, int]) -> None:
+    """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""
     call = random_call([queries], [keys], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (
-        execute(call, Interpreted(random.Random(n), num_ctas), lse.detach().float(), dout, None)
-        for n, num_ctas in enumerate((1, 3))
+        execute(
+            call, Interpreted(random.Random(n), num_ctas, by_pairs=head_dim == 128), lse.detach().float(), dout, None
+        )
+        for n, num_ctas in enumerate(several)
     )
     for other in others:
         assert all(bitwise_equal(first[name], other[name]) for name in first)

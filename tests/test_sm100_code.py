@@ -87,10 +87,22 @@ ALL = {
 
 
 def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
-    dtype, target = options.pop("dtype", "bfloat16"), options.pop("target", B200)
-    return backward_config(dtype, d, d_v or d, Features(**options), target=target)
+    given = {name: options.pop(name) for name in ("keys", "target") if name in options}
+    return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
 
 
+def paired(c: BackwardConfig) -> BackwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = backward(128, keys=LONG)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
+
+
+def pair(**options: Any) -> BackwardConfig:
+    return paired(backward(128, **options))
+
+
+LONG = 8192  # keys of a sequence
 FEW_BACKWARD = {
     "d192": backward(192),
     "d256-causal": backward(256, right=True),
@@ -103,6 +115,8 @@ FEW_BACKWARD = {
     "d128": backward(128),
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "pair-packed-b300": pair(packed=True, target=B300),
+    "pair-everything": pair(**BACKWARD_EVERYTHING),
 }
 BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()} | {
     "causal-grouped": {"right": True, "grouped": True},
@@ -115,6 +129,10 @@ BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bi
 ALL_BACKWARD = {
     f"d{d}-dv{d_v}-{mask}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
     for (d, d_v), mask in itertools.product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_MASKS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+} | {
+    f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for mask in BACKWARD_MASKS
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
@@ -171,16 +189,20 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     c = compiled_backward
     kernels = machine_code(c, tmp_path)
     check_before_and_after(kernels, zeroes=False, num_after=0)
-    (sass,) = kernels["BackwardCta" if c.walks == 1 else "BackwardTwoWalks"]
+    pair = c.ctas_a_tile == 2
+    (sass,) = kernels["BackwardPair" if pair else "BackwardCta" if c.walks == 1 else "BackwardTwoWalks"]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
     # Loops of four steps. One walk: S, dP and dV once, dK and dQ behind a step and behind a tile. Two: S in each.
     assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 5 + c.parts_dQ)
+    assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
     assert count["HGMMA"] == 0
-    # What fills and what empties a stage; behind a tile dV and dK.
-    assert count["UTCBAR"] == 2 + (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 3 + 4 + c.parts_dQ)
+    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart.
+    commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 3 + 4 + c.parts_dQ)
+    assert count["UTCBAR"] == commits + (3 if pair else 0)
+    assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["USETMAXREG"] == 3
     # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, and hidden.
     blocks = c.tile_m // COMPUTE_WARPGROUPS // 32
@@ -190,7 +212,11 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
     assert count["STTM"] == 2 * blocks + changes
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.walks * c.tile_m // COMPUTE_WARPGROUPS
-    assert len(re.findall(r"\bUTMALDG", sass)) == 2 * (c.tile_d + c.tile_dv) // 64
+    # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns.
+    loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
+    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + (2 + 2 if pair else 0)
+    assert all(load.endswith(".cta_group::2") == pair for load in loads)
+    assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
     assert len(re.findall(r"\bUTMASTG", sass)) == pieces
     assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
     sums = pieces * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
@@ -227,17 +253,21 @@ def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
     assert c.blocks_ahead * c.q_parts == 2
 
 
+@pytest.mark.parametrize("keys", [0, LONG])
 @pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
-def test_backward_sizes(d: int) -> None:
+def test_backward_sizes(d: int, keys: int) -> None:
     """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
-        c = backward(d, d_v)
+        c = backward(d, d_v, keys=keys)
+        assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
+        if c.ctas_a_tile == 2:  # whose dQ lies between two quarters of S
+            parts.pop()
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS
@@ -275,6 +305,16 @@ def test_warming_is_for_all_gpus() -> None:
     given.passes = ["bias_gradient"]
     with pytest.raises(ValueError, match="--passes: expected some of forward, backward for sm100, got bias_gradient"):
         command.configurations(given)
+
+
+def test_warming_is_for_all_lengths() -> None:
+    """Where long sequences get other kernels."""
+    arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", "backward"]
+    found = command.configurations(
+        command.parser().parse_args([*arguments, "--layouts", "dense", "--dtypes", "float16"])
+    )
+    assert sorted(c.ctas_a_tile for c in found if c.tile_d == 128 and c.target == B200) == [1, 2]
+    assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
 def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:

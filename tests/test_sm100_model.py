@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm100.config import backward_config
 from tools.sm100_model import __main__ as command_line
 from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
 from tools.sm100_model.designs import DESIGNS, PUBLISHED, Case
@@ -203,7 +205,7 @@ def test_clocks_of_a_step_in_clusters() -> None:
     assert 3900 < hopper_pass(Shape(4, 8192, 8, 256, 256, backward=True)).predict().step < 4200
 
 
-KINDS = ("forward", "backward 1-CTA", "backward 2-CTA", "deterministic 1-CTA")
+KINDS = ("forward", "backward 1-CTA", "backward 2-CTA", "deterministic 1-CTA", "deterministic 2-CTA")
 
 
 @pytest.mark.parametrize("machine", [B200, B200_BY_POWER], ids=lambda machine: machine.name)
@@ -251,6 +253,18 @@ def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra plot brings")
     picture(*steady_state(MAKERS["hopper forward"]), tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [256, 512, 1024, 2048, 4096, 8192, 16384])
+def test_pairs_are_chosen_where_they_pay(keys: int, causal: bool) -> None:
+    """Where they gain more than a sequence loses by them that is longer by one key."""
+    cases = (Case(DESIGNS[f"backward {n}-CTA"], causal, seqlen=keys) for n in (1, 2))
+    alone, pair = (case.tflops(case.predict()) for case in cases)
+    lost = (keys + 2 * 128) / (keys + 128)
+    chosen = backward_config("bfloat16", 128, 128, Features(right=causal), keys=keys)
+    assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
+    assert backward_config("bfloat16", 128, 128, Features(right=causal, left=True), keys=keys).ctas_a_tile == 1
 
 
 def test_turns_that_are_waited_for_cost_more() -> None:

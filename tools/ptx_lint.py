@@ -4,7 +4,7 @@ Looked at is a kernel's PTX, thread by thread (``tools.ptx_threads``), the first
 What must lie between two instructions is looked for on every path from the one to the other.
 
     init-fence       mbarrier.init; fence.mbarrier_init; others are told
-    warp             a warp's st.shared, tcgen05.ld and st; bar.warp.sync; an arrival by one of its threads
+    warp             a warp's st.shared, tcgen05.ld and st; bar.warp.sync; an arrival by one of its threads, or a copy
     proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; others are told
     turn             ld.acquire; fence.proxy.async of global memory; TMA stores or adds bytes; all of them are complete
                      (cp.async.bulk.wait_group 0); red.release
@@ -16,7 +16,7 @@ What must lie between two instructions is looked for on every path from the one 
     group            one cta_group a kernel
     columns          tcgen05.alloc and dealloc by one warp each, always, of as many columns: a power of 2 from 32 to 512
     registers        setmaxnreg: one value a warpgroup, from 24 to 256 in steps of 8, not more together than there are
-    arrivals         an mbarrier's count is that of the threads that arrive at it
+    arrivals         an mbarrier's count is that of the threads that arrive at it, in both CTAs of a pair
     expected-bytes   TMA loads signal mbarriers that expect bytes, and only those
 
 Not seen: which barrier guards which memory, beyond what fence-after needs; bytes that a tensor map moves; phases and
@@ -37,6 +37,8 @@ from tools.ptx_threads import WARP, Program, Thread, Value
 MOST_REGION = 32768  # bytes behind an address that TMA or tensor cores read, unless something else begins before
 REGISTERS_A_THREAD_OF_512 = 65536 // 128
 _STEP = 8  # of setmaxnreg, and bytes of an mbarrier
+_CTAS = 2  # of a cluster
+_ByRing = dict[tuple[int, int], dict[tuple[int, int], set[int]]]  # by CTA and ring, and by CTA and warp: arrivals
 
 
 class Finding(NamedTuple):
@@ -132,7 +134,7 @@ class _Kernel:
                 value = None if operand.marks else thread.value(x, operand)
                 if value is not None and value.is_shared:
                     yield value._replace(number=(value.number & 0x3FFF) << 4)
-        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and len(x.operands) > 1 and not is_bulk_load(x):
+        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and len(x.operands) > 1 and reads_by_bulk(x):
             address = thread.address(number, 1)
             if address is not None:
                 yield address
@@ -197,6 +199,11 @@ def is_bulk_load(x: Instruction) -> bool:
     words = x.opcode.split(".")
     spaces = [word for word in words if word in ("global", "shared::cta", "shared::cluster")]
     return len(spaces) == 2 and spaces[0] != "global"
+
+
+def reads_by_bulk(x: Instruction) -> bool:
+    """Whether TMA reads shared memory with it, be it for another CTA's."""
+    return not is_bulk_load(x) or ".shared::cluster.shared::cta." in x.opcode
 
 
 def barrier_operand(x: Instruction) -> int:
@@ -295,11 +302,20 @@ class _Walk:
         """
         if x.opcode.split(".")[0] in ("bar", "barrier"):
             state.pop("accessed", None)
+            state.pop("stored", None)
         elif self.others.executes(number):
             if x.is_a("st.shared", "stmatrix", "tcgen05.ld", "tcgen05.st"):
                 state.setdefault("accessed", number)
+            if x.is_a("st.shared", "stmatrix"):
+                state.setdefault("stored", number)
+        elif x.is_a("cp.async.bulk", "cp.reduce.async.bulk") and "stored" in state and self.reads_shared(number):
+            self.report("warp", number, state.pop("stored"), "without bar.warp.sync behind the store of")
         elif x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts and "accessed" in state:
             self.report("warp", number, state.pop("accessed"), "without bar.warp.sync behind the access of")
+
+    def reads_shared(self, number: int) -> bool:
+        """Whether TMA or tensor cores read shared memory with an instruction."""
+        return any(True for _ in self.kernel.regions_read(self.thread, number))
 
     def turn(self, number: int, x: Instruction, state: _State) -> None:
         """What lies between waiting for a turn, adding to global memory by TMA, and passing the turn on."""
@@ -490,53 +506,84 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
 
 
 def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
-    """Compares counts with arrivals where all of both are known and none comes from another CTA."""
-    # By ring and warp, of those at the address of the ring, and of all: where a ring ends is not certain.
-    at_start: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    in_ring: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    lines: dict[int, int] = {}
-    for number, warps in _by_warp(kernel, "mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier.arrive").items():
-        x = kernel.instructions[number]
-        for warp, threads in warps.items():
-            thread = next(t for t in kernel.program.warps[warp] if t.executes(number))
-            address = thread.address(number, barrier_operand(x))
-            ring = kernel.ring(address)
-            if address is None or ring is None or "cta_group::2" in x.parts or _is_remote(x):
-                return
-            count = x.operands[-1].number if x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts else None
-            total = threads * (1 if count is None else count)
-            in_ring[ring][warp].add(total)
-            if address.number == ring:
-                at_start[ring][warp].add(total)
-            lines.setdefault(ring, x.line)
-    for ring, warps_of_ring in in_ring.items():
+    """Compares counts with arrivals, those from the other CTA of a pair included, where all of both are known."""
+    kernels = [kernel]
+    if any(_reaches_others(x) for x in kernel.instructions):
+        if not any(operand.text == "%cluster_ctarank" for x in kernel.instructions for operand in x.operands):
+            return  # which CTA does what is told by something that is unknown here
+        kernels = [_Kernel(Program(kernel.program.function, rank)) for rank in range(_CTAS)]
+    # By whose ring it is, and by whose warp, of those at the address of the ring, and of all: where a ring ends is not
+    # certain.
+    at_start: _ByRing = defaultdict(lambda: defaultdict(set))
+    in_ring: _ByRing = defaultdict(lambda: defaultdict(set))
+    lines: dict[tuple[int, int], int] = {}
+    for rank, each in enumerate(kernels):
+        for number, warps in _by_warp(each, "mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier.arrive").items():
+            x = kernel.instructions[number]
+            for warp, threads in warps.items():
+                executing = [t for t in each.program.warps[warp] if t.executes(number)]
+                addresses = [t.address(number, barrier_operand(x)) for t in executing]
+                reached = {_told(t, x, a, rank) for t, a in zip(executing, addresses, strict=True)}
+                address, ctas = addresses[0], reached.pop()
+                ring = kernel.ring(address)
+                if address is None or ring is None or ctas is None or reached:
+                    return
+                count = x.operands[-1].number if x.is_a("mbarrier.arrive") and "expect_tx" not in x.parts else None
+                total = threads * (1 if count is None else count)
+                for cta in ctas:
+                    in_ring[cta, ring][rank, warp].add(total)
+                    if address.number == ring:
+                        at_start[cta, ring][rank, warp].add(total)
+                    lines.setdefault((cta, ring), x.line)
+    for (cta, ring), warps_of_ring in in_ring.items():
         expected = kernel.counts.get(ring)
-        beside = _merged(in_ring[other] for other in in_ring if kernel.are_beside(ring, other))
-        totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[ring], warps_of_ring, beside)}
+        others = (other for of, other in in_ring if of == cta and kernel.are_beside(ring, other))
+        beside = _merged(in_ring[cta, other] for other in others)
+        totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[cta, ring], warps_of_ring, beside)}
         if expected is None or expected in totals or any(len(each) > 1 for each in warps_of_ring.values()):
             continue
-        told = ", ".join(f"{max(each)} of warp {warp}" for warp, each in sorted(warps_of_ring.items()))
-        yield Finding(
-            "arrivals", lines[ring], f"the mbarrier at {ring} has a count of {expected}, and arrivals: {told}"
-        )
-    for thread, number, x in kernel.where("mbarrier.try_wait", "mbarrier.test_wait"):
-        ring = kernel.ring(thread.address(number, 1))
-        first_phase_passes = "parity" in x.parts and thread.value(x, x.operands[2]) == Value(1)
-        if ring in kernel.counts and ring not in in_ring and not first_phase_passes:
-            yield Finding("arrivals", x.line, f"waits for the mbarrier at {ring}, at which nothing arrives")
+        told = ", ".join(f"{max(each)} of {_name(kernels, *who)}" for who, each in sorted(warps_of_ring.items()))
+        of_cta = f" of CTA {cta}" if len(kernels) > 1 else ""
+        text = f"the mbarrier at {ring}{of_cta} has a count of {expected}, and arrivals: {told}"
+        yield Finding("arrivals", lines[cta, ring], text)
+    for rank, each in enumerate(kernels):
+        for thread, number, x in each.where("mbarrier.try_wait", "mbarrier.test_wait"):
+            ring = kernel.ring(thread.address(number, 1))
+            first_phase_passes = "parity" in x.parts and thread.value(x, x.operands[2]) == Value(1)
+            if ring in kernel.counts and ring is not None and (rank, ring) not in in_ring and not first_phase_passes:
+                yield Finding("arrivals", x.line, f"waits for the mbarrier at {ring}, at which nothing arrives")
 
 
-def _merged(arrivals: Iterable[dict[int, set[int]]]) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = defaultdict(set)
+def _name(kernels: Sequence[_Kernel], rank: int, warp: int) -> str:
+    return f"warp {warp}" if len(kernels) == 1 else f"warp {warp} of CTA {rank}"
+
+
+def _merged(arrivals: Iterable[dict[tuple[int, int], set[int]]]) -> dict[tuple[int, int], set[int]]:
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
     for by_warp in arrivals:
         for warp, counts in by_warp.items():
             found[warp] |= counts
     return found
 
 
+def _reaches_others(x: Instruction) -> bool:
+    """Whether it arrives at barriers that may be another CTA's."""
+    return _is_remote(x) or (x.is_a("tcgen05.commit") and "multicast::cluster" in x.parts)
+
+
+def _told(thread: Thread, x: Instruction, address: Value | None, rank: int) -> tuple[int, ...] | None:
+    """The CTAs at whose barriers a thread of one arrives; None if that is unknown."""
+    if x.is_a("tcgen05.commit") and "multicast::cluster" in x.parts:
+        mask = thread.value(x, x.operands[1])
+        return None if mask is None or not mask.is_exact else tuple(cta for cta in range(16) if mask.number >> cta & 1)
+    if not _is_remote(x):
+        return (rank,)
+    return None if address is None or address.rank is None else (address.rank,)
+
+
 def _is_remote(x: Instruction) -> bool:
-    """Whether it arrives at a barrier that may be another CTA's."""
-    return "shared::cluster" in x.parts and not x.is_a("tcgen05")
+    """Whether it arrives at a barrier that a thread has mapped to another CTA."""
+    return x.is_a("mbarrier.arrive") and "shared::cluster" in x.parts
 
 
 def _expected_bytes(kernel: _Kernel) -> Iterator[Finding]:

@@ -3,7 +3,8 @@
 Constants are propagated through registers and branches together (Wegman and Zadeck, "Constant propagation with
 conditional branches", 1991), for one thread at a time, whose number is a constant. Roles of warps are told by it, so
 what is left of a kernel for a thread is its role's part. Shared memory begins at 0. Of a number that is unknown but for
-what is added to it, the known part is kept: the address of a stage of a ring is where the ring begins.
+what is added to it, the known part is kept: the address of a stage of a ring is where the ring begins. An address in
+the shared memory of another CTA of the cluster is the same as in the own one, and knows whose it is.
 """
 
 import re
@@ -62,6 +63,7 @@ class Value(NamedTuple):
     number: int
     is_exact: bool = True  # if not, something unknown is added to it, or it is the least of several
     is_shared: bool = False  # an address in shared memory, or made of one
+    rank: int | None = None  # of the CTA whose memory that is, if it was told by ``mapa``
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def resolve(instruction: Instruction) -> Resolved:
 class Program:
     """A function, with what all its threads share."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, rank: int | None = None) -> None:
+        """``rank`` is that of the CTA in its cluster; None: any."""
         self.function = function
+        self.rank = rank
         self.instructions = function.instructions
         self.resolved = [resolve(x) for x in function.instructions]
         self.users: dict[str, list[int]] = defaultdict(list)
@@ -148,7 +152,7 @@ class Thread:
             return Value(operand.number)
         if operand.marks:
             return None
-        if operand.text == "%laneid" or (operand.text.startswith("%") and "." in operand.text):
+        if operand.text in ("%laneid", "%cluster_ctarank") or (operand.text.startswith("%") and "." in operand.text):
             return self._special(operand.text)
         register = instruction.register(operand.text)
         if register in self.values:
@@ -166,6 +170,8 @@ class Thread:
     def _special(self, name: str) -> Value | None:
         known = {"%tid.x": self.number, "%tid.y": 0, "%tid.z": 0, "%laneid": self.number % WARP}
         known |= {"%ntid.x": self.program.num_threads, "%ntid.y": 1, "%ntid.z": 1}
+        if self.program.rank is not None:
+            known["%cluster_ctarank"] = self.program.rank
         return Value(known[name]) if name in known else None
 
     def _guard(self, number: int) -> bool | None:
@@ -245,7 +251,7 @@ def _join(a: Value | None, b: Value | None) -> Value | None:
         return a
     if b is None or a.is_shared != b.is_shared:
         return None
-    return Value(min(a.number, b.number), False, a.is_shared)
+    return Value(min(a.number, b.number), False, a.is_shared, a.rank if a.rank == b.rank else None)
 
 
 def _add(a: Value | None, b: Value | None) -> Value | None:
@@ -259,7 +265,7 @@ def _binary(a: Value | None, b: Value | None, compute: Callable[[int, int], int]
         return known._replace(is_exact=False) if known is not None and known.is_shared else None
     number = compute(_signed(a.number), _signed(b.number))
     exact, shared = a.is_exact and b.is_exact, a.is_shared or b.is_shared
-    return Value(number & (1 << 64) - 1 if number >= 0 else number, exact, shared)
+    return Value(number & (1 << 64) - 1 if number >= 0 else number, exact, shared, a.rank if b.rank is None else b.rank)
 
 
 def _signed(number: int) -> int:
@@ -308,6 +314,9 @@ def _compute(op: str, words: frozenset[str], operands: list[Value | None]) -> Va
         return operands[0] if condition.number else operands[1]
     if not words & _INTEGERS:
         return None
+    if op == "mapa" and operands[0] is not None:
+        to = operands[1]
+        return operands[0]._replace(rank=to.number if to is not None and to.is_exact else None)
     if op in ("mov", "cvt", "cvta", "shfl"):
         return operands[0] if not any(word.startswith("f") for word in words) else None
     if op == "mad" and "hi" not in words:

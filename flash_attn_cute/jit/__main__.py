@@ -61,6 +61,9 @@ def positive(text: str) -> int:
     return value
 
 
+_MANY_KEYS = 1 << 20  # of a sequence, that gets the kernels of long ones
+
+
 def configurations(chosen: argparse.Namespace) -> list[Any]:
     """All that the command line asks for, each once: different head dimensions can share a kernel."""
     found: list[Any] = []
@@ -77,7 +80,11 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
             if name == "backward" and not chosen.passes and not architecture.has_gradients(features):
                 continue
             configure = architecture.passes[name].configure
-            options = [{"group": group} for group in chosen.groups] if name == "forward" else [{}]
+            options: list[dict[str, int]] = [{}]
+            if name == "forward":
+                options = [{"group": group} for group in chosen.groups]
+            elif name == "backward":
+                options = [{"keys": keys} for keys in (0, _MANY_KEYS)]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

@@ -14,6 +14,7 @@ class BackwardSizes:
     """The workspace of a pass: what is in it, and how much of it."""
 
     ctas_a_tile: ClassVar[int]
+    sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
 
     features: Features
     tile_d: int

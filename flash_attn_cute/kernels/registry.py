@@ -18,12 +18,13 @@ from flash_attn_cute.kernels.sm100 import config as sm100
 class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
-    # From dtype's name, d, d_v and ``Features`` (forward also group=, of a bias's gradient split=, and target= where
-    # an architecture has several) to a configuration: a frozen dataclass with the attributes dtype, tile_d, features
-    # and target (what it is compiled for), whose class tells its ``architecture`` and ``pass_name``. Backends read
-    # more: tile_m and tile_n; reorders_bits; persistent, group and parts() (forward; the latter under a mask);
-    # ctas_a_tile, reverses_last and workspace_size() (backward), whose features say whether its kernel writes a bias's
-    # gradient; mask_tile (forward, and of that gradient).
+    # From dtype's name, d, d_v and ``Features`` (forward also group=, backward keys=, how many a sequence has, of a
+    # bias's gradient split=, and target= where an architecture has several) to a configuration: a frozen dataclass with
+    # the attributes dtype, tile_d, features and target (what it is compiled for), whose class tells its
+    # ``architecture`` and ``pass_name``. Backends read more: tile_m and tile_n; reorders_bits; persistent, group and
+    # parts() (forward; the latter under a mask); ctas_a_tile, sums_heads, reverses_last and workspace_size()
+    # (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that
+    # gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx.state import LANES, Array, Effect, Mask, Warp, converged
+from tests.ptx.state import LANES, RANK_PITCH, Array, Effect, Mask, Warp, converged, within_cta
 from tests.ptx.statement import TYPES, Statement, vector
 
 
@@ -188,7 +188,7 @@ def _elect(s: Statement) -> Effect:
 # By how an instruction's name begins.
 INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "mov": _move,
-    "cvta.param": _plain(lambda x: x),
+    **dict.fromkeys(("cvta.param", "cvta.shared", "cvta.to.shared::cluster"), _plain(lambda x: x)),
     "add": _add,
     "sub": _arithmetic(operator.sub),
     "fma": _arithmetic(_fused),
@@ -196,7 +196,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "mad": _plain(lambda a, b, c: a * b + c),
     "div.s32": _plain(_divide),
     "rem.s32": _plain(lambda a, b: a - _divide(a, b) * b),
-    "mapa": _plain(lambda a, rank: a),  # a CTA is alone in its cluster
+    "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
     "neg": _plain(operator.neg),
     "abs": _plain(np.abs),
     "not": _plain(operator.inv),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx.state import GLOBAL, SHARED, Array, Barrier, Effect, FaultError, Mask, Warp, lanes_of
+from tests.ptx.state import GLOBAL, Array, Barrier, Effect, FaultError, Mask, Warp, converged, lanes_of
 from tests.ptx.statement import TYPES, Statement, base_and_offset, vector
 from tools.ptx import Operand
 
@@ -16,7 +16,7 @@ def _words(s: Statement, operand: Operand, count: int) -> Callable[[Warp, Mask],
     unaligned = size * count - 1
 
     def place(warp: Warp, mask: Mask) -> tuple[Array, Array]:
-        memory, first = (warp.cta.memory, GLOBAL) if is_global else (warp.cta.shared, SHARED)
+        memory, first = (warp.cta.memory, GLOBAL) if is_global else (warp.cta.shared, warp.cta.first_shared)
         at = address(warp) - first
         if mask is not None:
             at = np.where(mask, at, 0)
@@ -115,6 +115,8 @@ def init_barrier(s: Statement) -> Effect:
     """An mbarrier of so many arrivals a phase."""
 
     def init(warp: Warp, at: int, n: int) -> None:
+        if warp.cta.owner(at) is not warp.cta:
+            raise FaultError(f"an mbarrier of another CTA: {at}")
         warp.cta.barriers[at] = Barrier(n, n)
 
     return _each_lane(s, s.operands[0], init)
@@ -122,9 +124,10 @@ def init_barrier(s: Statement) -> Effect:
 
 def arrive_at_barrier(s: Statement) -> Effect:
     """Arrivals, and bytes that are announced with one."""
+    of_cluster = "shared::cluster" in s.instruction.parts
 
     def arrive(warp: Warp, at: int, n: int) -> None:
-        barrier = warp.cta.barrier(at)
+        barrier = warp.cta.barrier(at, of_cluster=of_cluster)
         if ".expect_tx." in s.name:
             barrier.bytes += n
             barrier.arrive()
@@ -132,6 +135,19 @@ def arrive_at_barrier(s: Statement) -> Effect:
             barrier.arrive(n)
 
     return _each_lane(s, s.operands[1], arrive)
+
+
+def arrive_in_cluster(s: Statement) -> Effect:
+    """At the barrier of all warps of the cluster."""
+
+    def arrive(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        if warp.meeting is not None:
+            raise FaultError("arrives twice at the cluster's barrier")
+        warp.meeting = warp.cta.cluster.phase
+        warp.cta.cluster.arrive()
+
+    return arrive
 
 
 def _each_lane(s: Statement, at: Operand, function: Callable[[Warp, int, int], None]) -> Effect:

@@ -25,6 +25,7 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "red": memory.reduce_add,
     "mbarrier.test_wait.parity": memory.test_barrier,
     "mbarrier.init": memory.init_barrier,
+    "barrier.cluster.arrive": memory.arrive_in_cluster,
     "mbarrier.arrive": memory.arrive_at_barrier,
     "cp.async.bulk.commit_group": tma.commit_group,
     "cp.async.bulk.tensor": tma.copy_box,
@@ -84,6 +85,8 @@ class Program:
             all_threads = s.constant(32 * self.num_warps, "u32")
             count = s.source(operands[1], "u32") if len(operands) > 1 else all_threads
             return "meet", (s.source(operands[0], "u32"), count)
+        if is_a("barrier.cluster.wait"):
+            return "cluster", None
         if is_a("cp.async.bulk.wait_group"):
             return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
         # Loops that wait for what others write would otherwise take all of a warp's turn.

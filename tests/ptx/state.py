@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from tests.ptx.tensor import Product
+    from tests.ptx.tensor import Commit, Product
     from tests.ptx.tma import Copy, Rows
 
 Array = npt.NDArray[Any]
@@ -18,10 +18,12 @@ Mask = Array | None  # of lanes; None: all
 Read = Callable[["Warp"], Array]
 Write = Callable[["Warp", Array, Mask], None]
 Effect = Callable[["Warp", Mask], None]  # of an instruction
-Lagging = frozenset[int | str]  # numbers of warps, and of engines "loads", "stores", "products"
+Name = int | str  # a warp's number, or of an engine "loads", "stores" or "products"
+Lagging = frozenset[Name | tuple[int, Name]]  # of every CTA, or with a rank in a cluster of one
 
 GLOBAL, SHARED, PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
 PARAM_PITCH = 1 << 12
+RANK_PITCH = 1 << 24  # from an address in shared memory to the same of the next CTA of the cluster
 LANES = np.arange(32)
 ALL = np.ones(32, bool)
 COLUMNS = 512  # of tensor memory
@@ -80,10 +82,33 @@ class Barrier:
             self.phase, self.pending = self.phase + 1, self.count
 
 
+def within_cta(address: Any) -> Any:
+    """An address in shared memory, or several, without what tells whose it is."""
+    return address % RANK_PITCH
+
+
+@dataclass
+class Cluster:
+    """CTAs that reach each other's shared memory."""
+
+    ctas: list["Cta"] = field(default_factory=list)
+    num_warps: int = 0  # of all of them
+    arrived: int = 0  # warps, at its barrier
+    phase: int = 0  # of its barrier
+
+    def arrive(self) -> None:
+        """By a warp."""
+        self.arrived += 1
+        if self.arrived == self.num_warps:
+            self.arrived, self.phase = 0, self.phase + 1
+
+
 @dataclass
 class Cta:
     """What the threads of a CTA have in common."""
 
+    cluster: Cluster
+    rank: int  # in it
     index: int
     num_ctas: int  # of the grid
     params: Sequence[bytes]
@@ -94,16 +119,34 @@ class Cta:
     tensor_memory: Array = field(default_factory=lambda: np.full((128, COLUMNS), 0x7FC0DEAD, np.uint32))
     columns: int = 0  # of tensor memory that are allocated
     barriers: dict[int, Barrier] = field(default_factory=dict)
-    # What engines have been asked for; an int is a commit to a barrier.
+    # What engines have been asked for.
     loads: list["Copy"] = field(default_factory=list)
     stores: list["Copy"] = field(default_factory=list)
-    products: "deque[Product | int]" = field(default_factory=deque)
+    products: "deque[Product | Commit]" = field(default_factory=deque)
+    is_over: bool = False  # all its warps have returned
 
-    def barrier(self, address: int) -> Barrier:
-        """The mbarrier at an address."""
-        if address not in self.barriers:
+    @property
+    def first_shared(self) -> int:
+        """The address of the first byte of its shared memory."""
+        return SHARED + self.rank * RANK_PITCH
+
+    def owner(self, address: int) -> "Cta":
+        """The CTA of the cluster in whose shared memory an address is."""
+        rank = address // RANK_PITCH
+        if not 0 <= rank < len(self.cluster.ctas):
+            raise FaultError(f"an address of no CTA of the cluster: {address}")
+        if self.cluster.ctas[rank].is_over:
+            raise FaultError("shared memory of a CTA that is over")
+        return self.cluster.ctas[rank]
+
+    def barrier(self, address: int, *, of_cluster: bool = False) -> Barrier:
+        """The mbarrier at an address: its own, or of any CTA of the cluster."""
+        if not of_cluster and address // RANK_PITCH != self.rank:
+            raise FaultError(f"an mbarrier of another CTA: {address}")
+        barriers = self.owner(address).barriers
+        if address not in barriers:
             raise FaultError(f"no mbarrier at {address}")
-        return self.barriers[address]
+        return barriers[address]
 
 
 @dataclass
@@ -114,11 +157,13 @@ class Warp:
     index: int
     registers: dict[str, Array] = field(default_factory=dict)
     places: dict[int, Array] = field(default_factory=lambda: {0: ALL})
+    held: set[int] = field(default_factory=set)  # places where lanes wait for the others of the warp
     waits_for: tuple[str, int, int] | None = None
     is_done: bool = False
     polls: bool = False  # whether it does no more than look for what others write
     open_group: list["Copy"] = field(default_factory=list)  # of stores
     groups: list[list["Copy"]] = field(default_factory=list)
+    meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
 
     def __post_init__(self) -> None:
         for name, value in {
@@ -126,7 +171,7 @@ class Warp:
             "%ctaid.x": np.full(32, self.cta.index),
             "%nctaid.x": np.full(32, self.cta.num_ctas),
             "%laneid": LANES,
-            "%cluster_ctarank": np.zeros(32),
+            "%cluster_ctarank": np.full(32, self.cta.rank),
         }.items():
             self.registers[name] = value.astype(np.uint32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.state import PARAM_PITCH, PARAMS, SHARED, Array, Effect, FaultError, Mask, Read, Warp, Write
+from tests.ptx.state import PARAM_PITCH, PARAMS, Array, Effect, FaultError, Mask, Read, Warp, Write
 from tools.ptx import Instruction, Operand
 
 TYPES: dict[str, Any] = {
@@ -58,11 +58,11 @@ class Statement:
             if kind == "pred":
                 return lambda warp: warp.registers[name]
             return lambda warp: warp.registers[name].view(TYPES[kind])
+        if operand.text == "__dynamic_shmem__0":
+            return lambda warp: np.full(32, warp.cta.first_shared, TYPES[kind])
         return self.constant(self._value(operand), kind)
 
     def _value(self, operand: Operand) -> int:
-        if operand.text == "__dynamic_shmem__0":
-            return SHARED
         if operand.text in self.params:
             return PARAMS + self.params[operand.text] * PARAM_PITCH
         if operand.text.startswith("0f"):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.ptx.state import SHARED, Array, Cta, Effect, FaultError, Mask, Warp, converged, only
+from tests.ptx.state import RANK_PITCH, Array, Cta, Effect, FaultError, Mask, Warp, converged, only, within_cta
 from tests.ptx.statement import Statement, vector
 from tests.ptx.tma import swizzled
 
@@ -18,6 +18,14 @@ class Product(NamedTuple):
     b: int
     instruction: int
     accumulates: bool
+    by_pair: bool  # of CTAs
+
+
+class Commit(NamedTuple):
+    """Arrivals when all products that were issued before are done."""
+
+    barrier: int
+    ranks: tuple[int, ...]  # of the CTAs at whose barriers, at the same place
 
 
 def access(s: Statement) -> Effect:
@@ -52,7 +60,7 @@ def allocate(s: Statement) -> Effect:
         if warp.cta.columns:
             raise FaultError("allocated twice")
         warp.cta.columns = int(count(warp)[0])
-        warp.cta.shared.view("u4")[(int(holder(warp)[0]) - SHARED) // 4] = 0
+        warp.cta.shared.view("u4")[(int(holder(warp)[0]) - warp.cta.first_shared) // 4] = 0
 
     return allocate_columns
 
@@ -63,7 +71,7 @@ def deallocate(s: Statement) -> Effect:
 
     def deallocate_columns(warp: Warp, mask: Mask) -> None:
         converged(mask)
-        if warp.cta.products or count(warp)[0] != warp.cta.columns:
+        if any(cta.products for cta in warp.cta.cluster.ctas) or count(warp)[0] != warp.cta.columns:
             raise FaultError("freed twice, or in part, or while products are under way")
         warp.cta.columns = 0
 
@@ -71,17 +79,22 @@ def deallocate(s: Statement) -> Effect:
 
 
 def commit(s: Statement) -> Effect:
-    """An arrival when the products so far are done."""
+    """An arrival when the products so far are done, or one in each of several CTAs."""
     address = s.address(s.operands[0])
+    ranks = s.source(s.operands[1], "b16") if "multicast::cluster" in s.instruction.parts else None
 
     def commit_products(warp: Warp, mask: Mask) -> None:
-        warp.cta.products.append(int(address(warp)[only(mask)]))
+        lane = only(mask)
+        told = 1 << warp.cta.rank if ranks is None else int(ranks(warp)[lane])
+        told_ranks = tuple(rank for rank in range(16) if told >> rank & 1)
+        warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), told_ranks))
 
     return commit_products
 
 
 def multiply(s: Statement) -> Effect:
-    """Issues a product."""
+    """Issues a product, of a pair of CTAs by its first one."""
+    by_pair = "cta_group::2" in s.instruction.parts
     in_memory = s.operands[1].marks == "["
     target, b = s.address(s.operands[0]), s.source(s.operands[2], "b64")
     a = s.address(s.operands[1]) if in_memory else s.source(s.operands[1], "b64")
@@ -89,8 +102,10 @@ def multiply(s: Statement) -> Effect:
 
     def issue(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
+        if by_pair and (warp.cta.rank % 2 or len(warp.cta.cluster.ctas) < 2):
+            raise FaultError("a pair's product by the second CTA, or by one that is alone")
         column, of_a, of_b, descriptor = (int(read(warp)[lane]) for read in (target, a, b, instruction))
-        product = Product(column, of_a, in_memory, of_b, descriptor, bool(accumulates(warp)[lane]))
+        product = Product(column, of_a, in_memory, of_b, descriptor, bool(accumulates(warp)[lane]), by_pair)
         warp.cta.products.append(product)
 
     return issue
@@ -100,29 +115,43 @@ def advance(cta: Cta, at_most: int) -> None:
     """The engine's next products and commits, in the order in which they were issued."""
     for _ in range(min(len(cta.products), at_most)):
         product = cta.products.popleft()
-        if isinstance(product, int):
-            cta.barrier(product).arrive()
+        if isinstance(product, Commit):
+            for rank in product.ranks:
+                cta.barrier(product.barrier + rank * RANK_PITCH, of_cluster=True).arrive()
         else:
             _multiply(cta, product)
 
 
 def _multiply(cta: Cta, p: Product) -> None:
+    """A product of a CTA, or of a pair: each has half of A's rows and of B's columns, and half of the sum's rows."""
     i = p.instruction
-    columns, is_transposed = (i >> 17 & 63) * 8, bool(i >> 15 & 1)
-    if (i >> 24 & 31, i >> 4 & 3) != (8, 1):  # 128 rows, float32 sums
+    ctas = cta.cluster.ctas[cta.rank : cta.rank + 2] if p.by_pair else [cta]
+    rows, columns = (i >> 24 & 31) * 16 // len(ctas), (i >> 17 & 63) * 8
+    # Of 128 rows that a pair has, the second half of the columns is in the lanes behind those of the first.
+    halves = 2 if rows == 64 and p.by_pair else 1
+    if rows * halves != 128 or i >> 4 & 3 != 1:  # float32 sums
         raise FaultError(f"a product of another kind: {i:#x}")
+    is_transposed = bool(i >> 16 & 1)
+    b = [_operand(each, p.b, columns // len(ctas), is_transposed=is_transposed) for each in ctas]
+    right = _floats(np.concatenate(b), i >> 10 & 7).T
+    for each in ctas:
+        if p.target + columns // halves > each.columns:
+            raise FaultError(f"columns {p.target} .. {p.target + columns // halves} are not all allocated")
+        result = np.concatenate(np.split(_left(each, p, rows) @ right, halves, axis=1))
+        place = each.tensor_memory[:, p.target : p.target + columns // halves]
+        if p.accumulates:
+            result = place.view(np.float32) + result
+        place[:] = result.astype(np.float32).view(np.uint32)
+
+
+def _left(cta: Cta, p: Product, rows: int) -> Array:
+    """16 of the columns of A, in float32: of the rows that a CTA has."""
+    is_transposed, kind = bool(p.instruction >> 15 & 1), p.instruction >> 7 & 7
     if not p.a_in_tensor_memory:
-        bits = _operand(cta, p.a, 128, is_transposed=is_transposed)
-    elif is_transposed:
-        raise FaultError(f"a transposed operand in tensor memory: {i:#x}")
-    else:
-        bits = np.ascontiguousarray(cta.tensor_memory[:, p.a : p.a + 8]).view("u2")
-    b = _floats(_operand(cta, p.b, columns, is_transposed=bool(i >> 16 & 1)), i >> 10 & 7)
-    result = _floats(bits, i >> 7 & 7) @ b.T
-    place = cta.tensor_memory[:, p.target : p.target + columns]
-    if p.accumulates:
-        result = place.view(np.float32) + result
-    place[:] = result.astype(np.float32).view(np.uint32)
+        return _floats(_operand(cta, p.a, rows, is_transposed=is_transposed), kind)
+    if is_transposed or rows != len(cta.tensor_memory):
+        raise FaultError(f"a transposed operand in tensor memory, or one of few rows: {p.instruction:#x}")
+    return _floats(np.ascontiguousarray(cta.tensor_memory[:, p.a : p.a + 8]).view("u2"), kind)
 
 
 def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Array:

@@ -19,6 +19,7 @@ from tests.ptx.state import (
     Warp,
     converged,
     only,
+    within_cta,
 )
 from tests.ptx.statement import Statement, vector
 
@@ -65,7 +66,7 @@ def swizzled(addresses: Array) -> Array:
 class Copy(abc.ABC):
     """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
 
-    barrier: int = 0  # where one to shared memory tells of its bytes
+    barrier: int = 0  # where one to shared memory tells of its bytes, in its own CTA or in another one of the cluster
     data: Array | None = None  # what one to global memory has read
     is_written: bool = False
 
@@ -151,6 +152,32 @@ class Bytes(Copy):
             place[:] = data
 
 
+@dataclass(kw_only=True)
+class BetweenCtas(Copy):
+    """Of bytes of shared memory to that of another CTA of the cluster."""
+
+    target: Cta
+    whole: slice  # there
+    shared: slice
+
+    @property
+    def num_bytes(self) -> int:
+        """All."""
+        return int(self.shared.stop - self.shared.start)
+
+    def load(self, cta: Cta) -> None:
+        """All."""
+        self.target.shared[self.whole] = cta.shared[self.shared]
+
+    def read(self, cta: Cta) -> Array:
+        """There are no such stores."""
+        raise NotImplementedError
+
+    def write(self, cta: Cta, data: Array) -> None:
+        """There are no such stores."""
+        raise NotImplementedError
+
+
 def commit_group(s: Statement) -> Effect:
     """Stores so far are a group."""
 
@@ -189,21 +216,47 @@ def copy_box(s: Statement) -> Effect:
         lane = 0 if is_store else only(mask)
         tensor = warp.cta.tensors[(int(which(warp)[lane]) - PARAMS) // PARAM_PITCH]
         address = int(shared(warp)[lane])
-        if address % 1024:
+        if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
             raise FaultError(f"a box at {address}")
+        at_barrier = None if barrier is None else int(barrier(warp)[lane])
+        if at_barrier is not None:  # of a pair's CTAs either one's may be told
+            warp.cta.barrier(at_barrier, of_cluster="cta_group::2" in s.instruction.parts)
         box = Box(
             tensor=tensor,
             coordinates=[int(c(warp)[lane]) for c in coordinates],
-            shared=swizzled(address + np.arange(tensor.box)[:, None] * 128 + np.arange(64) * 2),
-            barrier=0 if barrier is None else int(barrier(warp)[lane]),
+            shared=swizzled(within_cta(address) + np.arange(tensor.box)[:, None] * 128 + np.arange(64) * 2),
+            barrier=at_barrier or 0,
         )
         _ask(warp, box, is_store=is_store)
 
     return ask
 
 
+def _copy_within_cluster(s: Statement) -> Effect:
+    reads = [s.address(s.operands[i]) for i in (0, 1, 3)]
+    size = s.source(s.operands[2], "u32")
+
+    def ask(warp: Warp, mask: Mask) -> None:
+        lane = only(mask)
+        target, source, barrier = (int(read(warp)[lane]) for read in reads)
+        num_bytes, places = int(size(warp)[lane]), []
+        owner = warp.cta.owner(target)
+        if owner.barrier(barrier) is None or warp.cta.owner(source) is not warp.cta:
+            raise FaultError(f"from {source} to {target}")
+        for address in (target, source):
+            start = within_cta(address) - SHARED
+            if start < 0 or start + num_bytes > len(owner.shared) or start % 16 or num_bytes % 16:
+                raise FaultError(f"{num_bytes} bytes from {source} to {target}")
+            places.append(slice(start, start + num_bytes))
+        _ask(warp, BetweenCtas(target=owner, whole=places[0], shared=places[1], barrier=barrier), is_store=False)
+
+    return ask
+
+
 def copy_bytes(s: Statement) -> Effect:
-    """Asks for a load, a store or an addition of bytes."""
+    """Asks for a load, a store or an addition of bytes, or for a copy to another CTA of the cluster."""
+    if ".shared::cluster.shared::cta." in s.name:
+        return _copy_within_cluster(s)
     is_store = _is_store(s)
     whole, shared = (s.operands[0], s.operands[1]) if is_store else (s.operands[1], s.operands[0])
     reads = [s.address(whole, "u64"), s.address(shared), s.source(s.operands[2], "u32")]
@@ -213,7 +266,7 @@ def copy_bytes(s: Statement) -> Effect:
         lane = only(mask)
         first, begin, size = (int(read(warp)[lane]) for read in reads)
         places = []
-        for memory, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - SHARED)):
+        for memory, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - warp.cta.first_shared)):
             if start < 0 or start + size > len(memory) or start % 16 or size % 16:
                 raise FaultError(f"{size} bytes between {first} and {begin}")
             places.append(slice(start, start + size))
@@ -232,7 +285,7 @@ def load(cta: Cta) -> None:
     """The engine's next load, any of those that have been asked for."""
     copy = cta.loads.pop(cta.draw.randrange(len(cta.loads)))
     copy.load(cta)
-    cta.barrier(copy.barrier).complete(copy.num_bytes)
+    cta.barrier(copy.barrier, of_cluster=True).complete(copy.num_bytes)
 
 
 def store(cta: Cta) -> None:

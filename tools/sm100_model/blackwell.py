@@ -19,7 +19,6 @@ from tools.sm100_model.sm import Sm, Walk
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
 _MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
 _BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
-_PIECE = 16384.0  # bytes of dQ that are added together
 _COLUMNS = 32  # of P, which are stored together
 
 
@@ -220,6 +219,8 @@ class BackwardDesign:
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
     q_stages: int = 2
+    piece_columns: int = 32  # of tensor memory, of dQ that is put out and added together
+    piece_stages: int = 2
 
 
 class Backward:
@@ -232,7 +233,11 @@ class Backward:
         self.rows, self.columns, self.persistent = _BLOCK * self.ctas, _BLOCK, design.persistent
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", 1)
-        self.q, self.do = sm.ring("Q", c.q_stages, empty=2), sm.ring("dO", 1, empty=2)
+        # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
+        users = 1 if c.pair else 2
+        self.q, self.do = sm.ring("Q", c.q_stages, empty=users), sm.ring("dO", 1, empty=users)
+        self.q_columns, self.do_columns = sm.ring("Q by columns", 1), sm.ring("dO by columns", 1)
+        self.stats = sm.ring("lse and delta", 2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
         self.p: Barrier = sm.simulation.barrier(2, "P")
         self.ds: Barrier = sm.simulation.barrier(2, "dS")
@@ -241,7 +246,7 @@ class Backward:
         self.meeting, self.met = sm.simulation.barrier(2, "compute warpgroups"), [0, 0]
         self.ds_exchanged: Barrier = sm.simulation.barrier(1, "dS of the other CTA")
         self.ds_free: Barrier = sm.simulation.barrier(1, "room for dS")
-        self.staging = sm.ring("staging", 2)
+        self.staging = sm.ring("staging", c.piece_stages)
         self.sums = sm.ring("dK and dV", 1)
 
     def run(self, walks: Sequence[Walk]) -> Sm:
@@ -263,11 +268,29 @@ class Backward:
             yield self.keys.wait_empty(tile)
             self.sm.load("K and V", 2 * _BLOCK * (c.d + c.d_v) * (1.5 if c.pair else 1), self.keys, tile)
             for _ in range(num):
-                yield self.q.wait_empty(step)
-                self.sm.load("Q", 2 * _BLOCK * c.d + 512, self.q, step)
-                yield self.do.wait_empty(step)
-                self.sm.load("dO", 2 * _BLOCK * c.d_v + 512, self.do, step)
+                if c.pair:
+                    yield from self._load_halves(step)
+                else:
+                    yield self.q.wait_empty(step)
+                    self.sm.load("Q", 2 * _BLOCK * c.d + 512, self.q, step)
+                    yield self.do.wait_empty(step)
+                    self.sm.load("dO", 2 * _BLOCK * c.d_v + 512, self.do, step)
                 step += 1
+
+    def _load_halves(self, step: int) -> Needs:
+        """A block of each, half by rows and half by columns."""
+        c = self.design
+        yield self.q.wait_empty(step)
+        self.sm.load("Q", _BLOCK * c.d, self.q, step)
+        yield self.stats.wait_empty(step)
+        self.sm.load("lse and delta", 1024, self.stats, step)
+        for what, ring, columns in (
+            ("dO", self.do, c.d_v),
+            ("dO by columns", self.do_columns, c.d_v),
+            ("Q by columns", self.q_columns, c.d),
+        ):
+            yield ring.wait_empty(step)
+            self.sm.load(what, _BLOCK * columns, ring, step)
 
     def mma(self, walks: Sequence[Walk]) -> Needs:
         """A warp: S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1); a pair's dQ waits for the other CTA, behind dP."""
@@ -308,13 +331,17 @@ class Backward:
             "S",
             m.product(_BLOCK, _BLOCK, c.d),
             self._shared(c.d) * (1 + self._right),
-            [lambda: self.s.arrive(step)],
+            [lambda: self.s.arrive(step), *([lambda: self.q.release(step)] if c.pair else [])],
         )
 
     def _dK(self, step: int) -> Needs:
         c, m = self.design, self.sm.machine
         yield self.ds.phase(step + 1)
-        then = [lambda: self.q.release(step)]
+        ring = self.q
+        if c.pair:
+            ring = self.q_columns
+            yield ring.wait_full(step)
+        then = [lambda: ring.release(step)]
         self.sm.products.issue("mma", "dK", m.product(_BLOCK, c.d, _BLOCK), self._shared(c.d) * self._right, then)
 
     def _dQ(self, tile: int, step: int, is_last: bool) -> Needs:
@@ -342,7 +369,7 @@ class Backward:
             "dP",
             m.product(_BLOCK, _BLOCK, c.d_v),
             self._shared(c.d_v) * (1 + self._right),
-            [lambda: self.dp.arrive(step)],
+            [lambda: self.dp.arrive(step), *([lambda: self.do.release(step)] if c.pair else [])],
         )
 
     def _dV(self, tile: int, step: int, is_first: bool) -> Needs:
@@ -350,7 +377,11 @@ class Backward:
         yield self.p.phase(step + 1)
         if is_first:
             yield self.sums.wait_empty(tile)
-        then = [lambda: self.do.release(step)]
+        ring = self.do
+        if c.pair:
+            ring = self.do_columns
+            yield ring.wait_full(step)
+        then = [lambda: ring.release(step)]
         self.sm.products.issue("mma", "dV", m.product(_BLOCK, c.d_v, _BLOCK), self._shared(c.d_v) * self._right, then)
 
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
@@ -360,6 +391,8 @@ class Backward:
         half = 128 * elements  # elements of the warpgroup
         for tile, (num, masked) in enumerate(walks):
             for i in range(num):
+                if c.pair:
+                    yield self.stats.wait_full(step)
                 yield self.s.wait_full(step)
                 each = 0.5 + 1.0 + 0.5 + (_MASK if i < masked else 0.0)
                 # lse and delta are read by all threads alike: a word a clock and query.
@@ -372,7 +405,7 @@ class Backward:
                 yield from self.meet(g)
                 self.s.release(step)
                 self.p.arrive()
-                if g == 0:
+                if g == 0 and not c.pair:
                     self.q.release(step)
                 yield self.dp.wait_full(step)
                 for _ in range(2):
@@ -385,10 +418,11 @@ class Backward:
                 yield from self.meet(g)
                 self.dp.release(step)
                 self.ds.arrive()
-                if g == 0:
+                if g == 0 and c.pair:
+                    self.stats.release(step)
+                    sm.simulation.start("exchange", self._exchange())
+                elif g == 0:
                     self.do.release(step)
-                    if c.pair:
-                        sm.simulation.start("exchange", self._exchange())
                 step += 1
             yield self.sums.wait_full(tile)
             size = 128.0 * (c.d + c.d_v) / 2
@@ -411,21 +445,25 @@ class Backward:
         self.ds_exchanged.arrive()
 
     @property
+    def _piece(self) -> float:
+        """Bytes of a piece of dQ."""
+        return 4.0 * _BLOCK * self.design.piece_columns
+
+    @property
     def _pieces(self) -> int:
-        """Of 16 KB, in which a block of dQ is put out: half of the queries, if the CTA is one of a pair."""
-        c = self.design
-        return max(1, round(c.d * 4 * _BLOCK / _PIECE / (2 if c.pair else 1)))
+        """In which a block of dQ is put out: half of the queries, if the CTA is one of a pair."""
+        return self.design.d // self.ctas // self.design.piece_columns
 
     def drain(self, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: dQ from tensor memory into shared memory."""
         c, sm, piece = self.design, self.sm, 0
         for step in range(sum(w.blocks for w in walks)):
             yield self.dq.wait_full(step)
-            yield from sm.compute("drain", "load dQ", 20, tmem=_PIECE * self._pieces)
+            yield from sm.compute("drain", "load dQ", 20, tmem=self._piece * self._pieces)
             self.dq.release(step)
             for i in range(self._pieces):
                 yield self.staging.wait_empty(piece)
-                yield from sm.compute("drain", "write dQ", 16, shared=_PIECE, goes_on=True)
+                yield from sm.compute("drain", "write dQ", 16, shared=self._piece, goes_on=True)
                 if i == 0 and c.in_turn and not c.turns_ahead:
                     yield sm.machine.load  # the counter is read: nobody adds before
                 yield 2 * sm.machine.wake  # a fence and a named barrier
@@ -437,7 +475,7 @@ class Backward:
         c, sm = self.design, self.sm
         for piece in range(self._pieces * sum(w.blocks for w in walks)):
             yield self.staging.wait_full(piece)
-            yield from sm.add("add", "dQ", _PIECE)
+            yield from sm.add("add", "dQ", self._piece)
             if c.in_turn and not c.turns_ahead:  # room is made when all has been added, and not when it has been read
                 sm.simulation.after(sm.machine.load, partial(self.staging.release, piece))
             else:

@@ -10,7 +10,7 @@ from tools.sm100_model.launch import Order, Prediction, Shape, predict
 from tools.sm100_model.machine import B200, Machine
 from tools.sm100_model.sm import Maker
 
-_TOKENS, _SEQLEN, _COLUMNS = 32768, 8192, 2048
+_TOKENS, _COLUMNS = 32768, 2048
 _HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
 
 
@@ -21,13 +21,14 @@ class Case:
     design: ForwardDesign | BackwardDesign
     causal: bool
     published: float | None = None  # TFLOP/s
+    seqlen: int = 8192
 
     @property
     def shape(self) -> Shape:
-        """8k tokens in a sequence, 32k in all, and as many heads as make 2048 columns of v."""
+        """32k tokens in all, and as many heads as make 2048 columns of v."""
         d, d_v = self.design.d, self.design.d_v
         backward = isinstance(self.design, BackwardDesign)
-        return Shape(_TOKENS // _SEQLEN, _SEQLEN, _COLUMNS // d_v, d, d_v, self.causal, backward)
+        return Shape(_TOKENS // self.seqlen, self.seqlen, _COLUMNS // d_v, d, d_v, self.causal, backward)
 
     def make(self, machine: Machine = B200) -> Maker:
         """Makes a CTA to simulate."""
@@ -65,7 +66,9 @@ def _fa4_forward(d: int, causal: bool) -> ForwardDesign:
     )
 
 
-_FA4_1, _FA4_2 = BackwardDesign(128, 128), BackwardDesign(128, 128, pair=True)
+_FA4_1 = BackwardDesign(128, 128)
+_FA4_2 = replace(_FA4_1, pair=True, q_stages=1, piece_columns=8, piece_stages=4)
+_FA4_2_IN_TURN = replace(_FA4_2, in_turn=True, piece_columns=16, piece_stages=2)
 PUBLISHED = {
     "forward full": Case(_fa4_forward(128, False), False, 1535),
     "forward causal": Case(_fa4_forward(128, True), True, 1418),
@@ -75,8 +78,8 @@ PUBLISHED = {
     "backward 2-CTA causal": Case(_FA4_2, True, 1209),
     "deterministic 1-CTA full": Case(replace(_FA4_1, in_turn=True), False, 980),
     "deterministic 1-CTA causal": Case(replace(_FA4_1, in_turn=True), True, 934),
-    "deterministic 2-CTA full": Case(replace(_FA4_2, in_turn=True), False, 1167),
-    "deterministic 2-CTA causal": Case(replace(_FA4_2, in_turn=True), True, 1097),
+    "deterministic 2-CTA full": Case(_FA4_2_IN_TURN, False, 1167),
+    "deterministic 2-CTA causal": Case(_FA4_2_IN_TURN, True, 1097),
     "forward 2-CTA full, best": Case(replace(_fa4_forward(128, False), pair=True, stages=6), False, 1610),
     "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
 }
@@ -91,7 +94,7 @@ _192 = ForwardDesign(192, 128, maxima=False, stages=3, polynomials=0.125, o_over
 _192_PAIR = ForwardDesign(192, 128, maxima=False, stages=6, pair=True, o_over_q=True)
 _PAIR = replace(_OURS, pair=True, stages=8)
 _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
-_BACKWARD_PAIR = replace(_BACKWARD, pair=True)
+_BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
 _NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,

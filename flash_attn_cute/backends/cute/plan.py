@@ -153,8 +153,9 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
 
 def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
     """The plan of a backward call, on a GPU of so many SMs."""
+    keys = shapes.k[-3] // max(1, shapes.num_sequences) if shapes.packed else shapes.k[-3]
     config = architecture.passes["backward"].configure(
-        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes)
+        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), keys=keys
     )
     num_m_blocks, num_n_blocks = (
         shape[-3] // rows + shapes.num_sequences if shapes.packed else shape[0] * -(-shape[-3] // rows)
@@ -163,7 +164,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
     sums = SUMS if config.spreads_sums and spec.has_block_mask and not spec.in_turn else 1
-    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.ctas_a_tile == 1 else 1
+    heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
     heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
     if config.features.deterministic and (spec.window_right is None or config.reverses_last):

@@ -99,6 +99,18 @@ class KeyTile:
         )
         return keys.num_before(self.first_key // config.tile_n)
 
+    def first_key_of(self, rank: Int32 | int, rows: int) -> Int32:
+        """The first key of a CTA, of those that share the tile and have so many each."""
+        return self.first_key + rows * rank
+
+    def keys_of(self, rank: Int32 | int, rows: int) -> tuple[Int32, Int32]:
+        """Its rows of k, as far as there are some: the first one, and the one behind the last."""
+        first = self.first_key_of(rank, rows)
+        stop = cutlass.min(first + rows, self.k.length)
+        if not isinstance(rank, int):  # of a single CTA some are there
+            stop = cutlass.max(stop, first)
+        return self.k.start + first, self.k.start + stop
+
     def place(self, config: Any, nth: Int32 | int, first_key: Int32, m_block: Int32) -> Place:
         """Where the scores of keys from ``first_key`` on and a block of queries of the tile's nth head are."""
         return Place(
@@ -158,7 +170,7 @@ class ToldTiles:
         self.tiles.wait_empty(walk)  # from all other roles
         with cute.arch.elect_one():
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
+            self._tell(walk)
 
     @cute.jit
     def tell_of_end(self, walk: Int32) -> None:
@@ -167,7 +179,11 @@ class ToldTiles:
         with cute.arch.elect_one():
             for i in (_START, _STOP):
                 self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
-            cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to the same
+            self._tell(walk)
+
+    def _tell(self, walk: Int32) -> None:
+        """By one thread: what is to be told has been written."""
+        cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to all other roles
 
     @cute.jit
     def has_tile(self, walk: Int32) -> Boolean:

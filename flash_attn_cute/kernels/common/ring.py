@@ -5,15 +5,24 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
+from cutlass._mlir.dialects import nvvm
+
+_LEADER = 0  # the rank of the CTA that issues a pair's products
 
 
 @cute.jit
-def arrive_as_warp(barrier: cute.Pointer) -> None:
-    """One arrival, when all threads of the warp have come to it."""
+def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> None:
+    """One arrival, when all threads of the warp have come to it; with a rank, at that CTA's barrier.
+
+    Of a cluster: then whoever waits there sees what was done here before.
+    """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+        if const_expr(rank is None):
+            cute.arch.mbarrier_arrive(barrier)
+        else:
+            cute.arch.mbarrier_arrive(barrier, rank, scope=nvvm.MemScopeKind.CLUSTER)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,20 @@ class Ring:
         lane = cute.arch.lane_idx()
         if lane < 2:
             cute.arch.mbarrier_arrive(self.empty(step), lane)
+
+
+class LedRing(Ring):
+    """One of several CTAs, that the first one of the cluster counts for: arrivals of all are at its barriers."""
+
+    @cute.jit
+    def arrive(self, step: Int32) -> None:
+        """As of ``Ring``."""
+        arrive_as_warp(self.full(step), _LEADER)
+
+    @cute.jit
+    def release(self, step: Int32) -> None:
+        """As of ``Ring``."""
+        arrive_as_warp(self.empty(step), _LEADER)
 
 
 class RingSet:

@@ -70,6 +70,17 @@ class BackwardTiles(NamedTuple):
     V: RowTiles
     dK: RowTiles
     dV: RowTiles
+    # Of a pair of CTAs, which split these among themselves by rows, and again by columns.
+    Q_columns: RowTiles | None = None
+    dO_columns: RowTiles | None = None
+    K_columns: RowTiles | None = None
+
+
+def prefetch_descriptors(tma: Any) -> None:
+    """Of all tiles of a named tuple, as far as they are not None, by one warp."""
+    for rows in tma:
+        if rows is not None:
+            cpasync.prefetch_descriptor(rows.atom)
 
 
 def make_row_tiles(

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BLOCK
 from flash_attn_cute.kernels.backward import REVERSES_LAST, BackwardSizes
-from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.features import Case, Features, PassName
 from flash_attn_cute.kernels.mask_tile import MaskTile
 
 # That tiles are made for: multiples of the 64 columns that a swizzled row of shared memory holds. TMA fills the columns
@@ -203,15 +203,13 @@ class BackwardRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardSizes):
-    """What all kernels of a backward pass are made for. A tile of keys is one CTA's work.
+    """What all kernels of a backward pass are made for. A tile of keys is the work of a CTA, or of a pair of them.
 
     Its features are deterministic: what is added to dQ always has an order.
     """
 
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
-    ctas_a_tile: ClassVar[int] = 1
-    tile_n: ClassVar[int] = PART_ROWS
     counts_additions: ClassVar[bool] = True
     reorders_bits: ClassVar[bool] = False
 
@@ -226,6 +224,12 @@ class BackwardConfig(BackwardSizes):
     kv_stages: int  # tiles of keys and values in shared memory
     q_stages: int  # blocks of Q in shared memory
     do_stages: int  # and of dO
+    ctas_a_tile: int = 1  # each with 128 keys
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a tile."""
+        return PART_ROWS * self.ctas_a_tile
 
     @property
     def stages(self) -> int:
@@ -239,12 +243,17 @@ class BackwardConfig(BackwardSizes):
             return BackwardRegisters(drain=112, compute=160, others=80)
         if self.tile_d == 64:
             return BackwardRegisters(drain=96, compute=168, others=80)
+        if self.ctas_a_tile == 2:
+            return BackwardRegisters(drain=96, compute=176, others=64)
         return BackwardRegisters(drain=152, compute=160, others=40)
 
     @property
     def counters(self) -> tuple[int, int]:
-        """One a block of queries; of keys one a warpgroup that computes, and a walk, at whose end they are added."""
-        return 1, self.walks * COMPUTE_WARPGROUPS
+        """One a CTA, which has some rows of a block of queries.
+
+        Of keys one a warpgroup that computes, and a walk, at whose end they are added.
+        """
+        return self.ctas_a_tile, self.ctas_a_tile * self.walks * COMPUTE_WARPGROUPS
 
     @property
     def reverses_last(self) -> bool:
@@ -291,8 +300,11 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def columns_dQ(self) -> int:
-        """Of tensor memory, that each of them takes."""
-        return self.tile_m if self.transposes_dQ else self.tile_d
+        """Of tensor memory, that each of them takes.
+
+        A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's.
+        """
+        return self.tile_m if self.transposes_dQ else self.tile_d // self.ctas_a_tile
 
     def first_row_dQ(self, part: int) -> int:
         """The column of dQ that is a part's first lane. The last one of 192 columns begins with some of the first's."""
@@ -306,18 +318,28 @@ class BackwardConfig(BackwardSizes):
     @property
     def dQ_over_dP(self) -> bool:
         """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
-        return self._end + self.parts_dQ * self.columns_dQ > TENSOR_COLUMNS
+        return self.ctas_a_tile == 1 and self._end + self.parts_dQ * self.columns_dQ > TENSOR_COLUMNS
 
     def first_dQ(self, part: int = 0) -> int:
-        """The first column of dQ, or of one of its parts."""
+        """The first column of dQ, or of one of its parts.
+
+        That of a pair takes the place of scores, between the weights of two warpgroups.
+        """
+        if self.ctas_a_tile == 2:
+            return self.first_S + SCORE_COLUMNS // 4
         if self.dQ_over_dP:
             return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
         return self._end + part * self.columns_dQ
 
     @property
+    def piece_columns(self) -> int:
+        """Of tensor memory, or, if dQ is transposed, queries, that a piece of dQ has in shared memory."""
+        return 32 // self.ctas_a_tile
+
+    @property
     def pieces_dQ(self) -> int:
-        """In which a block of dQ goes through shared memory."""
-        return self.tile_d // DQ_COLUMNS
+        """In which a CTA's part of a block of dQ goes through shared memory."""
+        return self.tile_d // self.ctas_a_tile // self.piece_columns
 
     @property
     def pieces_dK(self) -> int:
@@ -331,16 +353,21 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them."""
-        keys = self.kv_stages * self.tile_n * (self.tile_d + self.tile_dv)
+        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
+
+        A CTA of a pair has half of Q and of dO, by rows, and again by columns, half of the pair's K by columns as well,
+        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
+        """
+        keys = self.kv_stages * PART_ROWS * (self.tile_d + self.tile_dv)
         queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
-        numbers = keys + queries + self.tile_n * self.tile_m
-        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * DQ_COLUMNS + _BARRIERS_AND_STATS
+        numbers = keys + queries + PART_ROWS * self.tile_m
+        if self.ctas_a_tile == 2:
+            numbers += PART_ROWS * self.tile_d + PART_ROWS * self.tile_m // 2
+        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * self.piece_columns + _BARRIERS_AND_STATS
 
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
-# Of a piece of dQ in shared memory, and how many there are. If dQ is transposed, it has so many queries of 64 columns.
-DQ_COLUMNS, DQ_STAGES = 32, 2
+DQ_STAGES = 2  # pieces of dQ in shared memory
 
 
 class _BackwardTile(NamedTuple):
@@ -353,12 +380,19 @@ class _BackwardTile(NamedTuple):
     kv_stages: int
     q_stages: int
     do_stages: int
+    ctas_a_tile: int = 1
+    keys: int = 0  # of a sequence, at least
+    case: Case = Case()
 
 
-# Tensor memory has to hold a block of scores, their gradients, dK and, but for two walks, dV; shared memory K, V, and a
-# block of Q, dO and the gradients of scores.
+# The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
+# walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
+# on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
+# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
@@ -367,9 +401,9 @@ _BACKWARD_TILES = (
 
 
 def backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, target: str = TARGETS[10, 0]
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, target: str = TARGETS[10, 0]
 ) -> BackwardConfig:
-    """The configuration that serves a call.
+    """The configuration that serves a call whose sequences have so many keys, on average.
 
     Raises:
         ValueError: features that no kernel serves yet.
@@ -379,12 +413,14 @@ def backward_config(
         raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
-    tile = next(t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
+    fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
+    tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
+    del tile["keys"], tile["case"]
     config = BackwardConfig(
         target=target,
         dtype=dtype,
         features=replace(features.of_pass("backward"), deterministic=True),
-        **tile._asdict(),
+        **tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY
     return config

@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, const_expr
 
+from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.config import TENSOR_COLUMNS
 
@@ -14,7 +14,12 @@ MMA_WARP, PRODUCER_WARP = 12, 13
 
 @cute.jit
 def begin(
-    config: cutlass.Constexpr, tma: cutlass.Constexpr, rings: cutlass.Constexpr, holder: cute.Pointer, warp_idx: Int32
+    config: cutlass.Constexpr,
+    tma: cutlass.Constexpr,
+    rings: cutlass.Constexpr,
+    holder: cute.Pointer,
+    warp_idx: Int32,
+    ctas: cutlass.Constexpr = 1,
 ) -> None:
     """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
 
@@ -24,26 +29,39 @@ def begin(
         rings: its barriers.
         holder: in shared memory.
         warp_idx: of the thread, uniform.
+        ctas: of a cluster: 1, or 2 that compute products together.
     """
+    pair = ctas == 2
     if warp_idx == PRODUCER_WARP:
-        for rows in tma:
-            cpasync.prefetch_descriptor(rows.atom)
+        prefetch_descriptors(tma)
         with cute.arch.elect_one():
             rings.init(config)
         cute.arch.mbarrier_init_fence()
+    if const_expr(pair):  # both run, and their barriers count
+        meet_in_cluster()
     if warp_idx == MMA_WARP:
-        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder)
-        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder, is_two_cta=pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
     tensor_memory.before_sync()
     cute.arch.sync_threads()
     tensor_memory.after_sync()
 
 
 @cute.jit
-def end(shared: cutlass.Constexpr, warp_idx: Int32) -> None:
+def end(shared: cutlass.Constexpr, warp_idx: Int32, ctas: cutlass.Constexpr = 1) -> None:
     """By all threads, behind their roles: frees the tensor memory that ``shared`` knows of."""
     tensor_memory.before_sync()
-    cute.arch.sync_threads()  # nobody reads tensor memory any more
+    # Nobody reads tensor memory any more, nor, of a pair, arrives at or writes to what is the other CTA's.
+    if const_expr(ctas == 2):
+        meet_in_cluster()
+    else:
+        cute.arch.sync_threads()
     if warp_idx == MMA_WARP:
         tensor_memory.after_sync()
-        cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS)
+        cute.arch.dealloc_tmem(shared.tensor_memory, TENSOR_COLUMNS, is_two_cta=ctas == 2)
+
+
+def meet_in_cluster() -> None:
+    """All threads of all its CTAs."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
+_BOTH = 0b11  # CTAs of a pair
 _AT_ONCE = 4  # steps whose products are issued one after the other, or 2 of other than a multiple of 4
 
 
@@ -18,10 +19,14 @@ def tiled_mma(
     columns: int,
     source_a: tcgen05.OperandSource,
     major_a: OperandMajorMode = OperandMajorMode.K,
+    rows: int = PART_ROWS,
+    group: tcgen05.CtaGroup = tcgen05.CtaGroup.ONE,
 ) -> cute.TiledMma:
-    """Products of 128 rows, summed in float32 in tensor memory."""
-    alone = tcgen05.CtaGroup.ONE
-    return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, alone, (PART_ROWS, columns), source_a)
+    """Products of some rows, summed in float32 in tensor memory, by a CTA or a pair of them.
+
+    Of a pair each CTA has half of the rows of A and of the sum, and half of B's columns in its shared memory.
+    """
+    return sm100.make_trivial_tiled_mma(dtype, dtype, major_a, major_b, Float32, group, (rows, columns), source_a)
 
 
 def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
@@ -85,3 +90,10 @@ def commit(barrier: cute.Pointer) -> None:
     """Arrives once all products that this warp has issued are done, by one converged warp."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier)
+
+
+@cute.jit
+def commit_to_both(barrier: cute.Pointer) -> None:
+    """The same of products of a pair of CTAs, at this barrier of each of them."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier, _BOTH, tcgen05.CtaGroup.TWO)

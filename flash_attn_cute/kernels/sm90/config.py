@@ -340,6 +340,7 @@ class BackwardClusterConfig(BackwardConfig):
     """Above d = 128: a tile of keys is the work of a cluster of two CTAs, 64 keys each."""
 
     ctas_a_tile: ClassVar[int] = 2
+    sums_heads: ClassVar[bool] = False
     reverses_last: ClassVar[bool] = False
 
     tile_dv: int  # columns of v
@@ -391,8 +392,12 @@ _CLUSTER_TILES = (
 )
 
 
-def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features) -> BackwardConfig:
-    """The configuration that serves a call: its kernels' tiles, and what is compiled into them."""
+def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0) -> BackwardConfig:
+    """The configuration that serves a call: its kernels' tiles, and what is compiled into them.
+
+    ``keys``, how many a sequence has, changes the kernels of other architectures.
+    """
+    del keys
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
     if tile_d > 128:

@@ -76,7 +76,7 @@ business. (The roles, the order of products and the places in tensor memory are 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -89,28 +89,20 @@ from flash_attn_cute.kernels.common.assembly import opaque, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import (
-    NUM_FIELDS,
-    heads_a_tile,
-    num_key_tiles,
-    zero_unseen_keys,
-)
+from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_COLUMNS,
-    DQ_STAGES,
     O_COLUMNS,
     PART_ROWS,
-    TILE_STAGES,
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
@@ -120,7 +112,7 @@ _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
 _DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
-_COLUMNS = 32  # of tensor memory that a compute thread reads at once
+COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 class Mmas(NamedTuple):
@@ -187,23 +179,8 @@ class BackwardCtaSm100:
         c, f = self.config, self.config.features
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
-        layouts = layouts_of(c, self.dtype)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        rings = Rings.at(c, storage.barriers.data_ptr())
-        frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
-        shared = Shared(
-            **{
-                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-                for name, layout in layouts._asdict().items()
-            },
-            lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
-            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * DQ_COLUMNS, DQ_STAGES))),
-            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
-            tiles=rings.tiles,
-            rings=rings,
-            holder=storage.holder.data_ptr(),
-        )
+        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
+        frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < _COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(c.registers.drain)
             self.transfers.drain(a, shared, thread)
@@ -213,7 +190,7 @@ class BackwardCtaSm100:
         elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
-            rounding = round_transposed if const_expr(c.transposes_dQ) else round_block
+            rounding = round_transposed if const_expr(c.transposes_dQ) else partial(round_block, parts=c.ctas_a_tile)
             rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
@@ -224,7 +201,11 @@ class BackwardCtaSm100:
                 self.transfers.producer(a, ws, tma, shared)
             else:
                 self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)
-        frame.end(shared, warp_idx)
+        frame.end(shared, warp_idx, c.ctas_a_tile)
+
+    def _shared(self, storage: Any) -> Shared:
+        """What a CTA has of it."""
+        return Shared.of(self.config, self.dtype, storage)
 
     @cute.jit
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:
@@ -331,9 +312,7 @@ class BackwardCtaSm100:
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        if c.features.softcap:
-            cap_in_memory(place, c.queries, work.scales.tanh)
-        self._hide(work, walk, i, place)
+        self._change(work, walk, i, place)
         weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
@@ -356,9 +335,11 @@ class BackwardCtaSm100:
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
-    def _hide(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
-        """Hides scores that an edge does, where they are in tensor memory, if it crosses the block."""
+    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
+        """Caps scores, and hides those that an edge does if it crosses the block, where they are in tensor memory."""
         c, f = self.config, self.config.features
+        if const_expr(f.softcap):
+            cap_in_memory(place, c.queries, work.scales.tanh)
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -369,7 +350,7 @@ class BackwardCtaSm100:
                 place,
                 c.queries,
                 work.scales.log2,
-                tile.first_key + work.thread,
+                tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
                 m_block * c.tile_m + c.queries * work.warpgroup,
                 tile.q.length,
                 tile.window,
@@ -379,43 +360,57 @@ class BackwardCtaSm100:
 
     def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool) -> list[Int32]:
         """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does."""
-        found, scale = [], -work.scales.log2
-        for first in range(0, self.config.queries, _COLUMNS):
-            scores, weights = tensor_memory.load(place + first, _COLUMNS), []
-            for j in range(0, _COLUMNS, 2):
-                if j % 4 == 0:
-                    four = work.four(lse, first + j)
-                x = scores[j], scores[j + 1]
-                # Negated: what is negated again is an operand of the next instruction.
-                exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
-                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
-                weights.append(pack(*pair, self.dtype))
-                if self.config.features.softcap:  # scores are infinite where the weights are 0
-                    pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
-                    found.append(pack(*pair, self.dtype))
-                else:
-                    found.append(weights[-1])
+        found: list[Int32] = []
+        for first in range(0, self.config.queries, COLUMNS):
+            scores = tensor_memory.load(place + first, COLUMNS)
+            weights, times_slope = self._weights(work, scores, first, lse)
             if stores:
                 tensor_memory.store(place + first // 2, weights)
+            found += times_slope
         return found
+
+    def _weights(
+        self, work: "Work", scores: list[Float32], first: int, lse: cute.Tensor
+    ) -> tuple[list[Int32], list[Int32]]:
+        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap."""
+        weights, times_slope, scale = [], [], -work.scales.log2
+        for j in range(0, len(scores), 2):
+            if j % 4 == 0:
+                four = work.four(lse, first + j)
+            x = scores[j], scores[j + 1]
+            # Negated: what is negated again is an operand of the next instruction.
+            exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
+            pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
+            weights.append(pack(*pair, self.dtype))
+            if self.config.features.softcap:  # scores are infinite where the weights are 0
+                pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
+                times_slope.append(pack(*pair, self.dtype))
+            else:
+                times_slope.append(weights[-1])
+        return weights, times_slope
+
+    def _place_of_dS(self, work: "Work") -> tuple[cute.Tensor, Int32 | int]:
+        """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
+        c, sdS = self.config, work.shared.sdS
+        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
+            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
+        return sdS, c.queries * work.warpgroup
 
     def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
-        c, sdS, column = self.config, work.shared.sdS, self.config.queries * work.warpgroup
-        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
-            sdS, column = cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
-        for first in range(0, c.queries, _COLUMNS):
-            gradients = tensor_memory.load(place + first, _COLUMNS)
-            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+        sdS, column = self._place_of_dS(work)
+        for first in range(0, self.config.queries, COLUMNS):
+            gradients = tensor_memory.load(place + first, COLUMNS)
+            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
-            for j in range(0, _COLUMNS, 2):
+            for j in range(0, COLUMNS, 2):
                 if j % 4 == 0:
                     four = work.four(delta, first + j)
                 pair = weights[(first + j) // 2]
                 w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
-            tensor_memory.store(place + first // 2, [packed[j] for j in range(_COLUMNS // 2)])
+            tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
             write_row(rounded, sdS, work.thread, column + first)
 
     @cute.jit
@@ -432,7 +427,7 @@ class BackwardCtaSm100:
         tile = shared.tile_again(c, a, walk)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
-            part = work.warpgroup + COMPUTE_WARPGROUPS * results[0]
+            part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.walks * shared.rank)
             counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
             if not is_last or earlier > 0:
                 is_first = tile.await_turn(c, counter, barrier)
@@ -485,29 +480,30 @@ class BackwardCtaSm100:
             (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
             (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
         )[which]
-        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (c.tile_n, O_COLUMNS), (0, piece))
+        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (PART_ROWS, O_COLUMNS), (0, piece))
         scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
         tile = shared.tile_again(c, a, walk)
-        for column in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
-            numbers = tensor_memory.load(address + column, _COLUMNS)
-            acc = cute.make_rmem_tensor(_COLUMNS, Float32)
-            for j in cutlass.range_constexpr(_COLUMNS):
+        for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
+            numbers = tensor_memory.load(address + column, COLUMNS)
+            acc = cute.make_rmem_tensor(COLUMNS, Float32)
+            for j in cutlass.range_constexpr(COLUMNS):
                 acc[j] = numbers[j] * scale
             if const_expr(c.features.grouped):
                 # Opaque, or the compiler keeps what the index is multiplied by in a register from the start.
                 block = ws.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
-                place = cute.domain_offset(((O_COLUMNS * piece + column) * PART_ROWS,), block)
-                sums = by_fours(place.iterator, _COLUMNS)
+                columns_before = c.tile_d * shared.rank + O_COLUMNS * piece + column
+                place = cute.domain_offset((columns_before * PART_ROWS,), block)
+                sums = by_fours(place.iterator, COLUMNS)
                 if not tile.is_last:
-                    share([acc[j] for j in range(_COLUMNS)], sums, work.thread, is_first)
+                    share([acc[j] for j in range(COLUMNS)], sums, work.thread, is_first)
                 elif tile.earlier > 0:
                     take(acc, sums, work.thread)
-            rounded = cute.make_rmem_tensor(_COLUMNS, self.dtype)
+            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
             packed = cute.recast_tensor(rounded, Int32)
-            for j in cutlass.range_constexpr(_COLUMNS // 2):
+            for j in cutlass.range_constexpr(COLUMNS // 2):
                 packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
             write_row(rounded, sX, work.thread, column)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -516,10 +512,9 @@ class BackwardCtaSm100:
             ring.release(walk)  # to the mma warp: it may be overwritten
         cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
         if work.thread < 32:
-            stop = cutlass.min(tile.first_key + c.tile_n, tile.k.length)
             if tile.is_last:
-                start = tile.k.start + tile.first_key
-                t.store(sX, t.at(start, tile.k.start + stop, tile.head_k, tile.batch, piece))
+                start, stop = tile.keys_of(shared.rank, PART_ROWS)
+                t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -605,13 +600,13 @@ class Products:
         """DV += P' dO, with P where S was."""
         c, mma = self.config, self.mmas.dV
         b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), self._halves(mma, first), b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), b, accumulates)
 
     def start_dK(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
         """DK += dS' Q, with dS where dP was."""
         c, mma = self.config, self.mmas.dK
         b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), self._halves(mma, first), b, accumulates)
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), b, accumulates)
 
     def start_dQ(self, walk: Int32, part: int) -> None:
         """DQ = dS K, or a part of dQ' = K' dS."""
@@ -627,13 +622,20 @@ class Products:
         layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
         return cute.make_tensor(self.memory + first, layout)
 
-    def _halves(self, mma: cute.TiledMma, first: Int32 | int) -> cute.Tensor:
-        """An operand of a column of 16 bits a query, each warpgroup's in the first half of its own columns."""
-        layout = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, self.config.tile_m))).layout
-        steps = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS
-        within = layout.stride[2]
-        layout = cute.make_layout(
-            (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)),
-            stride=(*layout.stride[:2], (within, 2 * steps * within)),
-        )
-        return cute.make_tensor(cute.recast_ptr(self.memory + first, dtype=DTYPES[self.config.dtype]), layout)
+
+def halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int | None = None) -> cute.Tensor:
+    """An operand of a column of 16 bits a query in tensor memory, of each warpgroup's queries one after the other.
+
+    Args:
+        config: of the kernel.
+        mma: the product that it is for.
+        first: where those of the first warpgroup begin.
+        pitch: columns of 32 bits from there to the second's; None: each are in the first half of its own columns.
+    """
+    layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
+    steps, within = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS, layout.stride[2]
+    distance = 2 * steps * within if pitch is None else 2 * pitch
+    layout = cute.make_layout(
+        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (within, distance))
+    )
+    return cute.make_tensor(cute.recast_ptr(first, dtype=DTYPES[config.dtype]), layout)

@@ -1,7 +1,7 @@
 """Shared memory of the backward kernel (``cta``): what lies where, and what guards it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,7 +11,6 @@ from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
-    DQ_COLUMNS,
     DQ_STAGES,
     SHARED_MEMORY,
     TILE_STAGES,
@@ -42,6 +41,14 @@ def layouts_of(config: BackwardConfig, dtype: type) -> Layouts:
         sdO=swizzled(dtype, (c.tile_m, c.tile_dv, c.do_stages)),
         sdS=swizzled(dtype, (c.tile_n, c.tile_m)),
     )
+
+
+def tensors_of(storage: Any, layouts: Any) -> dict[str, cute.Tensor]:
+    """Operands by their names."""
+    return {
+        name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+        for name, layout in layouts._asdict().items()
+    }
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * DQ_COLUMNS * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.piece_columns * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
@@ -143,6 +150,23 @@ class Shared(ToldTiles):
     tiles: Ring
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
+
+    rank = 0  # of the CTA, among those of a tile
+
+    @staticmethod
+    def of(config: BackwardConfig, dtype: type, storage: Any) -> "Shared":
+        """Of a CTA, on the kernel's side."""
+        c, rings = config, Rings.at(config, storage.barriers.data_ptr())
+        return Shared(
+            **tensors_of(storage, layouts_of(c, dtype)),
+            lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
+            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * c.piece_columns, DQ_STAGES))),
+            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
+            tiles=rings.tiles,
+            rings=rings,
+            holder=storage.holder.data_ptr(),
+        )
 
     @property
     def tensor_memory(self) -> cute.Pointer:

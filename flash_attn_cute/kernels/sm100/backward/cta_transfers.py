@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, piece_number
 from flash_attn_cute.kernels.sm100.backward.sums import TRANSPOSED, by_fours, put
-from flash_attn_cute.kernels.sm100.config import DQ_COLUMNS, DQ_STAGES, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import DQ_STAGES, PART_ROWS, BackwardConfig
 
 
 class Transfers:
@@ -37,7 +37,7 @@ class Transfers:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.tell_of(tile, walk)
-                self._load_keys(tile, tma.K, shared.sK, rings.k, walk)
+                self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
                 heads = heads_a_tile(c, a)
                 first_of_last_walk = step + (c.walks - 1) * heads * tile.blocks.num
                 for nth in cutlass.range(c.walks * heads, unroll=1):
@@ -48,7 +48,7 @@ class Transfers:
                         lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
                         self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
                         if step == first_of_last_walk:  # in the first of two, V's place is where dV leaves through
-                            self._load_keys(tile, tma.V, shared.sV, rings.v, walk, c.walks - 1)
+                            self._load_keys(tile, tma.V, shared, shared.sV, rings.v, walk, c.walks - 1)
                         self._load_queries(tile, tma.dO, shared.sdO, delta, shared.delta, rings.do, head, m_block, step)
                         step += 1
                 walk += 1
@@ -61,8 +61,9 @@ class Transfers:
         self,
         tile: KeyTile,
         t: RowTiles,
+        shared: Shared,
         sX: cute.Tensor,
-        ring: cutlass.Constexpr,
+        ring: Ring,
         walk: Int32,
         later: cutlass.Constexpr = 0,
     ) -> None:
@@ -70,8 +71,8 @@ class Transfers:
         ring.wait_empty(walk + later)  # from compute warps: the gradient that took its place has left
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
-        stop = cutlass.min(tile.first_key + t.tile_rows, tile.k.length)
-        gX = t.at(tile.k.start + tile.first_key, tile.k.start + stop, tile.head_k, tile.batch)
+        start, stop = tile.keys_of(shared.rank, t.tile_rows)
+        gX = t.at(start, stop, tile.head_k, tile.batch)
         t.load(gX, sX[None, None, ring.stage(walk)], ring.full(walk))
 
     @cute.jit
@@ -117,14 +118,14 @@ class Transfers:
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
                         self._await_place(rings, step, i)
-                        place, first = shared.dQ[None, i % DQ_STAGES].iterator, i * DQ_COLUMNS
+                        place, first = shared.dQ[None, i % DQ_STAGES].iterator, i * c.piece_columns
                         if const_expr(c.transposes_dQ):
                             half = (first - c.first_row_dQ(part)) // TRANSPOSED
                             if thread // TRANSPOSED == half:
-                                some = numbers[first % TRANSPOSED : first % TRANSPOSED + DQ_COLUMNS]
-                                put(some, by_fours(place, DQ_COLUMNS, TRANSPOSED), thread % TRANSPOSED)
+                                some = numbers[first % TRANSPOSED : first % TRANSPOSED + c.piece_columns]
+                                put(some, by_fours(place, c.piece_columns, TRANSPOSED), thread % TRANSPOSED)
                         else:
-                            put(numbers[first : first + DQ_COLUMNS], by_fours(place, DQ_COLUMNS), thread)
+                            put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         rings.put_out(c, step, i)
                 step += 1
@@ -133,7 +134,7 @@ class Transfers:
     def _pieces(self, part: int) -> tuple[int, int]:
         """The first piece of a part of dQ, and the one behind its last one."""
         c = self.config
-        num = PART_ROWS // DQ_COLUMNS if c.transposes_dQ else c.pieces_dQ
+        num = PART_ROWS // c.piece_columns if c.transposes_dQ else c.pieces_dQ
         return part * num, min((part + 1) * num, c.pieces_dQ)
 
     def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
@@ -164,11 +165,13 @@ class Transfers:
     @cute.jit
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
-        c, ring, num = self.config, shared.rings.pieces(which), self.config.tile_m * DQ_COLUMNS
-        counter = turns.counter(ws.mTurnsQ, 0, 0, block)
+        c, ring = self.config, shared.rings.pieces(which)
+        num = c.tile_m * c.piece_columns
+        counter = turns.counter(ws.mTurnsQ, shared.rank, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
-        target = cute.domain_offset((0, Int64(block), 0), ws.mdQaccum).iterator.toint()
+        own = shared.rank * (PART_ROWS * c.columns_dQ)  # where this CTA's part of the block begins
+        target = cute.domain_offset((0, Int64(block), own), ws.mdQaccum).iterator.toint()
         for i in cutlass.range_constexpr(c.pieces_dQ):
             piece = piece_number(c, step, i)
             ring.wait_full(piece)  # from the drain warps

@@ -6,6 +6,7 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
+from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
 from flash_attn_cute.kernels.sm100.backward.two_walks import BackwardTwoWalksSm100
 from flash_attn_cute.kernels.sm100.config import BackwardConfig
 
@@ -16,7 +17,8 @@ class BackwardPassSm100:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.preprocess = Preprocess(config)
-        self.main = BackwardCtaSm100(config) if config.walks == 1 else BackwardTwoWalksSm100(config)
+        kernels = {(1, 1): BackwardCtaSm100, (2, 1): BackwardTwoWalksSm100, (1, 2): BackwardPairSm100}
+        self.main = kernels[config.walks, config.ctas_a_tile](config)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]

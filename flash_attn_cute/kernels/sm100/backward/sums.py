@@ -1,7 +1,9 @@
 """How the float32 sums of gradients lie in the workspace (``common.workspace``), and what brings them from there.
 
 A block of 128 rows has its columns by fours: (four, row, column of the four). So a warp whose threads have a row each
-reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. A block of 64
+reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. Of dQ that a
+pair of CTAs adds up, each has half of a block's rows. Its part lies as it does in tensor memory: lanes for rows, the
+columns' second half in the lanes behind those of the first. A block of 64
 queries, of which threads have a column each, is transposed, in parts of 64 columns: (part, four, column, query of the
 four).
 """
@@ -62,6 +64,7 @@ def round_block(
     lane: Int32,
     scale: Float32,
     tile_d: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
 ) -> None:
     """By a warp: a block that has been added to, scaled, rounded, and zero in the padding.
 
@@ -74,10 +77,11 @@ def round_block(
         lane: of the warp.
         scale: what sums are multiplied by.
         tile_d: columns of the block.
+        parts: CTAs that have added to it, each to rows of its own.
     """
     fours = by_fours(sums.iterator, tile_d)
     for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):
-        found = [_read(fours, begin + 32 * i, scale, gdX.element_type) for i in range(_AT_ONCE)]
+        found = [_read(fours, begin + 32 * i, scale, gdX.element_type, tile_d, parts) for i in range(_AT_ONCE)]
         for rounded, row, vector in found:
             within = first_row + row
             if vector * 8 < gdX.shape[1] and within < stop:
@@ -87,15 +91,23 @@ def round_block(
                 cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
 
 
-def _read(fours: cute.Tensor, unit: Int32, scale: Float32, dtype: type) -> tuple[cute.Tensor, Int32, Int32]:
-    """Eight columns of a row, rounded; which row, and which eight. Four neighbours have 32 columns of a row."""
-    row, vector = unit // 4 % PART_ROWS, unit % 4 + unit // (4 * PART_ROWS) * 4
+def _read(
+    fours: cute.Tensor, unit: Int32, scale: Float32, dtype: type, tile_d: int, parts: int
+) -> tuple[cute.Tensor, Int32, Int32]:
+    """Eight columns of a row, rounded; which row, and which eight. Four neighbours have 32 columns of a row.
+
+    Other arguments as of ``round_block``.
+    """
+    lane, eight = unit // 4 % PART_ROWS, unit % 4 + unit // (4 * PART_ROWS) * 4
     rounded, four = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
     for i in range(2):
-        cute.autovec_copy(fours[None, row, 2 * vector + i], four)
+        cute.autovec_copy(fours[None, lane, 2 * eight + i], four)
         for j in range(2):
             rounded[2 * i + j] = pack(four[2 * j] * scale, four[2 * j + 1] * scale, dtype)
-    return rounded, row, vector
+    if parts == 1:
+        return rounded, lane, eight
+    rows, eights = PART_ROWS // parts, tile_d // 8 // parts
+    return rounded, eight // eights * rows + lane % rows, lane // rows * eights + eight % eights
 
 
 @cute.jit

@@ -68,7 +68,7 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
+from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cta_shared import (
     STEP_STAGES,
@@ -167,8 +167,7 @@ class BackwardCtaSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
+            prefetch_descriptors(tma)
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)

@@ -1,0 +1,355 @@
+"""Attention backward on Blackwell at d = 128, by pairs of CTAs: a tile of 256 keys is the work of a cluster of two.
+
+The tensor cores of a pair compute products together (``cta_group::2``). Each CTA holds its half of what a product sums
+in its own tensor memory, and reads of the right operand only its own half from shared memory: the other half comes from
+the other CTA. As shared memory is what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs
+with 128 keys each. (All of this is FlashAttention-4's.)
+
+A CTA has the roles of ``cta``, each with the same warps, and but for what follows does what is said there:
+    warps 0 .. 3             drain: dQ of half of a step's queries, which the CTA computes over the keys of both.
+    warps 4 .. 7, 8 .. 11    compute: a thread has one of the CTA's 128 keys, and half of a step's queries.
+    warp 12                  mma: the leader's (rank 0) issues the products of both. The second CTA's passes on to the
+                             leader that dS has come from there.
+    warp 13                  producer: the leader's chooses tiles, and tells both CTAs. Each loads for its own CTA.
+    warps 14, 15             add the CTA's half of dQ to the workspace. Each half has turns of its own.
+
+Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s):
+                          sum, in tensor memory         left                               right, in shared memory
+    S' = K Q'             keys r x 128 queries          K: keys r x d                      Q: queries r x d
+    dP' = V dO'           keys r x 128 queries          V: keys r x d                      dO: queries r x d
+    dV += P' dO           keys r x d                    P', tensor memory: keys r          dO: 128 queries x columns r
+    dK += dS' Q           keys r x d                    dS', tensor memory: keys r         Q: 128 queries x columns r
+    dQ = dS K             queries r x d                 dS: 256 keys x queries r           K: 256 keys x columns r
+So Q, dO and K are there twice, split along either dimension. One descriptor serves both CTAs: the same operand lies at
+the same place in both. For dQ, the compute warpgroup that has the other CTA's queries sends its dS there, a warp 4 KB.
+
+Shared memory, in KB: K 32, K by columns 32, V 32, Q and dO 16 each, by columns 16 each, dS 32, dS to be sent 16, pieces
+of dQ 16: 224, and less than 3 of barriers, lse and delta. There is one stage of each.
+
+Tensor memory (512 columns): S 0; dV 128; dP 256; dK 384. P takes the place of S, the first warpgroup's the first
+quarter, the second's the last, and dS that of dP as in ``cta``. dQ has 64 columns (64 queries, whose columns 64 .. 127
+are in lanes 64 .. 127), in the two quarters of S that P leaves. So it may be computed when S has been read, and the
+next S when dQ has.
+
+Rings, as in ``cta``. Barriers of a side that is marked * count in the leader alone, for both CTAs: TMA of both brings
+its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own; commits arrive in both.
+
+    ring         stages  counts    full by                                  empty by
+    tiles        2       tiles     1, producer; in the second CTA 64 bytes  32*: all 16 roles' warps of both
+    k, v         1       tiles     1 + bytes*, TMA of both                  2, compute: dK, or dV, has left
+    k_columns    1       tiles     1 + bytes*, TMA of both                  1, commit of the last dQ
+    q            1       steps     1 + bytes*, TMA of both                  1, commit of S
+    q_columns    1       steps     1 + bytes*, TMA of both                  1, commit of dK
+    do           1       steps     1 + bytes*, TMA of both                  1, commit of dP
+    do_columns   1       steps     1 + bytes*, TMA of both                  1, commit of dV
+    stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
+    scores       1       steps     1, commit of S                           16*, compute: S is read
+    weights      1       steps     16*, compute: P is there                 nobody: products are done in their order
+    dp           1       steps     1, commit of dP                          16*, compute: dS is there
+    exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
+    dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
+    pieces       2 x 2   pieces    4, drain: 16 columns of dQ               1, the adding warp: TMA has read them
+    dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
+
+The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1): dQ waits for dS from the other CTA. That the
+last dQ is done, which compute warps wait for before they write dS, tells each that all of its dS in shared memory has
+been read, that which it has sent, and the other CTA's, where it sends the next one.
+
+The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
+to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
+
+What orders accesses across both CTAs, beyond what ``cta`` lists:
+    P, dS in tensor memory, dS in shared memory  as in ``cta``; the arrival at the leader's barrier has cluster scope
+    dS of the other CTA -> tensor cores          bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
+    what a tile is -> the second CTA             st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta import COLUMNS, BackwardCtaSm100, Mmas, Work, halves
+from flash_attn_cute.kernels.sm100.backward.pair_shared import (
+    CTAS,
+    HALF,
+    OUT,
+    PairShared,
+    layouts_of,
+    storage_of,
+)
+from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, SCORE_COLUMNS, BackwardConfig
+from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, swizzled, tiled_mma, transposed
+
+_K_STEP = 16  # of what is summed over, that an instruction takes
+
+
+class BackwardPairSm100(BackwardCtaSm100):
+    """The backward kernel of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        super().__init__(config)
+        self.transfers = PairTransfers(config)
+
+    @cute.jit
+    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, dtype, packed = self.config, self.dtype, self.config.features.packed
+        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
+        layouts = layouts_of(c, dtype)
+        self.Storage = storage_of(c, dtype, layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
+        mmas = Mmas(
+            S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
+            dV=(by_columns := tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both)),
+            dK=by_columns,
+            dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major, c.tile_m, both),
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
+        columns = c.tile_d // CTAS
+        keys, keys_by_columns, out = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, columns, O_COLUMNS))
+        tma = BackwardTiles(
+            Q=make_row_tiles(load, mQ, layouts.sQ, (HALF, c.tile_d), packed),
+            Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, columns), packed),
+            dO=make_row_tiles(load, mdO, layouts.sdO, (HALF, c.tile_d), packed),
+            dO_columns=make_row_tiles(load, mdO, layouts.sdO_columns, (c.tile_m, columns), packed),
+            K=make_row_tiles(load, mK, keys, (PART_ROWS, c.tile_d), packed),
+            K_columns=make_row_tiles(load, mK, keys_by_columns, (PART_ROWS, columns), packed),
+            V=make_row_tiles(load, mV, keys, (PART_ROWS, c.tile_d), packed),
+            dK=make_row_tiles(store, mdK, out, (PART_ROWS, O_COLUMNS), packed),
+            dV=make_row_tiles(store, mdV, out, (PART_ROWS, O_COLUMNS), packed),
+        )
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        pairs = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // CTAS)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
+            grid=[CTAS * pairs, 1, 1],
+            block=[frame.THREADS, 1, 1],
+            cluster=[CTAS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _shared(self, storage: Any) -> PairShared:
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return PairShared.at(self.config, self.dtype, storage, rank)
+
+    @cute.jit
+    def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:  # type: ignore[override]
+        """A warp of each CTA, of which only the leader's issues products."""
+        if shared.is_leader:
+            self._multiply(a, mmas, shared)
+        else:
+            self._pass_on(a, shared)
+
+    @cute.jit
+    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
+        """The products of both CTAs, S and dP of a step ahead of dQ of the one before."""
+        c, rings = self.config, shared.rings
+        products = _Products.of(c, mmas, shared)
+        walk, step = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            shared.tiles.release(walk)  # to the leader's producer
+            rings.k.wait_full(walk)  # from producers
+            for i in cutlass.range(num_steps, unroll=1):
+                rings.q.wait_full(step)  # from producers
+                # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last one.
+                rings.dq.wait_empty(step - cutlass.min(i, 1))
+                tensor_memory.after_sync()
+                products.start_S()
+                commit_to_both(rings.q.empty(step))  # to producers
+                commit_to_both(rings.scores.full(step))  # to compute warps
+                if i > 0:
+                    self._start_dK(products, shared, walk, step - 1, i == 1)
+                else:
+                    rings.v.wait_full(walk)  # from producers
+                rings.do.wait_full(step)  # from producers
+                products.start_dP()
+                commit_to_both(rings.do.empty(step))  # to producers
+                commit_to_both(rings.dp.full(step))  # to compute warps
+                if i > 0:
+                    rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
+                    self._start_dQ(products, shared, walk, step - 1, i == 1)
+                rings.weights.wait_full(step)  # from compute warps
+                rings.do_columns.wait_full(step)  # from producers
+                if i == 0:
+                    rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
+                tensor_memory.after_sync()
+                products.start_dV(i > 0)
+                commit_to_both(rings.do_columns.empty(step))  # to producers
+                step += 1
+            commit_to_both(rings.dv.full(walk))  # to compute warps
+            self._start_dK(products, shared, walk, step - 1, num_steps == 1)
+            rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
+            self._start_dQ(products, shared, walk, step - 1, num_steps == 1)
+            commit_to_both(rings.k_columns.empty(walk))  # to producers
+            commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+            walk += 1
+
+    @cute.jit
+    def _start_dK(self, products: "_Products", shared: PairShared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dK of a step, which may be its tile's first."""
+        rings = shared.rings
+        rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
+        rings.q_columns.wait_full(step)  # from producers
+        if is_first:
+            rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+        tensor_memory.after_sync()
+        products.start_dK(not is_first)
+        commit_to_both(rings.q_columns.empty(step))  # to producers
+
+    @cute.jit
+    def _start_dQ(self, products: "_Products", shared: PairShared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+        """Begins dQ of a step, which may be its tile's first."""
+        rings = shared.rings
+        rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
+        rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
+        if is_first:
+            rings.k_columns.wait_full(walk)  # from producers
+        tensor_memory.after_sync()
+        products.start_dQ()
+        commit_to_both(rings.dq.full(step))  # to drain and compute warps
+
+    @cute.jit
+    def _pass_on(self, a: BackwardArguments, shared: PairShared) -> None:
+        """In the second CTA: tells the leader that its dS has come."""
+        c, exchange = self.config, shared.rings.exchange
+        walk, step = Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            shared.tiles.release(walk)  # to the leader's producer
+            for _ in cutlass.range(num_steps, unroll=1):
+                exchange.wait_full(step)  # from the leader's compute warps
+                exchange.release(step)  # to the leader's mma warp
+                step += 1
+            walk += 1
+
+    @cute.jit
+    def _step(self, work: Work, walk: Int32, i: Int32, step: Int32) -> None:
+        """A warpgroup's half of a step: the i-th block of its head's walk."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
+        rings.stats.wait_full(step)  # from the producer
+        rings.scores.wait_full(step)  # from the tensor cores
+        tensor_memory.after_sync()
+        stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
+        self._change(work, walk, i, place)
+        scores = tensor_memory.load(place, c.queries)
+        tensor_memory.before_sync()
+        rings.scores.release(step)  # to the mma warp: S is read
+        # The first warpgroup's weights in the first quarter, the second one's in the last: dQ has those in between.
+        weights, place = [], work.address + (c.first_S + _BETWEEN * work.warpgroup)
+        for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
+            some = scores[first : first + COLUMNS]
+            in_pairs, times_slope = self._weights(work, some, first, shared.lse[None, stage])
+            tensor_memory.store(place + first // 2, in_pairs)
+            weights += times_slope
+        tensor_memory.before_sync()
+        rings.weights.arrive(step)  # to the mma warp: P is there
+        rings.dp.wait_full(step)  # from the tensor cores
+        rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
+        tensor_memory.after_sync()
+        place = work.address + (c.first_dP + c.queries * work.warpgroup)
+        self._differentiate(work, place, weights, shared.delta[None, stage])
+        tensor_memory.before_sync()
+        if work.warpgroup == shared.rank:
+            cute.arch.fence_proxy("async.shared", space="cta")
+        else:
+            shared.send_dS(step, work.thread // 32)
+        rings.dp.release(step)  # to the mma warp: dS is there
+        rings.stats.release(step)  # to the producer
+
+    def _place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
+        """Of the CTA's own queries where it multiplies them, of the other's where they are sent from."""
+        rank = work.shared.rank
+        place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))
+        return work.shared.sdS[None, None, place], 0
+
+
+_BETWEEN = SCORE_COLUMNS // 4 * 3  # columns from the place of the first warpgroup's weights to that of the second's
+
+
+@dataclass(frozen=True)
+class _Products:
+    """All products of a pair, called by their results, by the leader; in flight on return."""
+
+    config: BackwardConfig
+    mmas: Mmas
+    memory: cute.Pointer  # tensor memory
+    # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K)
+    tSrK: cute.Tensor
+    tSrQ: cute.Tensor
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrdS: cute.Tensor
+    tQrK: cute.Tensor
+
+    @staticmethod
+    def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
+        """Those of all operands in shared memory."""
+        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, HALF, CTAS), (0, 0, 0)))
+        dS = cute.group_modes(dS, 1, 3)  # (its queries, keys of both CTAs)
+        return _Products(
+            config=config,
+            mmas=mmas,
+            memory=shared.tensor_memory,
+            tSrK=mmas.S.make_fragment_A(_operand(shared.sK[None, None, 0])),
+            tSrQ=mmas.S.make_fragment_B(_operand(shared.sQ)),
+            tPrV=mmas.S.make_fragment_A(_operand(shared.sV[None, None, 0])),
+            tPrdO=mmas.S.make_fragment_B(_operand(shared.sdO)),
+            tVrdO=mmas.dV.make_fragment_B(_operand(transposed(shared.sdO_columns))),
+            tKrQ=mmas.dV.make_fragment_B(_operand(transposed(shared.sQ_columns))),
+            tQrdS=mmas.dQ.make_fragment_A(_operand(dS)),
+            tQrK=mmas.dQ.make_fragment_B(_operand(transposed(shared.sK_columns))),
+        )
+
+    def start_S(self) -> None:
+        """S' = K Q'."""
+        c = self.config
+        gemm(self.mmas.S, self._sum(self.mmas.S, c.first_S, c.tile_n, c.tile_m), self.tSrK, self.tSrQ, Boolean(False))
+
+    def start_dP(self) -> None:
+        """DP' = V dO'."""
+        c = self.config
+        gemm(self.mmas.S, self._sum(self.mmas.S, c.first_dP, c.tile_n, c.tile_m), self.tPrV, self.tPrdO, Boolean(False))
+
+    def start_dV(self, accumulates: Boolean) -> None:
+        """DV += P' dO."""
+        c, mma = self.config, self.mmas.dV
+        weights = halves(c, mma, self.memory + c.first_S, _BETWEEN)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_d), weights, self.tVrdO, accumulates)
+
+    def start_dK(self, accumulates: Boolean) -> None:
+        """DK += dS' Q."""
+        c, mma = self.config, self.mmas.dV
+        dS = halves(c, mma, self.memory + c.first_dP)
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_n, c.tile_d), dS, self.tKrQ, accumulates)
+
+    def start_dQ(self) -> None:
+        """DQ = dS K."""
+        c, mma = self.config, self.mmas.dQ
+        gemm(mma, self._sum(mma, c.first_dQ(), c.tile_m, c.tile_d), self.tQrdS, self.tQrK, Boolean(False))
+
+    def _sum(self, mma: cute.TiledMma, first: int, rows: int, columns: int) -> cute.Tensor:
+        """A CTA's part of some rows and columns, from a column of tensor memory on, as a product's result."""
+        layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
+        return cute.make_tensor(self.memory + first, layout)
+
+
+def _operand(x: cute.Tensor) -> cute.Tensor:
+    """A CTA's part of an operand in shared memory, by instructions: (MMA, 1, MMA_K)."""
+    rows = cute.size(x, mode=[0])
+    return cute.tiled_divide(x, (rows, _K_STEP))

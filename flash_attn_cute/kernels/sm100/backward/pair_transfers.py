@@ -1,0 +1,131 @@
+"""What brings tiles to a pair of CTAs (see ``pair``); dQ leaves each as it does a single one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
+from flash_attn_cute.kernels.sm100.backward.pair_shared import CTAS, HALF, PairShared
+from flash_attn_cute.kernels.sm100.config import PART_ROWS
+
+
+class PairTransfers(Transfers):
+    """The roles that move what others multiply, and what they have summed of dQ."""
+
+    @cute.jit
+    def producer(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared) -> None:  # type: ignore[override]
+        """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
+
+        The leader's chooses tiles.
+        """
+        c, rings = self.config, shared.rings
+        walk, step = Int32(0), Int32(0)
+        self._tell_next(a, ws, shared, walk)
+        while shared.has_tile(walk):
+            tile = shared.tile(c, a, walk)
+            rank, begin = shared.rank, tile.q.start
+            shared.tiles.release(walk)
+            start, stop = tile.keys_of(rank, PART_ROWS)
+            self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, walk)
+            first_step = step
+            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(tile.blocks.num, unroll=1):
+                    head, m_block = tile.head + nth, tile.blocks.nth(i)
+                    first, last = begin + m_block * c.tile_m, begin + tile.q.length
+                    own, all_of_it = first + HALF * rank, cutlass.min(first + c.tile_m, last)
+                    own_end = cutlass.max(cutlass.min(own + HALF, last), own)
+                    self._load(tma.Q, own, own_end, head, tile, shared, shared.sQ, rings.q, step)
+                    self._load_stats(ws, shared, head, tile.first_block + m_block, step)
+                    if step == first_step:
+                        self._load(
+                            tma.V, start, stop, tile.head_k, tile, shared, shared.sV[None, None, 0], rings.v, walk
+                        )
+                    self._load(tma.dO, own, own_end, head, tile, shared, shared.sdO, rings.do, step)
+                    sX, ring = shared.sdO_columns, rings.do_columns
+                    self._load(tma.dO_columns, first, all_of_it, head, tile, shared, sX, ring, step, rank)
+                    sX, ring = shared.sQ_columns, rings.q_columns
+                    self._load(tma.Q_columns, first, all_of_it, head, tile, shared, sX, ring, step, rank)
+                    if step == first_step:
+                        self._load_columns_of_keys(tile, tma.K_columns, shared, walk)
+                    step += 1
+            walk += 1
+            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            self._tell_next(a, ws, shared, walk)
+
+    @cute.jit
+    def _tell_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, walk: Int32) -> None:
+        """The leader's producer tells all roles of both CTAs, its own among them, of the next tile, or of the end."""
+        c = self.config
+        if shared.is_leader:
+            num_tiles = num_key_tiles(c, a)
+            num_questions = num_tiles + cute.arch.grid_dim()[0] // CTAS  # every pair asks until it gets none
+            index, is_told = take_tile(a.mNextTile, num_questions), Boolean(False)
+            while index < num_tiles:
+                tile = key_tile(c, a, ws, index)
+                index = num_tiles
+                if tile.blocks.num > 0:
+                    shared.tell_of(tile, walk)
+                    is_told = Boolean(True)
+                else:  # only has zeros to be written
+                    index = take_tile(a.mNextTile, num_questions)
+            if not is_told:
+                shared.tell_of_end(walk)
+        else:
+            shared.expect(walk)
+
+    @cute.jit
+    def _load(
+        self,
+        t: RowTiles,
+        start: Int32,
+        stop: Int32,
+        head: Int32,
+        tile: KeyTile,
+        shared: PairShared,
+        sX: cute.Tensor,
+        ring: Ring,
+        step: Int32,
+        column_tile: Int32 | int = 0,
+    ) -> None:
+        """A CTA's part of an operand: rows start .. stop of some columns. Its bytes arrive at the leader's barrier."""
+        ring.wait_empty(step)  # from the tensor cores, or compute warps: what was there is not needed any more
+        self._announce(t, shared, ring, step)
+        t.load(t.at(start, stop, head, tile.batch, column_tile), sX, ring.full(step))
+
+    @cute.jit
+    def _load_columns_of_keys(self, tile: KeyTile, t: RowTiles, shared: PairShared, walk: Int32) -> None:
+        """This CTA's columns of the keys of both."""
+        ring = shared.rings.k_columns
+        ring.wait_empty(walk)  # from the tensor cores
+        self._announce(t, shared, ring, walk, times=CTAS)
+        for rank in cutlass.range_constexpr(CTAS):
+            start, stop = tile.keys_of(Int32(rank), PART_ROWS)
+            sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, 0))
+            t.load(t.at(start, stop, tile.head_k, tile.batch, shared.rank), sX, ring.full(walk))
+
+    @cute.jit
+    def _announce(self, t: RowTiles, shared: PairShared, ring: Ring, step: Int32, times: cutlass.Constexpr = 1) -> None:
+        """By the leader: the bytes of both."""
+        if shared.is_leader:
+            with cute.arch.elect_one():
+                num_bytes = CTAS * times * 2 * t.tile_rows * t.tile_columns
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+
+    @cute.jit
+    def _load_stats(self, ws: Workspace, shared: PairShared, head: Int32, block: Int32, step: Int32) -> None:
+        """Lse and delta of a block, which each CTA needs of all queries."""
+        ring = shared.rings.stats
+        ring.wait_empty(step)  # from compute warps
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), 2 * 4 * PART_ROWS)
+            numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            for i, stats in enumerate((shared.lse, shared.delta)):
+                target = stats[None, ring.stage(step)]
+                cute.copy(numbers, ws.mStats[i, head, block, None], target, mbar_ptr=ring.full(step))
