@@ -3,7 +3,10 @@
     code        a kernel's PTX, what to look for in it, and how to change it
     table       what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
     forward     bugs of the forward kernel
+    lists       of the same, what is another under masks
     backward    bugs of the backward kernel
+    pair        bugs of that of pairs of CTAs, where it is another
+    two_walks   bugs of that of two walks, where it is another
 
 ``python -m tests.sm100_bugs`` writes the tables of the page.
 """
@@ -11,12 +14,23 @@
 from tests.sm100_bugs.backward import BACKWARD
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
 from tests.sm100_bugs.forward import FORWARD
+from tests.sm100_bugs.lists import LISTS
+from tests.sm100_bugs.pair import PAIR
 from tests.sm100_bugs.table import PAGE, Bug, Bugs, page, table
+from tests.sm100_bugs.two_walks import TWO_WALKS
+
+# By kernels, in the order of the page.
+TABLES: dict[str, Bugs] = {
+    "forward": FORWARD,
+    "masks": LISTS,
+    "backward": BACKWARD,
+    "pairs": PAIR,
+    "two walks": TWO_WALKS,
+}
 
 __all__ = [
-    "BACKWARD",
-    "FORWARD",
     "PAGE",
+    "TABLES",
     "Bug",
     "Bugs",
     "Code",

@@ -1,5 +1,5 @@
 """Writes the tables of the page."""
 
-from tests.sm100_bugs import BACKWARD, FORWARD, PAGE, page
+from tests.sm100_bugs import PAGE, TABLES, page
 
-PAGE.write_text(page(PAGE.read_text(), FORWARD, BACKWARD))
+PAGE.write_text(page(PAGE.read_text(), *TABLES.values()))

@@ -16,7 +16,8 @@ from tools.ptx import Instruction
 from tools.ptx_lint import barrier_operand
 from tools.ptx_threads import Program, Thread
 
-MMA, PRODUCER = 12, 13  # warps of both kernels
+MMA, PRODUCER = 12, 13  # warps of all kernels
+SECOND = 16  # the first warp of a pair's second CTA, whose warps are counted behind those of the first
 # Operands: of a wait, and of a product; and where parts of a descriptor begin.
 PARITY = 2
 TARGET, A, B, KIND, ACCUMULATES = 0, 1, 2, 3, 5
@@ -52,13 +53,15 @@ class Code:
         self._threads: dict[int, Thread] = {}
 
     @cached_property
-    def _program(self) -> Program:
-        return Program(self.function)
+    def _programs(self) -> list[Program]:
+        """Of each CTA of a pair; of another kernel both are the same."""
+        return [Program(self.function, rank) for rank in range(2)]
 
     def thread(self, warp: int) -> Thread:
         """The first of a warp, which is the elected one."""
         if warp not in self._threads:
-            self._threads[warp] = Thread(self._program, 32 * warp)
+            rank, index = divmod(warp, SECOND)
+            self._threads[warp] = Thread(self._programs[rank], 32 * index)
         return self._threads[warp]
 
     def text_of(self, x: Instruction) -> str:
@@ -140,7 +143,7 @@ class Found:
             edits = []
             for x in self.look(c):
                 (register,) = x.operands[operand].names
-                width = 64 if register.startswith("%rd") else 32
+                width = {"%rd": 64, "%rs": 16}.get(register[:3], 32)
                 flip = f"\nxor.b{width} {register}, {register}, {bits};\n"
                 if register.startswith("%p"):
                     flip = f"\nnot.pred {register}, {register};\n"
