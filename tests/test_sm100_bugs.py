@@ -157,6 +157,7 @@ KERNELS: dict[str, Forward | Backward] = {
     "two walks": Backward(
         TABLES["two walks"],
         {
+            "one": lambda: of_d256([60], [60]),  # a block of queries
             "d256": lambda: of_d256([70], [60]),
             "steps": lambda: of_d256([150], [60]),
             "tiles": lambda: of_d256([60], [150]),

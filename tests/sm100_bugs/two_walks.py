@@ -14,15 +14,15 @@ _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
 
 TWO_WALKS: Bugs = {
     "missing wait": (
-        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d256", LOADS_LAG),
-        Bug("V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "d256", STORES_LAG),
+        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "one", LOADS_LAG),
+        Bug("V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "one", STORES_LAG),
         Bug(
             "dV is begun before the weights are stored",
             waits(MMA, "scores.empty", 2)[0].left_out(),
-            "d256",
+            "one",
             _COMPUTE_LAGS,
         ),
-        Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 2)[1].left_out(), "d256", _COMPUTE_LAGS),
+        Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 2)[1].left_out(), "one", _COMPUTE_LAGS),
         Bug(
             "dQ overwrites the last step's, which drain warps have not read",
             waits(MMA, "dq.empty", 2).left_out(),
@@ -32,19 +32,19 @@ TWO_WALKS: Bugs = {
         Bug(
             "Q is loaded over Q that products still read",
             waits(PRODUCER, "q.empty").left_out(),
-            "d256",
+            "one",
             PRODUCTS_LAG,
         ),
         Bug(
             "the second walk reads scores that are not complete",
             waits(_COMPUTE, "scores.full", 3)[1].left_out(),
-            "d256",
+            "one",
             PRODUCTS_LAG,
         ),
         Bug(
             "drain warps read the second part of dQ before it is complete",
             waits(_DRAIN, "dq.full+1").left_out(),
-            "d256",
+            "one",
             PRODUCTS_LAG,
         ),
         Bug(
@@ -58,65 +58,51 @@ TWO_WALKS: Bugs = {
         Bug(
             "the second walk is a phase late with scores",
             waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
-            "d256",
+            "one",
         ),
-        Bug("the producer waits for the last tile's dV", waits(PRODUCER, "v.empty").flipped(PARITY), "d256"),
+        Bug("the producer waits for the last tile's dV", waits(PRODUCER, "v.empty").flipped(PARITY), "one"),
     ),
     "wrong column": (
-        Bug("scores of the second walk take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "d256"),
-        Bug("dP takes the place of dQ", _OF_DP.flipped(TARGET, 320 ^ 384), "d256"),
-        Bug("the parts of dQ change places", _OF_DQ.flipped(TARGET, 384 ^ 448), "d256"),
-        Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "d256"),
+        Bug("scores of the second walk take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
+        Bug("dP takes the place of dQ", _OF_DP.flipped(TARGET, 320 ^ 384), "one"),
+        Bug("the parts of dQ change places", _OF_DQ.flipped(TARGET, 384 ^ 448), "one"),
+        Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
     ),
     "missing arrival": (
-        Bug("the first walk does not give delta back", arrivals(_COMPUTE, "do.empty", 2)[:1].left_out(), "d256"),
-        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "d256", lint="arrivals"),
-        Bug("nobody is told of complete dP: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "d256"),
+        Bug("the first walk does not give delta back", arrivals(_COMPUTE, "do.empty", 2)[:1].left_out(), "one"),
+        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one"),
+        Bug("nobody is told of complete dP: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
         Bug(
             "scores of the first walk do not give Q back: there is no commit",
             commits(MMA, "q.empty", 2)[0].left_out(),
-            "d256",
+            "one",
         ),
     ),
     "wrong order": (
         Bug(
             "dQ is told of ahead of its last product",
             _OF_DQ[7].moved_behind(commits(MMA, "dq.full+1")),
-            "d256",
+            "one",
             frozenset({MMA}),
         ),
     ),
     "dropped predicate": (
-        Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "d256"),
+        Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
     "wrong descriptor": (
         Bug(
             "the second 64 columns of K are looked for at the place of the first, for dQ",
             _OF_DQ.flipped(A, 0x400 << LEADING),
-            "d256",
+            "one",
         ),
     ),
     "missing fence": (
         Bug(
             "dS in shared memory is multiplied without fence.proxy.async",
             arrivals(_COMPUTE, "scores.empty", 3)[2].ahead("fence.proxy.async").left_out(),
-            "d256",
+            "one",
             lint="proxy",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::before_thread_sync between the second walk's scores and their arrival",
-            arrivals(_COMPUTE, "scores.empty", 3)[1].ahead("tcgen05.fence::before").left_out(),
-            "d256",
-            lint="fence-before",
-            shows=False,
-        ),
-        Bug(
-            "no tcgen05.fence::after_thread_sync between reading dV and dK that overwrites it",
-            waits(MMA, "dv.empty").behind("tcgen05.fence::after").left_out(),
-            "d256",
-            lint="fence-after",
             shows=False,
         ),
     ),
