@@ -127,7 +127,7 @@ KERNELS: dict[str, Forward | Backward] = {
         TABLES["masks"],
         {
             "lists": lambda: listed([[1, 0, 1], [0, 1, 1]]),
-            "many": lambda: listed([[1, 0] * 7, [0, 1] * 7]),  # more blocks than stages of entries
+            "many": lambda: listed([[1, 0] * 5, [0, 1] * 5]),  # more blocks than stages of entries
             "blind": lambda: listed([[1, 1], [0, 0]]),
         },
     ),
@@ -150,7 +150,7 @@ KERNELS: dict[str, Forward | Backward] = {
             "d128": lambda: of_d128([130], [140]),
             "one": lambda: of_d128([100], [140]),
             "steps": lambda: of_d128([300], [140]),
-            "tiles": lambda: of_d128([20], [1000]),  # more tiles of keys than stages
+            "tiles": lambda: of_d128([20], [700]),  # more tiles of keys than stages
         },
         "BackwardPair",
     ),

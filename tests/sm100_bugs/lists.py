@@ -52,7 +52,6 @@ LISTS: Bugs = {
             "the mma warp does not give entries back",
             arrivals(MMA, "entries.empty").left_out(),
             "many",
-            lint="arrivals",
         ),
         Bug(
             "softmax does not give entries back",

@@ -168,7 +168,6 @@ PAIR: Bugs = {
             find(PRODUCER, "mbarrier.init", barrier="weights.full").rewritten(r", %r\d+", ", 8"),
             "one",
             frozenset((1, i) for i in range(4, 12)),
-            lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when one CTA has read it",
@@ -202,7 +201,7 @@ PAIR: Bugs = {
             find(SECOND + MMA, "mapa", 2)[0].rewritten(_OTHER_CTA, _ONE_CTA),
             "one",
         ),
-        Bug("the second CTA is not told of tiles", _TOLD.left_out(), "one", lint="expected-bytes"),
+        Bug("the second CTA is not told of tiles", _TOLD.left_out(), "one"),
     ),
     "wrong bytes": (
         Bug(
