@@ -83,12 +83,17 @@ def round_block(
     for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):
         found = [_read(fours, begin + 32 * i, scale, gdX.element_type, tile_d, parts) for i in range(_AT_ONCE)]
         for rounded, row, vector in found:
-            within = first_row + row
-            if vector * 8 < gdX.shape[1] and within < stop:
-                for j in cutlass.range_constexpr(4):
-                    rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
-                target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
-                cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
+            _write(gdX, rounded, first_row + row, vector, rows, stop)
+
+
+@cute.jit
+def _write(gdX: cute.Tensor, rounded: cute.Tensor, within: Int32, vector: Int32, rows: SeqRows, stop: Int32) -> None:
+    """Eight columns of a row within its sequence, if they are there; zeros in the padding."""
+    if vector * 8 < gdX.shape[1] and within < stop:
+        for j in cutlass.range_constexpr(4):
+            rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
+        target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
+        cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
 
 
 def _read(
@@ -131,11 +136,7 @@ def round_transposed(
         for j in cutlass.range_constexpr(8):
             cute.autovec_copy(columns[None, vector % 8 * 8 + j, four], found[None, j])
         for i in cutlass.range_constexpr(4):
-            within = first_row + 4 * four + i
-            if vector * 8 < gdX.shape[1] and within < stop:
-                rounded = cute.make_rmem_tensor(4, Int32)
-                for j in cutlass.range_constexpr(4):
-                    pair = pack(found[i, 2 * j] * scale, found[i, 2 * j + 1] * scale, gdX.element_type)
-                    rounded[j] = cutlass.select_(within < rows.length, pair, Int32(0))
-                target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
-                cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
+            rounded = cute.make_rmem_tensor(4, Int32)
+            for j in cutlass.range_constexpr(4):
+                rounded[j] = pack(found[i, 2 * j] * scale, found[i, 2 * j + 1] * scale, gdX.element_type)
+            _write(gdX, rounded, first_row + 4 * four + i, vector, rows, stop)
