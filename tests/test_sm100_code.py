@@ -58,6 +58,7 @@ FEW = {
     "d128-b300": chosen(128, target=B300),
     "d96-float16-everything": chosen(96, dtype="float16", **EVERYTHING),
     "d192-dv128-causal": chosen(192, 128, right=True),
+    "d192-dv64": chosen(192, 64),
     "d256-everything-b300": chosen(256, target=B300, **EVERYTHING),
     "d128-block-mask": chosen(128, block_mask=True),
     "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),

@@ -216,10 +216,10 @@ class Epilogue:
                 for i in cutlass.range_constexpr(_COLUMNS // 2):
                     packed[i] = pack(some[2 * i] * factor, some[2 * i + 1] * factor, self.dtype)
                 write_row(rO, sO, thread, first)
+            cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
                 tensor_memory.before_sync()
                 rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
-            cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(**together)
             if thread < 32:
                 tile = self._tile(shared, step)
