@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import struct
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -105,18 +105,20 @@ def tensor_argument(place: int, shape: tuple[int, ...], strides: tuple[int, ...]
     return struct.pack("<Q", ptx.address_of(place)) + sizes + struct.pack(f"<{len(strides)}q", *strides)
 
 
-def text_of(config: Any, folder: Path) -> str:
-    """The PTX of a configuration's kernel."""
+@functools.cache
+def text_of(config: Any) -> str:
+    """The PTX of a configuration's kernels."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
-    text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(str(folder))).artifacts.PTX
+    with tempfile.TemporaryDirectory() as folder:
+        text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
     return text
 
 
 @functools.cache
-def program(config: Any, folder: Path, kernel: str = "ForwardSm100") -> ptx.Program:
-    return ptx.Program(text_of(config, folder), kernel)
+def program(config: Any, kernel: str = "ForwardSm100") -> ptx.Program:
+    return ptx.Program(text_of(config), kernel)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -158,7 +160,6 @@ class Pass:
     """What the backend launches in the place of a compiled pass: its main kernel, executed by the interpreter."""
 
     plan: ForwardPlan
-    folder: Path
     draw: random.Random
     changed: ptx.Program | None  # instead of the configuration's
     lagging: ptx.Lagging | None
@@ -166,7 +167,7 @@ class Pass:
     def __call__(self, a: ForwardArguments) -> None:
         """Runs it on the arguments."""
         config, numbers = self.plan.config, self.plan.numbers
-        code = program(config, self.folder) if self.changed is None else self.changed
+        code = program(config) if self.changed is None else self.changed
         packed, memory, given = config.features.packed, Memory(), tensors_of(a)
         tables = self.tables_of(a)
         places = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
@@ -266,7 +267,6 @@ class Interpreted(CuteBackend):
 
 def execute(
     call: Call,
-    folder: Path,
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
@@ -275,20 +275,19 @@ def execute(
     inputs, spec = as_given(call)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-        backend = Interpreted(folder=folder, draw=draw, changed=changed, lagging=lagging)
+        backend = Interpreted(draw=draw, changed=changed, lagging=lagging)
         return backend._forward(spec, inputs)
 
 
 def check(
     call: Call,
-    folder: Path,
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
 ) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, folder, draw, changed, lagging)
+    out, lse = execute(call, draw, changed, lagging)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
@@ -315,31 +314,31 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_forward(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+def test_forward(case: str, fuzz_seconds: float) -> None:
     """Sequences around tile edges, under schedules drawn at random."""
     lengths_q, lengths_k, options = CASES[case]
     call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, **options})
     for _, draw in draws(case, fuzz_seconds):
-        check(call, tmp_path, draw)
+        check(call, draw)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])  # O is known to be complete in different ways
-def test_references_that_rise_by_much(head_dim: int, tmp_path: Path) -> None:
+def test_references_that_rise_by_much(head_dim: int) -> None:
     """Each block has larger scores than the one before, and some rows' rise while their neighbours' do not."""
     call = random_call([256], [512], packed=False, nheads=1, head_dim=head_dim, dtype=torch.bfloat16)
     with torch.no_grad():
         call.q[:, ::3] *= 8
         call.k *= torch.linspace(4, 0.1, 512, dtype=call.k.dtype)[:, None, None]
-    check(call, tmp_path, random.Random(0))
+    check(call, random.Random(0))
 
 
-def test_nan_of_a_key_is_seen(tmp_path: Path) -> None:
+def test_nan_of_a_key_is_seen() -> None:
     """By all queries that see the key, whichever way the weight of its column is computed; and by no others."""
     call = random_call([130], [130], packed=False, nheads=1, head_dim=64, causal=True, dtype=torch.bfloat16)
     with torch.no_grad():
         call.k[:, 14] = torch.nan  # its pair of weights is one that comes from a polynomial
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, tmp_path, random.Random(0))
+    out, lse = execute(call, random.Random(0))
     assert out[:, 14:].isnan().all()
     assert lse[..., 14:].isnan().all()
     assert out[:, :14].isfinite().all()

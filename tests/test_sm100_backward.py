@@ -9,7 +9,6 @@ import itertools
 import math
 import random
 import struct
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +27,11 @@ from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, as_given, spread, tensor_argument
+from tests.test_sm100 import Memory, as_given, spread, tensor_argument, text_of
 from tests.test_sm100_code import paired
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
-
-
-@functools.cache
-def text_of(config: Any) -> str:
-    """The PTX of a configuration's kernels."""
-    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
-    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
-    compile_module = pytest.importorskip("flash_attn_cute.jit.compile")
-    with tempfile.TemporaryDirectory() as folder:
-        text: str = compile_module.compile_kernel(config, cute.KeepPTX, compiler.DumpDir(folder)).artifacts.PTX
-    return text
 
 
 @functools.cache

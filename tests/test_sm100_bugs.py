@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import random
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +62,7 @@ class Forward:
         """That of a configuration."""
         from flash_attn_cute.kernels.sm100.forward_shared import Rings
 
-        with tempfile.TemporaryDirectory() as folder:
-            text = test_sm100.text_of(config, Path(folder))
-        return Code(text, "ForwardSm100", where_barriers_are(Rings.stages(config)))
+        return Code(test_sm100.text_of(config), "ForwardSm100", where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
@@ -76,7 +72,7 @@ class Forward:
         """The results of a call."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(test_sm100, "NUM_SMS", 1)
-            test_sm100.check(call, Path(), draw, program, lags)
+            test_sm100.check(call, draw, program, lags)
 
 
 class Backward:
@@ -93,7 +89,7 @@ class Backward:
         from flash_attn_cute.kernels.sm100.backward.pair_shared import PairRings
 
         stages = (PairRings if self.by_pairs else Rings).stages(config)
-        return Code(test_sm100_backward.text_of(config), self.kernel, where_barriers_are(stages))
+        return Code(test_sm100.text_of(config), self.kernel, where_barriers_are(stages))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""

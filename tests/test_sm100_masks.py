@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,16 +59,16 @@ def with_block_mask(call: Call, draw: random.Random, kind: str | None = None) ->
 
 
 @pytest.mark.parametrize("case", BLOCK_MASKS)
-def test_block_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, whose blocks both parts of a tile see, or one of them, or nobody."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
         call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
-        check(with_block_mask(call, draw), tmp_path, draw)
+        check(with_block_mask(call, draw), draw)
 
 
-def test_parts_that_see_different_blocks(tmp_path: Path) -> None:
+def test_parts_that_see_different_blocks() -> None:
     """Blocks that are far apart, of both parts, of one, and of none; a part, and rows, that see nothing at all."""
     call = random_call([700], [128 * 70], packed=False, nheads=1, head_dim=64, dtype=torch.bfloat16)
     visible = torch.zeros(6, 70, dtype=torch.bool)
@@ -79,7 +78,7 @@ def test_parts_that_see_different_blocks(tmp_path: Path) -> None:
     shown[:, 5::7] = False
     shown[130:140] = False
     call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
-    check(call, tmp_path, random.Random(0))
+    check(call, random.Random(0))
 
 
 class KernelsAhead(Pass):
@@ -92,7 +91,7 @@ class KernelsAhead(Pass):
         places = {name: memory.put(spread(x)) for name, x in (given | unwritten).items()}
         tables = {name: table_argument(name, places[name], x) for name, x in unwritten.items()}
         everything, blocks = memory.bytes(), expected["codes"].shape[1]
-        cut, list_rows = (program(self.plan.config, self.folder, name) for name in ("MaskTiles", "RowLists"))
+        cut, list_rows = (program(self.plan.config, name) for name in ("MaskTiles", "RowLists"))
         num_rows = len(expected["codes"])
         if a.mCuSeqlensQ is not None:
             num_rows = a.mQ.shape[0] // BLOCK + len(a.mCuSeqlensQ) + 1
@@ -112,7 +111,7 @@ class KernelsAhead(Pass):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-def test_tables_of_masks(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_masks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden blocks, whole ones, and bits; of a window, of ends of sequences, and of what is neither True nor False."""
     lengths = ([140, 20], [130, 200]) if packed else ([200], [270])
     call = random_call(
@@ -122,7 +121,7 @@ def test_tables_of_masks(packed: bool, tmp_path: Path, monkeypatch: pytest.Monke
     call.mask[..., 20:128, 64:128] = False
     call.mask[:, :64] = True
     monkeypatch.setattr(test_sm100, "Pass", KernelsAhead)
-    execute(call, tmp_path, random.Random(0))
+    execute(call, random.Random(0))
 
 
 MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -135,7 +134,7 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+def test_masks(case: str, fuzz_seconds: float) -> None:
     """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -145,7 +144,7 @@ def test_masks(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
         for value in (False, True):
             rows, keys = draw.choice([0, 128, 256]), draw.choice([0, 128])
             call.mask[..., rows : rows + 128, keys : keys + draw.choice([100, 128])] = value
-        check(call, tmp_path, draw)
+        check(call, draw)
 
 
 BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -168,7 +167,7 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BIASES)
-def test_biases(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
+def test_biases(case: str, fuzz_seconds: float) -> None:
     """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
     lengths_q, lengths_k, options = BIASES[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -181,11 +180,11 @@ def test_biases(case: str, tmp_path: Path, fuzz_seconds: float) -> None:
                 call.bias[..., 5, :] = -torch.inf
                 call.bias[..., 10:20, :] = torch.finfo(call.bias.dtype).min
                 call.bias[..., 30:40, 10] = 1e4
-        check(call, tmp_path, draw)
+        check(call, draw)
 
 
-def test_bias_beside_a_block_mask(tmp_path: Path) -> None:
+def test_bias_beside_a_block_mask() -> None:
     call = random_call(
         [300], [280], packed=False, head_dim=128, nheads=1, bias=(1, 1, 1), softcap=3.0, dtype=torch.bfloat16
     )
-    check(with_block_mask(call, random.Random(1), "causal"), tmp_path, random.Random(0))
+    check(with_block_mask(call, random.Random(1), "causal"), random.Random(0))
