@@ -147,29 +147,30 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
     row, is_used = owners(rows)
     block, tile = rows.entries.unbind(1)
     kinds = _kinds_of_halves(rows)
-    # Who adds to the first half of a block of queries, to the second one, and to the whole: (entries, 3).
-    adds = torch.cat((kinds != NONE, is_used[:, None]), 1) & is_used[:, None]
+    # Who adds to the first half of a block of queries, to the second one, and to the whole: (3, entries).
+    adds = torch.cat(((kinds != NONE).T, is_used[None])) & is_used
 
     # Turns are counted from the end of a row, whose entries are in the reverse of the order of launches, or brought
     # into it: what is used stays ahead of what is not, and the row where it is.
     column = row // max(blocks_q, 1) * blocks_k + torch.where(is_used, block, 0)
     turn, by_half = _turns(adds, row, start, start + count, _reverse(order, row, column, is_used, sizes))
-    contributors = by_half.view(*rows.spans.shape[:3], 2).flatten(2)[..., : -(-sizes.seqlen_q // HALF)].contiguous()
+    by_half = by_half.T.reshape(sizes.batch, sizes.heads, 2 * blocks_q)
+    contributors = by_half[..., : -(-sizes.seqlen_q // HALF)].contiguous()
 
     # Stable: query blocks ascend within a column as they do among the rows.
     num_columns = sizes.batch * sizes.heads * blocks_k
     column, by_column = torch.where(is_used, column, num_columns).sort(stable=True)
     edges = torch.searchsorted(column, torch.arange(num_columns + 1, dtype=torch.int32, device=device))
     m = row % max(blocks_q, 1)
-    whole = torch.stack((m, tile, turn[:, 2]), 1)[by_column]
+    whole = torch.stack((m, tile, turn[2]), 1)[by_column]
     half = torch.arange(2, dtype=torch.int32, device=device)
-    halves = torch.stack((2 * m[:, None] + half, torch.where(kinds == ALL, FULL, tile[:, None]), turn[:, :2]), 2)[
+    halves = torch.stack((2 * m[:, None] + half, torch.where(kinds == ALL, FULL, tile[:, None]), turn[:2].T), 2)[
         by_column
     ]  # (entries, 2, 3)
 
     # Halves that see nothing are left out: each of the others goes behind those before it.
-    kept = adds[:, :2][by_column].flatten()
-    before = _summed(kept[:, None])[:, 0]
+    kept = adds[:2].T[by_column].flatten()
+    before = _summed(kept)
     entries = halves.new_zeros(3 * len(row) + 1, 3)  # the last one is nobody's
     entries.index_copy_(0, torch.where(kept, before[:-1], 3 * len(row)).long(), halves.flatten(0, 1))
     entries[2 * len(row) : -1] = whole
@@ -192,28 +193,31 @@ def _reverse(order: Tensor | None, row: Tensor, column: Tensor, is_used: Tensor,
 
 
 def _turns(adds: Tensor, row: Tensor, start: Tensor, end: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The turns of entries, (entries, 3), and how many add to the halves of each row, (rows, 2); int32.
+    """The turns of entries, (3, entries), and how many add to the halves of each row, (2, rows); int32.
 
     Args:
-        adds: (entries, 3), bool.
+        adds: (3, entries), bool.
         row: (entries,), the row of each.
         start: (rows,), where entries of a row start.
         end: (rows,), where they end.
         places: of entries, within each row in the reverse of the order of launches; None if they are so.
     """
-    summed = _summed(adds if places is None else adds[places])
-    at_end = summed.index_select(0, end)
-    turn = at_end.index_select(0, row) - summed[1:]
+    summed = _summed(adds if places is None else adds[:, places])
+    at_end = summed.index_select(1, end)
+    turn = at_end.index_select(1, row) - summed[:, 1:]
     if places is not None:
-        turn = torch.empty_like(turn).index_copy_(0, places, turn)
-    return turn, (at_end - summed.index_select(0, start))[:, :2]
+        turn = torch.empty_like(turn).index_copy_(1, places, turn)
+    return turn, (at_end - summed.index_select(1, start))[:2]
 
 
 def _summed(flags: Tensor) -> Tensor:
-    """How many of the flags (n, k) before each place, and before the end, are set: (n + 1, k), int32."""
-    summed = torch.zeros(len(flags) + 1, flags.shape[1], dtype=torch.int32, device=flags.device)
-    torch.cumsum(flags, 0, dtype=torch.int32, out=summed[1:])
-    return summed
+    """How many of the flags (..., n) before each place, and before the end, are set: (..., n + 1), int32.
+
+    Further rows go on counting where those before them ended, so that a GPU scans all as one: PyTorch takes a single
+    CTA to a row.
+    """
+    ahead = torch.nn.functional.pad(flags, (1, 0))
+    return ahead.flatten().cumsum(0, dtype=torch.int32).view_as(ahead)
 
 
 def _kinds_of_halves(rows: BlockRows) -> Tensor:
