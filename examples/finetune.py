@@ -55,13 +55,19 @@ def packed(documents: Iterator[bytes], rows: int, device: torch.device) -> Itera
         taken.append(document)
 
 
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Of a batch, computed in bfloat16 on a GPU."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+    return loss
+
+
 def train(model: Any, batches: Iterator[Batch], steps: int, rate: float) -> tuple[float, float]:
     """Trains a model; returns the mean loss of the last tenth of the steps, and the bytes per second."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     losses, count, start = [], 0, time.perf_counter()
     for batch in itertools.islice(batches, steps):
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            loss = model(**batch, use_cache=False).loss
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -74,7 +80,7 @@ def train(model: Any, batches: Iterator[Batch], steps: int, rate: float) -> tupl
 @torch.no_grad()
 def evaluate(model: Any, batches: Iterator[Batch], steps: int) -> float:
     """The mean loss over batches."""
-    losses = [model(**batch, use_cache=False).loss for batch in itertools.islice(batches, steps)]
+    losses = [loss_of(model, batch) for batch in itertools.islice(batches, steps)]
     return torch.stack(losses).mean().item()
 
 

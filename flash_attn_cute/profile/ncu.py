@@ -24,6 +24,7 @@ from flash_attn_cute.profile.workload import Workload
 _SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
 _MEMORY_SECTIONS = ("MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables")
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
+_MAIN_KERNELS = "(Forward|Backward|BiasGradient)[A-Za-z0-9]*_object_at"  # this package's, by their classes
 _LINES = 20  # of a command's words, in an error
 
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("build/profiles/kernel.ncu-rep"), help="the report's file (%(default)s)"
     )
-    parser.add_argument("--kernel", metavar="REGEX", default="Sm90", help="of its name (%(default)s: this package's)")
+    parser.add_argument("--kernel", metavar="REGEX", default=_MAIN_KERNELS, help="of its name (%(default)s)")
     parser.add_argument(
         "--hot", type=workload.positive, default=0, metavar="N", help="list the N instructions with most samples"
     )

@@ -26,8 +26,9 @@ from flash_attn_cute.profile.machine import Unavailable, require_gpu
 from flash_attn_cute.profile.workload import Workload
 
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-# Kernels of this package, and its step of autograd on the host.
-_ATTENTION = re.compile(r"\w*(?:Forward|Backward|BiasGradient)\w*Sm\d+|FlashAttention\w*")
+# Kernels of this package are named after their modules and classes; on the host there is its step of autograd.
+_KERNEL = re.compile(r"flash_attn_cutekernels[a-z0-9_]*([A-Z]\w*?)_object_at")
+_ATTENTION = re.compile(_KERNEL.pattern + r"|FlashAttention")
 _COLOURS = {True: "C1", False: "C0"}
 _LETTERS = 150  # fit into the width of the picture
 _LEAST_LETTERS = 6  # of a name, to be worth its place
@@ -202,8 +203,8 @@ def _place(row: str) -> tuple[bool, list[int]]:
 
 def _short(name: str) -> str:
     """What fits into a bar: the class of a kernel of ours, an operator without its namespace."""
-    kernel = re.search(r"(?:Forward|Backward|BiasGradient)[A-Za-z]*Sm\d+", name)
-    return kernel[0] if kernel else re.split(r"::| ", name)[-1]
+    kernel = _KERNEL.search(name)
+    return kernel[1] if kernel else re.split(r"::| ", name)[-1]
 
 
 if __name__ == "__main__":
