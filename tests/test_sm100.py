@@ -25,9 +25,9 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
 from tests.checks import assert_close, draws, random_call
 from tests.oracle import Call
+from tests.test_sm100_code import forward_paired
 
 NUM_SMS = 2
-LONG = 8192  # queries of a sequence that gets pairs of CTAs, where there are any
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
 
 
@@ -264,13 +264,8 @@ def at(memory: Any, place: int, x: Tensor) -> Tensor:
 def by_pairs_of_ctas(architecture: Architecture) -> Architecture:
     """The same, whose forward pass has the kernels of long sequences for all."""
     forward = architecture.passes["forward"]
-
-    def configure(*given: Any, **more: Any) -> Any:
-        config = forward.configure(*given, **(more | {"queries": LONG}))
-        assert config.ctas_a_tile == 2
-        return config
-
-    return architecture._replace(passes=architecture.passes | {"forward": forward._replace(configure=configure)})
+    long = forward._replace(configure=lambda *given, **more: forward_paired(forward.configure(*given, **more)))
+    return architecture._replace(passes=architecture.passes | {"forward": long})
 
 
 class Interpreted(CuteBackend):

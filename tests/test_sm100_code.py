@@ -52,6 +52,17 @@ def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
     return config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
 
 
+def forward_paired(c: ForwardConfig) -> ForwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features)
+
+
+def forward_pair(d: int, d_v: int, **options: Any) -> ForwardConfig:
+    return forward_paired(chosen(d, d_v, **options))
+
+
 # Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
 LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}
 FEW = {
@@ -67,9 +78,9 @@ FEW = {
     "d64-mask-everything": chosen(64, mask=True, **MASKED),
     "d128-bias": chosen(128, bias=True, right=True),
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
-    "pair-d256": chosen(256, queries=LONG),
-    "pair-d256-dv128-causal-float16": chosen(256, 128, queries=LONG, right=True, dtype="float16"),
-    "pair-d192-dv128-everything-b300": chosen(192, 128, queries=LONG, target=B300, **EVERYTHING),
+    "pair-d256": forward_pair(256, 256),
+    "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
+    "pair-d192-dv128-everything-b300": forward_pair(192, 128, target=B300, **EVERYTHING),
 }
 MASKS = {
     "full": {},
@@ -84,17 +95,16 @@ MASKS = {
     "float32-bias": {"bias": True, "float32_bias": True, "block_mask": True, "softcap": True},
     "strided-bias": {"bias": True, "strided_bias": True, **EVERYTHING},
 }
+WITHOUT_TENSORS = [name for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()]
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
     for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS)
     if d >= d_v
     for mask, target in itertools.product(MASKS, TARGETS.values())
 } | {
-    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": c
-    for (d, d_v), mask, target, dtype in itertools.product(
-        ((256, 256), (256, 128), (192, 128)), MASKS, TARGETS.values(), ("bfloat16", "float16")
-    )
-    if (c := chosen(d, d_v, queries=LONG, target=target, dtype=dtype, **MASKS[mask])).ctas_a_tile == 2
+    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": forward_pair(d, d_v, target=target, dtype=dtype, **MASKS[mask])
+    for (d, d_v), mask in itertools.product(((256, 256), (256, 128), (192, 128)), WITHOUT_TENSORS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
 
@@ -129,7 +139,7 @@ FEW_BACKWARD = {
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
 }
-BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()} | {
+BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
     "causal-grouped": {"right": True, "grouped": True},
     "packed-left": {"packed": True, "left": True, "seqused_k": True},
     "softcap": {"softcap": True},

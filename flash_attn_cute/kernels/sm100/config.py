@@ -174,14 +174,17 @@ class _ForwardTile(NamedTuple):
 # two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
 # the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
 # tile may be empty, and under a right bound a tile's first queries see too little of its blocks.
-_PAIR = Case(without="mask block_mask bias")
+# Of a left bound the model knows nothing: a pair of two parts may walk over many more blocks than a window has.
+_TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
     _ForwardTile(128, 128, 2, 128, 2, 2),
-    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=1024, case=_PAIR),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case(without=f"left right {_TENSORS}")),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, case=Case("right", without=f"left {_TENSORS}")),
     _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
     _ForwardTile(192, 192, 1, 64, 2, 4),
-    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=512, case=_PAIR),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=256, case=Case(without=f"right {_TENSORS}")),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case("right", without=_TENSORS)),
     _ForwardTile(256, 256, 1, 64, 2, 2),
 )
 
