@@ -15,7 +15,7 @@ import torch
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, ops
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.backends.cute.plan import plan_forward
+from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.features import Features
@@ -329,6 +329,21 @@ def test_pairs_share_values_by_swizzled_rows(d_v: int) -> None:
 def test_pairs_know_no_masks(feature: str) -> None:
     assert chosen(256, queries=LONG).ctas_a_tile == 2
     assert chosen(256, queries=LONG, **{feature: True}) == chosen(256, **{feature: True})
+
+
+def test_pairs_are_planned_for_long_sequences() -> None:
+    """By how many queries a sequence has, on average."""
+    spec = spec_of(head_dim=256)
+    for length, sequences, ctas in ((4096, 0, 2), (128, 0, 1), (4096, 4, 2), (4096, 32, 1)):
+        rows = (2, length) if sequences == 0 else (length,)
+        shapes = Shapes((*rows, 4, 256), (*rows, 4, 256), sequences, length)
+        planned = plan_forward(ARCHITECTURES["sm100"], spec, shapes, 148)
+        assert planned.config.ctas_a_tile == ctas
+        assert planned.config.tile_m == 128 * ctas
+    q = torch.zeros(1, 4096, 2, 256, dtype=torch.bfloat16, device="meta")
+    told = explain(q, q, q, gpu="sm100", backend="sm100").forward
+    assert told is not None
+    assert told.cluster == 2
 
 
 def test_targets_have_kernels_of_their_own() -> None:
