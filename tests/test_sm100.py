@@ -18,13 +18,14 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
 from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
-from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
 from tests.checks import assert_close, draws, random_call
 from tests.oracle import Call
+from tests.test_sm100_code import forward_paired
 
 NUM_SMS = 2
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
@@ -117,8 +118,9 @@ def text_of(config: Any) -> str:
 
 
 @functools.cache
-def program(config: Any, kernel: str = "ForwardSm100") -> ptx.Program:
-    return ptx.Program(text_of(config), kernel)
+def program(config: Any, kernel: str = "") -> ptx.Program:
+    """A kernel's, by default that of the pass."""
+    return ptx.Program(text_of(config), kernel or ("ForwardPair" if config.ctas_a_tile == 2 else "ForwardSm100"))
 
 
 def spread(x: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ class Pass:
         if a.mBias is not None:
             places["mBias"] = memory.put_last(spread(a.mBias))
         params, tensors = [bytes(32)] * 2, {}
-        boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
+        boxes = {"mQ": PART_ROWS, "mK": config.keys_shared, "mV": config.tile_n, "mO": PART_ROWS}
         for name, box in boxes.items():
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
@@ -197,7 +199,8 @@ class Pass:
         if a.mCuSeqlensQ is not None:
             tiles = (rows // config.tile_m + len(a.mCuSeqlensQ) + 1) * heads
         everything = memory.bytes()
-        self.run(code, params, everything, tensors, min(tiles, NUM_SMS))
+        ctas = config.ctas_a_tile * min(tiles, NUM_SMS // config.ctas_a_tile)
+        self.run(code, params, everything, tensors, ctas, config.ctas_a_tile)
         for name in ("mO", "mLSE", "mNextTile"):
             assert given[name].is_contiguous()
             given[name].copy_(at(everything, places[name], given[name]))
@@ -217,10 +220,18 @@ class Pass:
             struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
         ]
 
-    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+    def run(
+        self,
+        code: ptx.Program,
+        params: list[bytes],
+        memory: Any,
+        tensors: dict[int, ptx.Rows],
+        ctas: int,
+        ctas_a_cluster: int = 1,
+    ) -> None:
         """Executes a kernel, which changes memory."""
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
+        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging, ctas_a_cluster)
 
     def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
         """Lists, entries and bits: of a block mask as they are, or made of a mask, with its codes."""
@@ -250,11 +261,19 @@ def at(memory: Any, place: int, x: Tensor) -> Tensor:
     return found.view(x.dtype).view(x.shape)
 
 
+def by_pairs_of_ctas(architecture: Architecture) -> Architecture:
+    """The same, whose forward pass has the kernels of long sequences for all."""
+    forward = architecture.passes["forward"]
+    long = forward._replace(configure=lambda *given, **more: forward_paired(forward.configure(*given, **more)))
+    return architecture._replace(passes=architecture.passes | {"forward": long})
+
+
 class Interpreted(CuteBackend):
     """The backend, whose forward pass is executed by the interpreter."""
 
-    def __init__(self, **options: Any):
-        super().__init__(ARCHITECTURES["sm100"])
+    def __init__(self, *, by_pairs: bool = False, **options: Any):
+        """``by_pairs``: with the kernel of long sequences, of any length."""
+        super().__init__(by_pairs_of_ctas(ARCHITECTURES["sm100"]) if by_pairs else ARCHITECTURES["sm100"])
         self.options = options
         self._prepare_forward = self.prepare  # type: ignore[assignment]
 
@@ -270,12 +289,14 @@ def execute(
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
+    *,
+    by_pairs: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-        backend = Interpreted(draw=draw, changed=changed, lagging=lagging)
+        backend = Interpreted(by_pairs=by_pairs, draw=draw, changed=changed, lagging=lagging)
         return backend._forward(spec, inputs)
 
 
@@ -284,10 +305,12 @@ def check(
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
+    *,
+    by_pairs: bool = False,
 ) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, draw, changed, lagging)
+    out, lse = execute(call, draw, changed, lagging, by_pairs=by_pairs)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
