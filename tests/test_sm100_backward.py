@@ -48,6 +48,7 @@ LOG2_E = math.log2(math.e)
 
 
 TABLES = ("codes", "bits", "order", "adding", "lists", "entries")  # of ``common.workspace.Workspace``, in its order
+NO_LIST, NO_ENTRY = 2**29, 2**30  # where there is none, in tables
 
 
 def bits_of(tiles: Tensor, config: Any) -> Tensor:
@@ -69,8 +70,8 @@ def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor
     sets, blocks = n.lists_batch * n.lists_heads, codes.shape[1]
     m_blocks = n.num_m_blocks if packed else -(-a.mQ.shape[1] // config.tile_m)
     key_tiles = n.num_n_blocks if packed else blocks
-    lists = torch.full((sets * key_tiles, 2), 2**29, dtype=torch.int32)
-    entries = torch.full((sets * blocks * m_blocks, 3), 2**30, dtype=torch.int32)
+    lists = torch.full((sets * key_tiles, 2), NO_LIST, dtype=torch.int32)
+    entries = torch.full((sets * blocks * m_blocks, 3), NO_ENTRY, dtype=torch.int32)
     for s, (start_q, start_k, num_q, num_k) in enumerate(sequences_of(a) if packed else sequences_of(a)[:1]):
         first_block, first_tile = (start_q // config.tile_m + s, start_k // config.tile_n + s) if packed else (0, 0)
         for which, block in itertools.product(range(sets), range(-(-num_k // config.tile_n))):
@@ -87,9 +88,10 @@ def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor
 
 
 @functools.cache
-def program(config: Any) -> ptx.Program:
+def program(config: Any, kernel: str = "") -> ptx.Program:
+    """Of one of a configuration's kernels; else of the main one."""
     kernels = {(1, 1): "BackwardCta", (2, 1): "BackwardTwoWalks", (1, 2): "BackwardPair"}
-    return ptx.Program(text_of(config), kernels[config.walks, config.ctas_a_tile])
+    return ptx.Program(text_of(config), kernel or kernels[config.walks, config.ctas_a_tile])
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,7 @@ class Pass:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
         code, packed = self.changed or program(config), config.features.packed
-        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
-        places, size = {}, 0
-        for name, shape in parts.items():
-            places[name] = size
-            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
+        parts, places = self.parts(a)
         self.prepare(a, parts, places)
         memory, given, tables = Memory(), tensors_of(a), self.tables_of(a)
         at = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
@@ -131,32 +129,50 @@ class Pass:
             x = given[name].permute([0, 2, 1] if packed else [1, 3, 2, 0])
             params.append(tensor_argument(at[name], x.shape, (x.stride(0), *x.stride()[2:])))
         params += self.arguments(given, at)
-        for name in ("mStats", "mdQaccum", "mdKVaccum", *TABLES, "mTurnsQ", "mTurnsK"):
-            if name in tables:
-                x = tables[name]
-                is_strided = x is a.mContributors
-                params.append(
-                    tensor_argument(at[name], x.shape, x.stride()) if is_strided else table_argument(name, at[name], x)
-                )
-            elif name in parts:
-                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
-                shape = parts[name]
-                sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
-                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
-                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
+        params += self.workspace(a, tables, at)
         rest = n.softcap or n.softmax_scale
         tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        launched = params, everything, tensors, self.num_ctas
-        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, config.ctas_a_tile)
+        self.run(code, params, everything, tensors, self.num_ctas)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
             found = torch.from_numpy(everything[at[name] : at[name] + x.numel() * x.element_size()])
             x.copy_(found.view(x.dtype).view(x.shape))
         assert not given["mNextTile"][:2].any(), "the counters of tiles are not left as they were"
+
+    def parts(self, a: BackwardArguments) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Of the workspace, but for what is made of a mask: their shapes, and where they are."""
+        n = self.plan.numbers
+        parts = self.plan.config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
+        places, size = {}, 0
+        for name, shape in parts.items():
+            places[name] = size
+            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
+        return parts, places
+
+    def workspace(self, a: BackwardArguments, tables: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
+        """``Workspace`` as every kernel of the pass gets it."""
+        params, (parts, places) = [], self.parts(a)
+        for name in ("mStats", "mdQaccum", "mdKVaccum", *TABLES, "mTurnsQ", "mTurnsK"):
+            if name in tables and tables[name] is a.mContributors:
+                params.append(tensor_argument(at[name], tables[name].shape, tables[name].stride()))
+            elif name in tables:
+                params.append(table_argument(name, at[name], tables[name]))
+            elif name in parts:
+                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
+                shape = parts[name]
+                sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
+                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
+                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
+        return params
+
+    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+        """Executes a kernel, which changes memory."""
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        launched = params, memory, tensors, ctas
+        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, self.plan.config.ctas_a_tile)
 
     def arguments(self, given: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
         """``BackwardArguments`` as every kernel of the pass gets them."""
