@@ -5,6 +5,7 @@
     forward     bugs of the forward kernel
     lists       of the same, what is another under masks
     backward    bugs of the backward kernel
+    columns     of the same, what is another under masks
     pair        bugs of that of pairs of CTAs, where it is another
     two_walks   bugs of that of two walks, where it is another
 
@@ -13,6 +14,7 @@
 
 from tests.sm100_bugs.backward import BACKWARD
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
+from tests.sm100_bugs.columns import COLUMNS
 from tests.sm100_bugs.forward import FORWARD
 from tests.sm100_bugs.lists import LISTS
 from tests.sm100_bugs.pair import PAIR
@@ -24,6 +26,7 @@ TABLES: dict[str, Bugs] = {
     "forward": FORWARD,
     "masks": LISTS,
     "backward": BACKWARD,
+    "backward under masks": COLUMNS,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
 }
