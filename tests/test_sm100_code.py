@@ -124,6 +124,9 @@ def pair(**options: Any) -> BackwardConfig:
     return paired(backward(128, **options))
 
 
+LONG = 8192  # keys of a sequence
+LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
+MASKED_BACKWARD = BACKWARD_EVERYTHING | MASKED
 FEW_BACKWARD = {
     "d192": backward(192),
     "d256-causal": backward(256, right=True),
@@ -136,6 +139,12 @@ FEW_BACKWARD = {
     "d128": backward(128),
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "d128-block-mask": backward(128, block_mask=True, keys=LONG),
+    "d64-intervals-b300": backward(64, target=B300, **LISTED_BACKWARD),
+    "d192-dv128-intervals": backward(192, 128, **LISTED_BACKWARD),
+    "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
+    "d192-mask": backward(192, mask=True),
+    "d256-intervals": backward(256, **LISTED_BACKWARD),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
 }
@@ -147,9 +156,18 @@ BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
     "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
     "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
 }
+BACKWARD_LISTS = {
+    "block-mask": {"block_mask": True},
+    "block-mask-grouped": {"block_mask": True, "grouped": True},
+    "intervals": LISTED_BACKWARD,
+    "mask": {"mask": True},
+    "mask-everything": {"mask": True, **MASKED_BACKWARD},
+}
 ALL_BACKWARD = {
-    f"d{d}-dv{d_v}-{mask}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-    for (d, d_v), mask in itertools.product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_MASKS)
+    f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
+    for (d, d_v), (name, mask) in itertools.product(
+        ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), (BACKWARD_MASKS | BACKWARD_LISTS).items()
+    )
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
     f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
@@ -288,6 +306,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v, keys=keys)
         assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
+        assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
@@ -375,17 +394,17 @@ def test_warming_is_for_all_lengths() -> None:
 
 def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
     arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
-    for feature, passes in (("softcap", {"forward", "backward"}), ("block_mask", {"forward"})):
+    for feature, passes in (("block_mask", {"forward", "backward"}), ("bias", {"forward"})):
         given = command.parser().parse_args([*arguments, "--features", feature])
         assert {c.pass_name for c in command.configurations(given)} == passes
 
 
 def test_features_that_there_are_no_gradients_of_are_refused() -> None:
-    for name in ("mask", "bias", "block_mask"):
-        features = Features(**{name: True})
-        assert not ARCHITECTURES["sm100"].has_gradients(features)
-        assert ARCHITECTURES["sm90"].has_gradients(features)
-    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got mask, bias, block_mask$"):
+    features = Features(mask=True, bias=True, block_mask=True)
+    assert not ARCHITECTURES["sm100"].has_gradients(features)
+    assert ARCHITECTURES["sm100"].has_gradients(dataclasses.replace(features, bias=False))
+    assert ARCHITECTURES["sm90"].has_gradients(features)
+    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got bias$"):
         backward(128, mask=True, bias=True, block_mask=True)
 
 
@@ -410,7 +429,8 @@ def test_gradients_are_planned_as_far_as_there_are_some() -> None:
     q, v = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (256, 200))
     assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
     mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
-    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is None
+    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
+    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is None
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -419,7 +439,6 @@ def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, mo
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
-    masks: dict[str, Any] = {"mask": torch.ones(8, 8, dtype=torch.bool), "block_mask": BlockMask.causal(8, 8)}
-    masks["bias"] = torch.zeros(8, 8, dtype=q.dtype)
-    with pytest.raises(ValueError, match=r"which has none: mask; bias; block_mask$"):
-        flash_attn_func(q.requires_grad_(), q, q, **masks, backend="sm100")
+    bias, blocks = torch.zeros(8, 8, dtype=q.dtype), BlockMask.causal(8, 8)
+    with pytest.raises(ValueError, match=r"which has none: bias$"):
+        flash_attn_func(q.requires_grad_(), q, q, block_mask=blocks, bias=bias, backend="sm100")

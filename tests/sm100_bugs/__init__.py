@@ -6,6 +6,7 @@
     lists         of the same, what is another under masks
     forward_pair  bugs of that of pairs of CTAs, where it is another
     backward      bugs of the backward kernel
+    columns       of the same, what is another under masks
     pair          bugs of that of pairs of CTAs, where it is another
     two_walks     bugs of that of two walks, where it is another
 
@@ -14,6 +15,7 @@
 
 from tests.sm100_bugs.backward import BACKWARD
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
+from tests.sm100_bugs.columns import COLUMNS
 from tests.sm100_bugs.forward import FORWARD
 from tests.sm100_bugs.forward_pair import FORWARD_PAIR
 from tests.sm100_bugs.lists import LISTS
@@ -27,6 +29,7 @@ TABLES: dict[str, Bugs] = {
     "masks": LISTS,
     "forward pairs": FORWARD_PAIR,
     "backward": BACKWARD,
+    "backward under masks": COLUMNS,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
 }
