@@ -124,7 +124,6 @@ def pair(**options: Any) -> BackwardConfig:
     return paired(backward(128, **options))
 
 
-LONG = 8192  # keys of a sequence
 LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
 MASKED_BACKWARD = BACKWARD_EVERYTHING | MASKED
 FEW_BACKWARD = {
