@@ -168,7 +168,8 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
 def planned(call: Call) -> tuple[Any, Any]:
     """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
     _, spec = as_given(call)
-    shapes = Shapes(call.q.shape, call.k.shape, 0, FEW_QUERIES + 1)
+    num_sequences = 0 if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    shapes = Shapes(call.q.shape, call.k.shape, num_sequences, FEW_QUERIES + 1)
     config, numbers, _ = plan_forward(ARCHITECTURES["sm100"], spec, shapes, NUM_SMS)
     return config, numbers
 

@@ -112,7 +112,7 @@ class ForwardConfig:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
-        if self.ctas_a_tile == 2:  # a producer tells of tiles and loads what both of a pair share
+        if self.ctas_a_tile == 2:  # whose producers also keep what they are told, and their own share of each block
             return Registers(softmax=192, epilogue=72, others=56)
         return Registers(softmax=200, epilogue=72, others=40)
 

@@ -1,4 +1,4 @@
-"""Attention forward on Blackwell.
+"""Attention forward on Blackwell, by single CTAs. ``forward_pair`` has the same roles in pairs of them.
 
 Roles (a CTA of 512 threads works on tiles of queries of one head, one after the other; a tile has one or two parts of
 128 queries, which is what a product has lanes for):

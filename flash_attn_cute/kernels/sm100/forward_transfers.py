@@ -119,6 +119,7 @@ class Producer:
 
     @cute.jit
     def _announce(self, num_bytes: cutlass.Constexpr, shared: Shared, barrier: cute.Pointer) -> None:
+        """So many bytes are to come."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
 
