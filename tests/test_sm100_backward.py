@@ -200,8 +200,10 @@ class Pass:
         return {} if a.mMask is None else tables_of_mask(a, self.plan)
 
     def prepare(self, a: BackwardArguments, parts: dict[str, tuple[int, ...]], places: dict[str, int]) -> None:
-        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0."""
+        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0; in gradients NaN."""
         a.mWorkspace.fill_(255)
+        for gradient in (a.mdQ, a.mdK, a.mdV):
+            gradient.fill_(torch.nan)
 
         def part(name: str, dtype: torch.dtype) -> Tensor:
             size = 4 * math.prod(parts[name])

@@ -18,7 +18,7 @@ from tests.test_sm100_masks import drawn, with_block_mask
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
 BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
-    "d128": ([300], [200], {"packed": False, "head_dim": 128, "nheads": 1}),
+    "d128": ([200], [200], {"packed": False, "head_dim": 128, "nheads": 1}),
     "d128-packed": ([130, 0, 60], [100, 40, 130], {"head_dim": 128, "nheads": 1, "window_size": (None, 30)}),
     "d64-grouped": ([140, 140], [200, 200], {"packed": False, "nheads": 4, "nheads_k": 1}),
     "d64-everything": ([130, 1, 90], [200, 129, 0], {"softcap": 5.0, "sink": True, "seqused": True, "causal": True}),
@@ -40,14 +40,23 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
+def visible(call: Call) -> float:
+    """What part of all scores its mask shows."""
+    assert call.shown is not None
+    return call.shown.float().mean().item()
+
+
 @pytest.mark.parametrize("case", BLOCK_MASKS)
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
-    """Any kind of mask, and any order of launches: turns come from tables."""
+    """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
-        check(with_order(with_block_mask(call, draw), draw), Interpreted(draw), through_lse=count % 2 == 1)
+        plain = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        call = with_block_mask(plain, draw)
+        while count == 0 and visible(call) < 0.1:
+            call = with_block_mask(plain, draw)
+        check(with_order(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
 def test_keys_and_queries_that_see_nothing() -> None:
@@ -70,8 +79,8 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
         [200, 100, 40],
         {"nheads": 2, "nheads_k": 1, "mask": (1, 1, 1), "window_size": (9, 60)},
     ),
-    "d64-shared": ([160, 160], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
-    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}),
+    "d64-shared": ([140, 140], [140, 140], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
+    "d192-dv128": ([70], [140], {"packed": False, "head_dim": 192, "head_dim_v": 128, "nheads": 1}),
     "d256-everything": ([70, 1], [140, 0], {"head_dim": 256, "softcap": 5.0, "sink": True, "seqused": True}),
     "d192-by-batch": ([60, 90], [140, 80], {"head_dim": 192, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
 }
@@ -96,16 +105,16 @@ def test_masks(case: str, fuzz_seconds: float) -> None:
         check(with_blocks_of(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
-@pytest.mark.parametrize(("head_dim", "kind"), [(64, "block_mask"), (192, "mask")])
-def test_schedules_give_the_same_bits(head_dim: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "kind"), [(100, 300, 64, "block_mask"), (20, 140, 192, "mask")]
+)
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, kind: str) -> None:
     """Of a tile's lists, and of its turns, whichever CTA takes which tile, and whoever is late."""
-    options: dict[str, Any] = {"mask": (1, 1)} if kind == "mask" else {}
-    call = random_call(
-        [140], [300], packed=False, head_dim=head_dim, nheads=2, nheads_k=1, dtype=torch.bfloat16, **options
-    )
-    call = (
-        with_blocks_of(call, random.Random(0)) if kind == "mask" else with_block_mask(call, random.Random(0), "causal")
-    )
+    options: dict[str, Any] = {"head_dim": head_dim, "nheads": 4, "nheads_k": 1, "dtype": torch.bfloat16}
+    if kind == "mask":
+        call = with_blocks_of(random_call([queries], [keys], packed=False, mask=(1, 1), **options), random.Random(0))
+    else:
+        call = with_block_mask(random_call([queries], [keys], packed=False, **options), random.Random(0), "causal")
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, other = (execute(call, Interpreted(random.Random(n), n), lse.detach().float(), dout, None) for n in (1, 3))
@@ -151,8 +160,7 @@ class KernelsAhead(Pass):
         assert torch.equal(made["entries"][is_entry], expected["entries"][is_entry])
 
 
-@pytest.mark.parametrize("head_dim", [64, 192])
-@pytest.mark.parametrize("kind", ["packed", "dense", "blocks"])
+@pytest.mark.parametrize(("kind", "head_dim"), [("packed", 64), ("dense", 192), ("blocks", 64), ("blocks", 192)])
 def test_tables(kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden blocks, whole ones, and bits; of a window, and of ends of sequences."""
     lengths = ([140, 20], [130, 200]) if kind == "packed" else ([200], [270])
