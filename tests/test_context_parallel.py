@@ -1,5 +1,6 @@
 """Attention over several ranks gives what one process gives."""
 
+import copy
 import gc
 import random
 import weakref
@@ -15,7 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness, work
@@ -453,6 +457,79 @@ def compiled_in_context() -> None:
     assert step(x).equal(expected)
 
 
+class Block(nn.Module):
+    """Attention of packed rows (rows, 16) between projections that each have a layer, as parallel styles want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, heads * 8, dtype=torch.float64) for heads in (4, 2, 2))
+        self.outputs = nn.Linear(4 * 8, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """(rows, 16)."""
+        q, k, v = (project(x).unflatten(1, (-1, 8)) for project in (self.q, self.k, self.v))
+        return x + self.outputs(attend(q, k, v).flatten(1))
+
+
+def other_meshes() -> None:
+    """FSDP over the ranks of data and context together, and tensor parallelism beside context parallelism."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32)
+    batches = torch.randn(2, int(cu[-1]), 16, dtype=torch.float64)
+    model, sharding = nn.Sequential(Block(), Block()), balanced(2)
+
+    def loss(blocks: Any, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        for block in blocks:
+            x = block(x, attend)
+        return x.square().sum() / batches.numel()
+
+    def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu, cu, max(DOCUMENTS), max(DOCUMENTS), causal=True)
+
+    expected = copy.deepcopy(model)
+    for x in batches:
+        loss(expected, x, on_one).backward()
+
+    def over(mesh: DeviceMesh) -> tuple[Callable[..., Tensor], int]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return context_parallel_attn_varlen_func(q, k, v, sharding, causal=True, group=mesh["context"])
+
+        return attend, mesh.get_local_rank("context")
+
+    def assert_as_expected(found: nn.Module) -> None:
+        for (name, x), y in zip(found.named_parameters(), expected.parameters(), strict=True):
+            assert isinstance(x.grad, DTensor), name
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=0, atol=1e-10)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    everyone = mesh["data", "context"]._flatten("everyone")
+    shards = copy.deepcopy(model)
+    for module in (*shards, shards):
+        fully_shard(module, mesh=everyone)
+    attend, rank = over(mesh)
+    x = sharding.shard(batches[mesh.get_local_rank("data")], rank)
+    (loss(shards, x, attend) * everyone.size()).backward()  # of whose gradients FSDP takes the mean
+    assert_as_expected(shards)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    parts = copy.deepcopy(model)
+    styles = {**dict.fromkeys("qkv", ColwiseParallel()), "outputs": RowwiseParallel()}
+    for block in parts:
+        parallelize_module(block, mesh["tensor"], styles)
+    attend, rank = over(mesh)
+    for x in batches:
+        loss(parts, sharding.shard(x, rank), attend).backward()
+    for y in parts.parameters():
+        assert isinstance(y.grad, DTensor)
+        dist.all_reduce(y.grad.to_local(), group=mesh.get_group("context"))
+    assert_as_expected(parts)
+
+    # Their placements do not say which rows a rank has.
+    q = DTensor.from_local(torch.zeros(sharding.num_rows(rank), 2, 8), mesh["tensor"], [Shard(1)])
+    with pytest.raises(TypeError, match=r"k: expected a plain tensor .* placements \(Shard\(dim=1\),\); .* k.to_local"):
+        attend(q.to_local(), q, q.to_local())
+
+
 def rows_come_together() -> None:
     """Gathering from groups and meshes."""
     size = dist.get_world_size()
@@ -652,7 +729,7 @@ ON_RANKS = {
         benchmark,
     ],
     3: [every_case],
-    4: [every_case, rows_come_together, nothing_to_do, neighbours],
+    4: [every_case, rows_come_together, other_meshes, nothing_to_do, neighbours],
     8: [every_case],
 }
 

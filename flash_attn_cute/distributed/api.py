@@ -420,6 +420,7 @@ def _attend(
     backend = given["backend"]
 
     def options() -> Options:
+        _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
         _refuse(mask, bias, block_mask)
         return validate.check_options(**given)
 
@@ -428,6 +429,16 @@ def _attend(
     if torch.compiler.is_compiling():
         return operators.attend(arguments, names_of(group), method, dense, options(), backend)
     return calls.attend(Call(*arguments, dimensions(group), method, dense), options, backend)
+
+
+def _check_are_plain(**tensors: Any) -> None:
+    """Whether none is a DTensor: these are dealt by placements, which cannot tell what a sharding tells."""
+    for name, x in tensors.items():
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name}: expected a plain tensor of this rank's rows and heads, got a DTensor with placements "
+                f"{x.placements}; under tensor parallelism give {name}.to_local()"
+            )
 
 
 def _refuse(mask: Any, bias: Any, block_mask: Any) -> None:

@@ -144,10 +144,17 @@ def check_method(method: str, place: Place) -> None:
         )
 
 
+def check_is_sharding(name: str, sharding: Any) -> None:
+    """Whether it is one; offsets, which the plain functions take in its place, are not."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"{name}: expected a Sharding, which Sharding.balanced makes of cu_seqlens, got {type(sharding).__name__}"
+        )
+
+
 def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
     """Whether it is one over those ranks and, for a dense batch, of one document."""
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
+    check_is_sharding(name, sharding)
     if sharding.num_ranks != place.size:
         raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
     if dense and sharding.cu_seqlens != (0, sharding.total):
