@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.sparsity import launch, model, plan
+from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
 from tests.masks import columns_spelled_out, random_mask, tables_of
 from tests.simulation import Addition, DeadlockError, Machine, simulate
@@ -74,25 +74,35 @@ def test_model_and_simulation_agree(visible: Tensor) -> None:
 
 
 def test_a_mask_is_played_as_for_a_batch() -> None:
-    """So many times that there are enough heads, and tiles."""
-    visible = scattered(8, 10, 0.5, 0)[:, :3]
-    for least, heads in ((0, 18), (180, 18), (181, 21), (4096, 411)):
-        played = model.Pass(visible, least_tiles=least).play(last_first(visible))
+    """So many times that there are enough heads."""
+    visible = scattered(8, 10, 0.5, 0)
+    for masks, heads in ((3, 18), (8, 16), (1, 16)):
+        played = model.Pass(visible[:, :masks]).play(last_first(visible[:, :masks]))
         assert played.head == sorted(played.head, key=lambda head: head // 8)
         assert len(played.n) == 10 * heads == 10 * len(set(played.head))
 
 
-def test_orders_are_played_side_by_side() -> None:
-    """Several at a time as each on its own."""
-    work = model.Pass(steps_of(MASKS["scattered"]))
-    orders = [order_(MASKS["scattered"]) for order_ in (last_first, spt)]
-    times = work.makespans(orders)
-    assert times == [work.play(order).makespan for order in orders]
-    assert times[0] != times[1]
+def test_orders_are_compared_side_by_side() -> None:
+    """Several at a time as each on its own; and nearly as a long pass has it, which is played as a whole."""
+    visible = scattered(64, 64, 0.2, 5)
+    work = model.Pass(steps_of(visible), machine=model.machine_of(64 * 64))
+    orders = [order_(visible) for order_ in (last_first, spt)]
+    times = work.cta_times(orders)
+    assert times == [spent for order in orders for spent in work.cta_times([order])]
+    (unordered,) = work.cta_times(orders[:1], ordered=False)
+    assert unordered < times[1] < 0.95 * times[0]
+
+    long = model.Pass(steps_of(visible).repeat(4, 1, 1, 1), machine=work.machine)
+
+    def makespan(order: Tensor, **options: bool) -> float:
+        return long.play(order.repeat(4, 1, 1), **options).makespan
+
+    for order, spent in zip(orders, times, strict=True):
+        assert spent / unordered == pytest.approx(makespan(order) / makespan(order, ordered=False), rel=0.04)
 
 
 def test_found_orders_wait_less() -> None:
-    """Of heads on their own, and of such as share an order, also over sections."""
+    """Of heads on their own, and of such as share an order, also where these are played side by side."""
     visible = scattered(16, 32, 0.2, 3)
     for group in (1, 4, 16):
         work = model.Pass(visible, group, model.H200._replace(ctas=30, section=3))
@@ -159,11 +169,10 @@ def test_permutations_are_faster_where_masks_are_irregular() -> None:
 
 @pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
 def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
-    machine = model.machine_of(64 * visible.shape[2])
-    machine = machine._replace(section=max(machine.section, launch._THOROUGH.least_section))
-    work = model.Pass(steps_of(visible), machine=machine, least_tiles=launch._ENOUGH_TILES)
+    work = model.Pass(steps_of(visible), machine=model.machine_of(64 * visible.shape[2]))
     found = order_of(visible, "permutation").expand_as(last_first(visible))
-    assert work.play(found).makespan <= min(work.makespans([last_first(visible), spt(visible)]))
+    times = work.cta_times([found, last_first(visible), spt(visible)])
+    assert times[0] == min(times)
 
 
 def test_auto_takes_the_default_where_that_is_good() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,23 +10,10 @@ from flash_attn_cute.sparsity.nodes import Sizes
 from flash_attn_cute.sparsity.order import shortest_first
 from flash_attn_cute.spec import BlockRows
 
-_ENOUGH_TILES = 4096  # some thirty for each CTA: of fewer the last ones say too much
 _WORTH = 0.98  # of the time of a plain order
 _GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
 
 
-class _Search(NamedTuple):
-    """How orders are looked for: with how many heads at once, and judged with how many in flight at the least.
-
-    Fewer take longer to play, and like the same orders up to a point.
-    """
-
-    heads_at_once: tuple[int, ...]
-    least_section: int
-
-
-_FEW_TILES = 2048
-_THOROUGH, _QUICK = _Search((16, 8), 4), _Search((8,), 8)  # of few tiles, and of many
 NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
 
@@ -64,16 +49,15 @@ def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q
     last_first = last_first.expand_as(spt)
     if not steps.numel():
         return last_first
-    search = _THOROUGH if spt.numel() <= _FEW_TILES else _QUICK
     machine = machine_of(seqlen_q)
-    machine = machine._replace(section=max(machine.section, search.least_section))
-    work = Pass(steps, group, machine, least_tiles=_ENOUGH_TILES)
+    work = Pass(steps, group, machine)
     if order == "auto":
-        unordered = work.play(last_first, ordered=False).makespan
-        if work.play(last_first).makespan <= _GOOD_ENOUGH * unordered:
+        unordered = work.cta_times([last_first], ordered=False)[0]
+        if work.cta_times([last_first])[0] <= _GOOD_ENOUGH * unordered:
             return last_first
-    orders = [last_first, spt, *(work.schedule(spt, heads) for heads in search.heads_at_once)]
-    times = work.makespans(orders)
+    twice = 1 << (2 * machine.section - 1).bit_length()  # as many heads as are in flight, or some more
+    orders = [last_first, spt, *(work.schedule(spt, heads) for heads in (twice, 2 * twice))]
+    times = work.cta_times(orders)
     plain = min((0, 1), key=times.__getitem__)
     best = min(range(len(orders)), key=times.__getitem__)
     return orders[best if times[best] <= _WORTH * times[plain] else plain]

@@ -16,6 +16,9 @@ wait the least. How long a tile would wait in all takes no more than the maximum
 each of them is known beforehand. Where few heads draw in turn most tiles of a head are under way at once, and whoever
 draws can only wait: orders found for more heads are better there, too.
 
+Orders are found and compared in a pass in full swing: sections are played side by side, each by CTAs that come free one
+after the other, as they would from the section before.
+
 It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch.
 """
 
@@ -33,9 +36,10 @@ from flash_attn_cute.sparsity.order import SUMS
 
 Numbers: TypeAlias = NDArray[Any]
 
-_CANDIDATES = 16  # tiles that list scheduling chooses among
+_CANDIDATES = 8  # tiles that list scheduling chooses among
 _LATER = 1e-4  # us that a tile may wait more for each place that it comes earlier: of those that do not wait the first
 _LEAST_HEADS = 16
+_TILES_TO_COMPARE = 1024  # of a mask, at the least: eight for each CTA
 
 
 class Machine(NamedTuple):
@@ -85,7 +89,7 @@ class Timeline(NamedTuple):
 class Pass:
     """The tiles of a backward pass: which blocks of queries see each, and which heads share an order."""
 
-    def __init__(self, steps: Tensor, group: int = 1, machine: Machine = H200, *, least_tiles: int = 0) -> None:
+    def __init__(self, steps: Tensor, group: int = 1, machine: Machine = H200) -> None:
         """The pass of a mask.
 
         Args:
@@ -93,68 +97,67 @@ class Pass:
                 add to a block of queries, 0 where nothing is added.
             group: heads that share an order.
             machine: what runs it.
-            least_tiles: a mask of fewer tiles is played through several times, as for a batch.
 
         Raises:
             ValueError: a machine of fewer CTAs than heads of a section.
         """
         if machine.ctas < machine.section:
             raise ValueError(f"machine: expected at least a CTA for each head of a section, got {machine}")
-        self.machine = machine
+        self.machine, self.group = machine, group
         batch, heads, self.blocks_q, self.blocks_k = steps.shape
+        self.num_masks = batch * heads
+        # A mask of few heads is played through several times, as for a batch.
+        self.mask_of_head = np.tile(np.arange(self.num_masks), max(1, -(-_LEAST_HEADS // max(self.num_masks, 1))))
         self.order_shape = (batch, heads // group, self.blocks_k)
-        sets = np.arange(batch * heads)
-        least_heads = max(_LEAST_HEADS, -(-least_tiles // max(self.blocks_k, 1)))
-        self.sets = np.tile(sets, max(1, -(-least_heads // max(len(sets), 1))))  # of each head
-        self.orders = self.sets // group
         self.tiles = _Tiles(steps.flatten(0, 1).mT.to(torch.uint8).contiguous().numpy(), machine)
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
         """With a launch order (batch, key heads, blocks_k); unordered if additions do not wait for their turns."""
-        return self._play([order], ordered)[0]
+        every, size = order.flatten(0, 1).numpy(), self.machine.section
+        device, told = _Device(self.machine), []
+        for first in range(0, len(self.mask_of_head), size):
+            section = _Section(self, self.mask_of_head[first : first + size], device, ordered)
+            for n in every[section.masks // self.group].T:
+                section.play(n, *device.draw(len(section.masks)))
+            told.append(section.told(first))
+        return Timeline(*(np.concatenate(x).tolist() for x in zip(*told, strict=True)))
 
-    def makespans(self, orders: Sequence[Tensor]) -> list[float]:
-        """What several launch orders take, in microseconds."""
-        return [timeline.makespan for timeline in self._play(orders)]
+    def cta_times(self, orders: Sequence[Tensor], *, ordered: bool = True) -> list[float]:
+        """What tiles take of CTAs in a pass in full swing, under each of several launch orders: microseconds in all.
+
+        Of a large mask only some heads are played. How a pass ends is left out.
+        """
+        every = np.stack([order.flatten(0, 1).numpy() for order in orders])
+        size = self.machine.section
+        sections = min(-(-self.num_masks // size), -(-_TILES_TO_COMPARE // max(size * self.blocks_k, 1)))
+        masks = np.resize(np.arange(self.num_masks), sections * size)
+        device = _Device(self.machine, len(orders) * sections, self.tiles.mean_time)
+        section = _Section(self, np.tile(masks, len(orders)), device, ordered)
+        for n in every[:, masks // self.group].transpose(2, 0, 1).reshape(self.blocks_k, -1):
+            section.play(n, *device.draw(size))
+        spent = np.stack([self.machine.tile + end - start for _, _, start, end, _ in section.played]).sum(0)
+        times: list[float] = spent.reshape(len(orders), -1).sum(1).tolist()
+        return times
 
     def schedule(self, order: Tensor, heads_at_once: int) -> Tensor:
-        """A launch order found by list scheduling in a given one, so many heads drawing in turn."""
-        given = order.flatten(0, 1).numpy()
-        found = np.full(given.shape, -1)
-        device = _Device(self.machine, lanes=1)
-        for heads in self._sections(heads_at_once):
-            section = _Section(self, heads, device)
-            choice = _Choice(section, given, found, self.orders[heads])
-            for rank in range(self.blocks_k):
-                ctas, start = device.draw(len(heads))
-                section.play(choice.next(rank, start), ctas, start)
-            choice.keep(found)
-            if (found[:, 0] >= 0).all():  # other heads have the same masks
-                break
-        return torch.from_numpy(found).int().view(self.order_shape)
-
-    def _play(self, orders: Sequence[Tensor], ordered: bool = True) -> list[Timeline]:
-        """Lanes that differ by their orders, and know nothing of each other."""
-        every = np.stack([order.flatten(0, 1).numpy() for order in orders])
-        device, told = _Device(self.machine, lanes=len(orders)), []
-        for heads in self._sections(self.machine.section):
-            section = _Section(self, heads, device, ordered)
-            for n in every[:, self.orders[heads]].transpose(2, 0, 1).reshape(self.blocks_k, -1):
-                section.play(n, *device.draw(len(heads)))
-            told.append(section.told())
-        return _timelines(told)
-
-    def _sections(self, size: int) -> list[Numbers]:
-        """The heads of each."""
-        return np.split(np.arange(len(self.sets)), range(size, len(self.sets), size))
+        """A launch order found by list scheduling in a given one, in a pass in full swing, so many heads at once."""
+        heads_at_once = min(heads_at_once, self.machine.ctas)
+        sections = -(-self.num_masks // heads_at_once)
+        device = _Device(self.machine, sections, self.tiles.mean_time)
+        section = _Section(self, np.resize(np.arange(self.num_masks), sections * heads_at_once), device)
+        choice = _Choice(section, order.flatten(0, 1).numpy(), section.masks // self.group)
+        for rank in range(self.blocks_k):
+            ctas, start = device.draw(heads_at_once)
+            section.play(choice.next(rank, start), ctas, start)
+        return torch.from_numpy(np.stack(choice.chosen, 1)).int().view(self.order_shape)
 
 
 class _Tiles:
-    """What the tiles of all masks meet: (sets * blocks_k, most blocks met + 1) each.
+    """What the tiles of all masks meet: (masks * blocks_k, most blocks met + 1) each.
 
     ``met`` has blocks of queries, ascending, and ``taken`` the time that steps up to each of them take. Before the
     first one and behind the last one stands a block that nobody hands over, with nothing taken, and all. ``draws``
-    (sets * blocks_k,) is the place of the block after which the CTA draws.
+    (masks * blocks_k,) is the place of the block after which the CTA draws.
     """
 
     def __init__(self, steps: Numbers, machine: Machine) -> None:
@@ -171,50 +174,47 @@ class _Tiles:
         self.met[tile, place] = m
         self.taken = (machine.step * steps_at).astype(np.float32)
         self.draws = np.maximum((steps_at <= steps_at[:, -1:] - machine.steps_ahead).sum(1) - 1, 0)
-
-    def costs(self, tiles: Numbers) -> Numbers:
-        """(tiles, blocks_q + 1): the time that some take up to each block, infinite where they do not meet it."""
-        costs = np.full((len(tiles), self.blocks_q + 1), np.inf, dtype=np.float32)
-        np.put_along_axis(costs, self.met[tiles], self.taken[tiles], 1)
-        costs[:, -1] = np.inf
-        return costs
+        self.mean_time = machine.tile + float(self.taken[:, -1].mean()) if len(tile) else machine.tile
 
 
 class _Device:
-    """The CTAs of each lane: when they can draw, and when they are free to begin."""
+    """The CTAs of each lane: when they can draw, and when they are free to begin; at first within a time given."""
 
-    def __init__(self, machine: Machine, lanes: int) -> None:
-        self.tile, self.lanes = machine.tile, lanes
-        self.draws, self.free = np.zeros((2, lanes, machine.ctas))
+    def __init__(self, machine: Machine, lanes: int = 1, within: float = 0.0) -> None:
+        self.tile = machine.tile
+        self.draws = np.tile(np.arange(machine.ctas) * (within / machine.ctas), (lanes, 1))
+        self.free = self.draws.copy()
         self.first = np.arange(lanes)[:, None] * machine.ctas
 
     def draw(self, heads: int) -> tuple[Numbers, Numbers]:
         """Those that draw next, one for each head, and when they begin their tiles: (lanes * heads,) each."""
-        ctas = (self.draws.argsort(1, kind="stable")[:, :heads] + self.first).ravel()
+        first = self.draws.argmin(1, keepdims=True) if heads == 1 else self.draws.argsort(1, kind="stable")[:, :heads]
+        ctas = (first + self.first).ravel()
         return ctas, self.free.take(ctas) + self.tile
 
     def finish(self, ctas: Numbers, draws: Numbers, ends: Numbers) -> None:
         """When these can draw again, and are free. Of those that can draw together the one draws that is free first."""
-        self.draws.put(ctas, draws + 1e-3 * ends)
-        self.free.put(ctas, ends)
+        self.draws.reshape(-1)[ctas] = draws + 1e-3 * ends
+        self.free.reshape(-1)[ctas] = ends
 
 
 class _Section:
     """Heads that draw their tickets in turn, rank by rank, and what their tiles have handed over."""
 
-    def __init__(self, work: Pass, heads: Numbers, device: _Device, ordered: bool = True) -> None:
-        self.heads, self.device, self.ordered = heads, device, ordered
+    def __init__(self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True) -> None:
+        """With the mask of each head, of each lane."""
+        self.masks, self.device, self.ordered = masks, device, ordered
         self.tiles, self.after = work.tiles, np.float32(work.machine.hand_over)
-        self.lanes_heads = np.arange(device.lanes * len(heads))
-        self.first_tile = np.tile(work.sets[heads] * work.blocks_k, device.lanes)
-        self.handed_over = np.full((len(self.lanes_heads), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
+        self.heads = np.arange(len(masks))
+        self.first_tile = masks * work.blocks_k
+        self.handed_over = np.full((len(masks), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
         # Of a block with several sums that of the next turn; behind it those of the turns after it, the last one first.
         self.later = [self.handed_over.copy() for _ in range(work.machine.sums - 1)]
-        self.first_block = self.lanes_heads[:, None] * (self.tiles.blocks_q + 1)
+        self.first_block = self.heads[:, None] * (self.tiles.blocks_q + 1)
         self.played: list[tuple[Numbers, ...]] = []
 
     def play(self, n: Numbers, ctas: Numbers, start: Numbers) -> None:
-        """Has each lane's heads work on a tile of keys each: (lanes * heads,) each."""
+        """Has the heads work on a tile of keys each: (lanes * heads,) each."""
         tile = self.first_tile + n
         taken = self.tiles.taken.take(tile, 0)
         if self.ordered:
@@ -228,58 +228,45 @@ class _Section:
             ready = done + self.after
             for sums in self.later:
                 of_turn_before = sums.take(met)
-                sums.put(met, ready)
+                sums.reshape(-1)[met] = ready
                 ready = of_turn_before
-            self.handed_over.put(met, ready)
+            self.handed_over.reshape(-1)[met] = ready
             for sums in (self.handed_over, *self.later):
                 sums[:, -1] = -np.inf
         else:
             done = taken + start[:, None]
         end = done[:, -1]
-        self.device.finish(ctas, done[self.lanes_heads, self.tiles.draws.take(tile)], end)
+        self.device.finish(ctas, done[self.heads, self.tiles.draws.take(tile)], end)
         self.played.append((n, ctas, start, end, end - start - taken[:, -1]))
 
-    def told(self) -> tuple[Numbers, Numbers]:
-        """Heads, tiles and CTAs; starts, ends and waits: (3, lanes, tickets) each."""
-        lanes = self.device.lanes
-        n, ctas, start, end, waited = (
-            np.stack(x).reshape(len(self.played), lanes, -1).swapaxes(0, 1) for x in zip(*self.played, strict=True)
-        )
-        places = np.broadcast_to(self.heads, n.shape), n, ctas - self.device.first[..., None]
-        times = start - self.device.tile, end, waited
-        return np.stack(places).reshape(3, lanes, -1), np.stack(times).reshape(3, lanes, -1)
+    def told(self, first_head: int) -> tuple[Numbers, ...]:
+        """What a timeline has of it, whose heads are numbered from that one on: (tickets,) each."""
+        n, ctas, start, end, waited = (np.stack(x).ravel() for x in zip(*self.played, strict=True))
+        return np.tile(first_head + self.heads, len(self.played)), n, ctas, start - self.device.tile, end, waited
 
 
 class _Choice:
-    """The next tile of each order of a section, where it is not known from a section before."""
+    """The next tile of each order: of those at hand the one that its heads would wait the least for."""
 
-    def __init__(self, section: _Section, given: Numbers, found: Numbers, orders: Numbers) -> None:
-        self.section = section
-        self.orders, self.of = np.unique(orders, return_inverse=True)
-        known = found[self.orders, 0] >= 0
-        self.queue = np.where(known[:, None], found[self.orders], given[self.orders])
-        self.all_known = known.all()
-        if self.all_known:
-            return
-        self.each, self.heads = np.arange(len(self.orders)), np.arange(len(orders))
-        # (orders, heads): by whom an order is judged, which is nobody if it is known.
-        self.judges = np.float32((self.of == self.each[:, None]) & ~known[:, None])
-        self.at_hand = self.queue[:, :_CANDIDATES].copy()
-        self.later = np.tile(_LATER * np.arange(self.at_hand.shape[1]), (len(self.orders), 1))
-        blocks_k = self.queue.shape[1]
-        self.costs = section.tiles.costs((section.first_tile[:, None] + np.arange(blocks_k)).ravel())
-        self.first_cost = self.heads * blocks_k
-        self.costs_at_hand = self.costs[self.first_cost[:, None] + self.at_hand[self.of]]
-        self.waits = np.empty_like(self.costs_at_hand)
+    def __init__(self, section: _Section, queue: Numbers, orders: Numbers) -> None:
+        """With the tiles of each order in the sequence given, and which order each head has."""
+        self.section, self.queue, self.of = section, queue, orders
+        self.each = np.arange(len(queue))
+        self.judges = np.float32(orders == self.each[:, None])  # (orders, heads)
+        self.at_hand = queue[:, :_CANDIDATES].copy()
+        self.later = np.tile(_LATER * np.arange(self.at_hand.shape[1]), (len(queue), 1))
+        # (blocks met, heads, tiles at hand): where blocks are handed over, and what is taken up to them.
+        shape = (-1, len(orders), self.at_hand.shape[1])
+        met, taken = self._costs((section.first_tile[:, None] + self.at_hand[orders]).ravel(), self.at_hand.shape[1])
+        self.met, self.taken = met.reshape(shape), taken.reshape(shape)
         self.chosen: list[Numbers] = []
 
     def next(self, rank: int, start: Numbers) -> Numbers:
         """A tile for each head, (heads,)."""
-        if self.all_known:
-            return self.queue[self.of, rank]
-        np.subtract(self.section.handed_over[:, None], self.costs_at_hand, out=self.waits)
-        waits = np.maximum(np.maximum.reduce(self.waits, 2) - start[:, None], 0)
-        best = (self.judges @ waits + self.later).argmin(1)
+        waits = self.section.handed_over.take(self.met)
+        waits -= self.taken
+        longest = np.maximum(np.maximum.reduce(waits, 0) - start[:, None], 0)
+        best = (self.judges @ longest + self.later).argmin(1)
         chosen = self.at_hand[self.each, best]
         self.chosen.append(chosen)
         upcoming = rank + self.at_hand.shape[1]
@@ -287,19 +274,13 @@ class _Choice:
             tiles = self.queue[:, upcoming]
             self.at_hand[self.each, best] = tiles
             self.later[self.each, best] = _LATER * upcoming
-            costs = self.costs.take(self.first_cost + tiles[self.of], 0)
-            self.costs_at_hand[self.heads, best[self.of]] = costs
+            place = slice(None), self.section.heads, best[self.of]
+            self.met[place], self.taken[place] = self._costs(self.section.first_tile + tiles[self.of], 1)
         else:
             self.later[self.each, best] = np.inf
         return chosen[self.of]
 
-    def keep(self, found: Numbers) -> None:
-        """Writes down what has been chosen."""
-        if not self.all_known:
-            found[self.orders] = np.stack(self.chosen, 1)
-
-
-def _timelines(told: list[tuple[Numbers, Numbers]]) -> list[Timeline]:
-    """Of each lane, from those of sections."""
-    places, times = (np.concatenate(x, 2).swapaxes(0, 1).tolist() for x in zip(*told, strict=True))
-    return [Timeline(*of_place, *of_time) for of_place, of_time in zip(places, times, strict=True)]
+    def _costs(self, tiles: Numbers, of_each: int) -> tuple[Numbers, Numbers]:
+        """(blocks met, tiles): of so many tiles of each head."""
+        met = self.section.tiles.met.take(tiles, 0) + self.section.first_block.repeat(of_each, 0)
+        return met.T, self.section.tiles.taken.take(tiles, 0).T

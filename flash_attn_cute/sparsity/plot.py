@@ -59,8 +59,8 @@ def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> N
     for (left, right), mask, name in zip(axes, masks, names, strict=True):
         tables = mask.tables(mask.device or torch.device("cpu"), backward=True)
         work, order = _pass_of(mask, tables)
-        head = len(work.sets) // 2
-        visible = _blocks_of(mask, tables, *divmod(int(work.sets[head]), mask.heads))[0] > 0
+        head = len(work.mask_of_head) // 2
+        visible = _blocks_of(mask, tables, *divmod(int(work.mask_of_head[head]), mask.heads))[0] > 0
         lanes.append(_Lane(left, right, visible, head, work.play(order), name))
     latest = max(lane.told.makespan for lane in lanes)
     for lane in lanes:

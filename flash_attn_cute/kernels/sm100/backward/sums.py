@@ -3,9 +3,8 @@
 A block of 128 rows has its columns by fours: (four, row, column of the four). So a warp whose threads have a row each
 reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. Of dQ that a
 pair of CTAs adds up, each has half of a block's rows. Its part lies as it does in tensor memory: lanes for rows, the
-columns' second half in the lanes behind those of the first. A block of 64
-queries, of which threads have a column each, is transposed, in parts of 64 columns: (part, four, column, query of the
-four).
+columns' second half in the lanes behind those of the first. A block of 64 queries, of which threads have a column each,
+is transposed, in parts of 64 columns: (part, four, column, query of the four).
 """
 
 import cutlass
