@@ -25,10 +25,11 @@ _has_warned = False
 
 
 class Selection(NamedTuple):
-    """A backend's name, and why each one preferred to it was passed over."""
+    """A backend's name, why each one preferred to it was passed over, and which serve the call only if asked for."""
 
     name: str
     passed_over: dict[str, tuple[str, ...]]
+    on_request: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} ({_refusals(self.passed_over) or 'the first choice'})"
@@ -61,15 +62,20 @@ def warn_of_fallback(selection: Selection, device: torch.device) -> None:
     global _has_warned
     if not selection.passed_over or torch.compiler.is_compiling() or _has_warned:
         return
-    for name, reasons in selection.passed_over.items():
-        if BACKENDS[name].is_made_for(device) and not BACKENDS[selection.name].is_made_for(device):
-            _has_warned = True
-            warnings.warn(
-                f"flash_attn_cute: a call on {device} goes to the backend {selection.name!r}, which is slower than "
-                f"{name!r}, which cannot serve it: {'; '.join(reasons)}. backend={selection.name!r} says that this is "
-                "meant. Calls after this one are not told of; flash_attn_cute.explain tells of any",
-                stacklevel=2,
-            )
+    faster = {
+        name: f"cannot serve it: {'; '.join(reasons)}"
+        for name, reasons in selection.passed_over.items()
+        if BACKENDS[name].is_made_for(device) and not BACKENDS[selection.name].is_made_for(device)
+    }
+    faster |= {name: f"serves calls with backend={name!r} alone" for name in selection.on_request}
+    for name, why in faster.items():
+        _has_warned = True
+        warnings.warn(
+            f"flash_attn_cute: a call on {device} goes to the backend {selection.name!r}, which is slower than "
+            f"{name!r}, which {why}. backend={selection.name!r} says that this is "
+            "meant. Calls after this one are not told of; flash_attn_cute.explain tells of any",
+            stacklevel=2,
+        )
 
 
 def select(
@@ -94,10 +100,12 @@ def select(
             )
         return Selection(requested, {})
     passed_over: dict[str, tuple[str, ...]] = {}
-    for name, backend in backends.items():
+    names = list(backends)
+    for i, (name, backend) in enumerate(backends.items()):
         lacking = missing(backend, spec, inputs)
         if not lacking:
-            return Selection(name, passed_over)
+            behind = (x for x in names[i + 1 :] if isinstance(backends[x], CuteBackend))
+            return Selection(name, passed_over, tuple(x for x in behind if not missing(backends[x], spec, inputs)))
         passed_over[name] = lacking
     raise ValueError(
         f"backend: expected at least one that can serve this call, but none can ({_refusals(passed_over)})"

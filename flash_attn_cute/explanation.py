@@ -24,6 +24,7 @@ class Explanation:
     Attributes:
         backend: the name of the backend that serves the call.
         passed_over: the name of every backend that would be preferred to it, and why each cannot serve the call.
+        on_request: the names of backends made for the device that serve the call only if ``backend`` names them.
         spec: what the call asks for, as backends see it.
         device: that of the tensors, or the GPU that was to be supposed.
         num_sms: SMs of the GPU; None for a backend without kernels of its own.
@@ -35,6 +36,7 @@ class Explanation:
 
     backend: str
     passed_over: Mapping[str, tuple[str, ...]]
+    on_request: tuple[str, ...]
     spec: AttentionSpec
     device: str
     num_sms: int | None
@@ -44,6 +46,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"backend {self.backend} on {self.device}"]
         lines += [f"  {name} cannot: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
+        lines += [f"  {name} serves it only with backend={name!r}" for name in self.on_request]
         spec = self.spec
         heads = f"{spec.nheads} heads" if spec.nheads == spec.nheads_k else f"{spec.nheads} heads on {spec.nheads_k}"
         width = (
@@ -162,7 +165,8 @@ def explain(
             blocks = None if block_mask is None else (block_mask.sizes[:2], block_mask.order_sets)
             passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
-    return Explanation(selection.name, MappingProxyType(selection.passed_over), spec, where, num_sms, *passes)
+    passed_over = MappingProxyType(selection.passed_over)
+    return Explanation(selection.name, passed_over, selection.on_request, spec, where, num_sms, *passes)
 
 
 def _told(name: str, planned: PassPlan | None) -> str:

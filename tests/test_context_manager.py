@@ -215,7 +215,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "no_restore_buffers: expected some of buffers",
         ),
         ({"sharding": Sharding.balanced([0, 4], 2)}, ValueError, "sharding: expected one over the 1 ranks"),
-        ({"sharding": [0, 4]}, TypeError, "sharding: expected a Sharding, got list"),
+        ({"sharding": [0, 4]}, TypeError, "sharding: expected a Sharding, .* got list$"),
         (
             {"buffers": [torch.ones(4)], "buffer_seq_dims": [0], "method": "alltoall"},
             ValueError,

@@ -1,6 +1,8 @@
 """Attention over several ranks gives what one process gives."""
 
+import copy
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness, work
@@ -278,6 +283,110 @@ def balanced(num_ranks: int) -> Sharding:
     return Sharding.balanced([0, *accumulate(DOCUMENTS)], num_ranks, causal=True)
 
 
+def block_masks() -> None:
+    """Over all rows, packed and dense, with what else a call may have; without a message if a rank cannot serve it."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    draw, total = random.Random(0), sum(DOCUMENTS)
+    rows = torch.arange(total) // 3 % 2 == 0
+    mask = BlockMask.from_dense((rows[:, None] | rows)[None, None]) & BlockMask.window(total, total, left=50)
+    used = [draw.randint(0, length) for length in DOCUMENTS]
+    ways: list[dict[str, Any]] = [{"method": "auto"}, {"method": "all_to_all"}]
+    ways += [{"group": init_device_mesh("cpu", (1, num_ranks))}, {"group": init_device_mesh("cpu", (num_ranks,))}]
+    for case in (
+        Case(DOCUMENTS, DOCUMENTS, {"block_mask": mask, "causal": True}, sink=True, through_lse=True),
+        Case(
+            DOCUMENTS, DOCUMENTS, {"block_mask": mask, "deterministic": True}, used, used, d_v=16, nheads=8, nheads_k=8
+        ),
+    ):
+        leaves = Leaves.of(case)
+        expected = alone(case, leaves)
+        assert not torch.equal(expected["out"], alone(replace(case, options={}), leaves)["out"])
+        for layout, sharding, sharding_k in shardings(case, draw, num_ranks):
+            for way in ways:
+                got = together(case, leaves, sharding, sharding_k, **way)
+                assert_same(got, expected_here(case, expected, sharding, sharding_k, rank), (case, layout, way))
+    assert recalled(leaves, sharding, mask)
+
+    # A batch with a mask for each entry, and keys of other rows.
+    visible = torch.rand(2, 1, 40, 60) < 0.5
+    batched, shared = BlockMask.from_dense(visible), [torch.randn(2, n, 4, 8).double() for n in (40, 60, 60)]
+    whole = [x.clone().requires_grad_() for x in shared]
+    out, lse = flash_attn_func(
+        *whole, seqused_k=torch.tensor([60, 31], dtype=torch.int32), mask=visible, return_lse=True
+    )
+    given: Any = (Sharding.contiguous([0, 40], num_ranks), Sharding.contiguous([0, 60], num_ranks))
+    own = [given[i > 0].shard(x, rank, 1).requires_grad_() for i, x in enumerate(shared)]
+    attend: Callable[..., Any] = context_parallel_attn_func
+    out_here, lse_here = attend(*own, *given, seqused_k=[60, 31], block_mask=batched, return_lse=True)
+    for x, x_here, of, dim in ((out, out_here, given[0], 1), (lse, lse_here, given[0], 2)):
+        torch.testing.assert_close(of.shard(x, rank, dim), x_here, rtol=0, atol=1e-10)
+    grads, grads_here = (torch.autograd.grad(x.sin().sum(), y) for x, y in ((out, whole), (out_here, own)))
+    for i, (x, x_here) in enumerate(zip(grads, grads_here, strict=True)):
+        torch.testing.assert_close(given[i > 0].shard(x, rank, 1), x_here, rtol=0, atol=1e-10)
+
+    q, k, v = (sharding.shard(x.detach(), rank) for x in (leaves.q, leaves.k, leaves.v))
+    later = Sharding.contiguous([5, total], num_ranks)
+    heads = BlockMask.from_dense(torch.ones(1, 8, total, total, dtype=torch.bool))
+    refused: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        (
+            (q, k, v, sharding),
+            {"method": "ring"},
+            ValueError,
+            "method: expected 'auto' or 'all_to_all' with a block_mask",
+        ),
+        (
+            (q, k, v, sharding),
+            {"block_mask": heads},
+            ValueError,
+            "block_mask: expected one for all heads, .* of 8 heads",
+        ),
+        ((q, k, v, sharding), {"block_mask": rows}, TypeError, "block_mask: expected a flash_attn_cute.BlockMask"),
+        ((q, k, v, sharding), {"block_mask": BlockMask.causal(9, 9)}, ValueError, "block_mask: expected one over"),
+        (
+            (q[:, :3], k[:, :1], v[:, :1], sharding),
+            {},
+            ValueError,
+            "block_mask: expected None where ranks cannot trade",
+        ),
+        ((q, k, v, sharding), {"seqused_q": [99] * 5}, ValueError, "seqused_q: expected 0 to 70 rows of document 0"),
+        (
+            (*(torch.zeros(later.num_rows(rank), 8, 8) for _ in range(3)), later),
+            {},
+            ValueError,
+            "block_mask: expected None where rows before the first document",
+        ),
+    ]
+    if num_ranks == 1:
+        refused = [x for x in refused if "cannot trade" not in x[-1]]
+    if num_ranks == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        refused.append(
+            ((q, k, v, sharding), {"group": mesh}, ValueError, "group: expected one dimension .* 2 x 2 ranks")
+        )
+    for arguments, options, error, message in refused:
+        with pytest.raises(error, match=message):
+            context_parallel_attn_varlen_func(*arguments, **{"block_mask": mask, **options})
+
+
+def recalled(leaves: Leaves, sharding: Sharding, mask: BlockMask) -> bool:
+    """Whether gradients under a block mask stay as they are by checkpointing, and by compiling what is around it."""
+    q, k, v = (
+        sharding.shard(x.detach(), dist.get_rank()).nan_to_num().requires_grad_()
+        for x in (leaves.q, leaves.k, leaves.v)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attn_varlen_func(q.sin(), k, v, sharding, block_mask=mask).cos()
+
+    outs = (
+        attend(q, k, v),
+        checkpoint(attend, q, k, v, use_reentrant=False),
+        torch.compile(attend, backend="aot_eager")(q, k, v),
+    )
+    expected, *found = (torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in outs)
+    return all(map(torch.equal, [*expected] * len(found), itertools.chain.from_iterable(found)))
+
+
 def low_precision() -> None:
     """Errors are those of low precision, and the same bits come out every time."""
     case = Case(DOCUMENTS, DOCUMENTS, {"causal": True, "deterministic": True}, sink=True, through_lse=True)
@@ -453,6 +562,79 @@ def compiled_in_context() -> None:
     assert step(x).equal(expected)
 
 
+class Block(nn.Module):
+    """Attention of packed rows (rows, 16) between projections that each have a layer, as parallel styles want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, heads * 8, dtype=torch.float64) for heads in (4, 2, 2))
+        self.outputs = nn.Linear(4 * 8, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """(rows, 16)."""
+        q, k, v = (project(x).unflatten(1, (-1, 8)) for project in (self.q, self.k, self.v))
+        return x + self.outputs(attend(q, k, v).flatten(1))
+
+
+def other_meshes() -> None:
+    """FSDP over the ranks of data and context together, and tensor parallelism beside context parallelism."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32)
+    batches = torch.randn(2, int(cu[-1]), 16, dtype=torch.float64)
+    model, sharding = nn.Sequential(Block(), Block()), balanced(2)
+
+    def loss(blocks: Any, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        for block in blocks:
+            x = block(x, attend)
+        return x.square().sum() / batches.numel()
+
+    def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu, cu, max(DOCUMENTS), max(DOCUMENTS), causal=True)
+
+    expected = copy.deepcopy(model)
+    for x in batches:
+        loss(expected, x, on_one).backward()
+
+    def over(mesh: DeviceMesh) -> tuple[Callable[..., Tensor], int]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return context_parallel_attn_varlen_func(q, k, v, sharding, causal=True, group=mesh["context"])
+
+        return attend, mesh.get_local_rank("context")
+
+    def assert_as_expected(found: nn.Module) -> None:
+        for (name, x), y in zip(found.named_parameters(), expected.parameters(), strict=True):
+            assert isinstance(x.grad, DTensor), name
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=0, atol=1e-10)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    everyone = mesh["data", "context"]._flatten("everyone")
+    shards = copy.deepcopy(model)
+    for module in (*shards, shards):
+        fully_shard(module, mesh=everyone)
+    attend, rank = over(mesh)
+    x = sharding.shard(batches[mesh.get_local_rank("data")], rank)
+    (loss(shards, x, attend) * everyone.size()).backward()  # of whose gradients FSDP takes the mean
+    assert_as_expected(shards)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    parts = copy.deepcopy(model)
+    styles = {**dict.fromkeys("qkv", ColwiseParallel()), "outputs": RowwiseParallel()}
+    for block in parts:
+        parallelize_module(block, mesh["tensor"], styles)
+    attend, rank = over(mesh)
+    for x in batches:
+        loss(parts, sharding.shard(x, rank), attend).backward()
+    for y in parts.parameters():
+        assert isinstance(y.grad, DTensor)
+        dist.all_reduce(y.grad.to_local(), group=mesh.get_group("context"))
+    assert_as_expected(parts)
+
+    # Their placements do not say which rows a rank has.
+    q = DTensor.from_local(torch.zeros(sharding.num_rows(rank), 2, 8), mesh["tensor"], [Shard(1)])
+    with pytest.raises(TypeError, match=r"k: expected a plain tensor .* placements \(Shard\(dim=1\),\); .* k.to_local"):
+        attend(q.to_local(), q, q.to_local())
+
+
 def rows_come_together() -> None:
     """Gathering from groups and meshes."""
     size = dist.get_world_size()
@@ -549,10 +731,7 @@ def disagreements() -> None:
         ({"sharding": balanced(2)}, "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2"),
         ({"mask": torch.ones(1, dtype=torch.bool)}, "rank 1 of the group: mask: expected None"),
         ({"bias": torch.ones(1)}, "rank 1 of the group: bias: expected None"),
-        (
-            {"block_mask": BlockMask.causal(128, 128)},
-            "rank 1 of the group: block_mask: expected None, .* got BlockMask$",
-        ),
+        ({"block_mask": BlockMask.causal(128, 128)}, "rank 1 of the group: method: expected 'auto' or 'all_to_all'"),
         ({"softcap": -1.0}, "rank 1 of the group: softcap: expected 0"),
         ({"method": "ulysses"}, "rank 1 of the group: method: expected one of"),
         (
@@ -574,6 +753,12 @@ def disagreements() -> None:
     method = "all_to_all" if rank == 1 else "ring"
     with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
         context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
+    # Of which one call has a mask: the number of ranks divides these heads.
+    given = {"block_mask": BlockMask.causal(15, 15)} if rank == 1 else {}
+    with pytest.raises(
+        ValueError, match=r"block_mask: expected the same .* None on ranks 0, 2; \(.*15, 15\) on rank 1$"
+    ):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), **given)
     rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
     with (
         context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
@@ -640,9 +825,10 @@ def backward_without_a_group() -> None:
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
-    1: [every_case, operators_are_sound],
+    1: [every_case, block_masks, operators_are_sound],
     2: [
         every_case,
+        block_masks,
         low_precision,
         surroundings,
         compiled,
@@ -652,7 +838,7 @@ ON_RANKS = {
         benchmark,
     ],
     3: [every_case],
-    4: [every_case, rows_come_together, nothing_to_do, neighbours],
+    4: [every_case, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
     8: [every_case],
 }
 

@@ -77,6 +77,16 @@ def test_what_a_hopper_gpu_would_do() -> None:
     assert f"heads_in_cache = {told.backward.numbers.heads_in_cache}" in text
 
 
+def test_kernels_that_have_to_be_asked_for_are_told() -> None:
+    q = low(1, 5, 2, 64).zero_()
+    told = explain(q, q, q, gpu="sm100")
+    assert (told.backend, told.on_request) == ("portable", ("sm100",))
+    assert "sm100 serves it only with backend='sm100'" in str(told)
+    assert explain(q, q, q, gpu="sm100", backend="sm100").on_request == ()
+    assert explain(q.float(), q.float(), q.float(), gpu="sm100").on_request == ()
+    assert explain(q, q, q, gpu="sm90").on_request == ()
+
+
 def test_clusters_and_determinism_are_told() -> None:
     q = low(2, 100, 4, 256)
     for deterministic in (False, True):
@@ -256,6 +266,20 @@ def test_head_dimensions_are_told_of(warned: list[str]) -> None:
     odd = low(1, 5, 2, 20).zero_()
     flash_attn_func(odd, odd, odd)
     assert "d = 20 (multiples of 8 up to 256); d_v = 20" in warned[0]
+
+
+def test_a_gpu_whose_kernels_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+    asked_for = CuteBackend(ARCHITECTURES["sm100"], is_supposed=True)
+    backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend(), "sm100": asked_for}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, wide = low(1, 5, 2, 64).zero_(), torch.randn(1, 5, 2, 64)
+    flash_attn_func(wide, wide, wide)
+    flash_attn_func(q, q, q, backend="portable")
+    assert not warned
+    for _ in range(2):
+        flash_attn_func(q, q, q)
+    assert len(warned) == 1
+    assert "slower than 'sm100', which serves calls with backend='sm100' alone. backend='portable' says" in warned[0]
 
 
 def test_no_warning_where_it_is_meant(warned: list[str]) -> None:

@@ -160,7 +160,7 @@ def test_the_cost_of_determinism() -> None:
     )
     assert wide == {"1.02"}
     assert narrow <= {"0.99", "1.00"}
-    assert "Above d = 128 it takes 1.02 times as long." in page
+    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page
     assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in " ".join(PAGE.split())
 
 

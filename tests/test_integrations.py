@@ -446,6 +446,16 @@ REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = 
     (lambda a: fa3.flash_attn_func(a.q, a.k, a.v, 0.1, True, a.q), ValueError, "qv: expected None, a second query"),
     (lambda a: fa3.flash_attn_varlen_func(a.q, a.k, a.v, a.cu, a.cu, 6, 6), ValueError, "q: expected shape (total_q, "),
     (
+        lambda a: fa3.flash_attn_func(a.q, a.k, a.v, 0.0, causal=True),
+        ValueError,
+        "softmax_scale: expected None or a number other than 0, got 0.0 (flash-attn 2 has dropout_p in this place: ",
+    ),
+    (
+        lambda a: fa3.flash_attn_varlen_func(*a.packed.unbind(1), a.cu, a.cu, 6, 6, 0.0, causal=True),
+        TypeError,
+        "seqused_q: expected a torch.Tensor or None, got 0.0 (flash-attn 2 has dropout_p in this place: ",
+    ),
+    (
         lambda a: fa3.flash_attn_qkvpacked_func(a.q, num_heads_q=3),
         ValueError,
         "qkv: expected shape (batch, seqlen, 3, nheads, d), or (batch, seqlen, num_heads_q + 2 * nheads_k, d), got "

@@ -10,6 +10,7 @@ from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
@@ -35,7 +36,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -63,7 +64,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -91,7 +92,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -118,7 +119,7 @@ def context_parallel_attn_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
-    block_mask: None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -146,7 +147,7 @@ def context_parallel_attn_func(
         learnable_sink: (nheads,).
         mask: None.
         bias: None.
-        block_mask: None.
+        block_mask: over all rows of an entry, see ``context_parallel_attn_varlen_func``; its batch is 1 or that of q.
         deterministic: the same inputs on as many ranks give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -196,7 +197,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     zero_padding: bool = ...,
@@ -224,7 +225,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
     zero_padding: bool = ...,
@@ -252,7 +253,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = ...,
     mask: None = ...,
     bias: None = ...,
-    block_mask: None = ...,
+    block_mask: BlockMask | None = ...,
     deterministic: bool = ...,
     return_lse: bool = ...,
     zero_padding: bool = ...,
@@ -279,7 +280,7 @@ def context_parallel_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     mask: None = None,
     bias: None = None,
-    block_mask: None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     zero_padding: bool = True,
@@ -327,7 +328,9 @@ def context_parallel_attn_varlen_func(
             like those of all parameters they have to be summed over the ranks.
         mask: None; mask tensors are not supported.
         bias: None; bias tensors are not supported.
-        block_mask: None; block masks are not supported.
+        block_mask: the same on every rank, over all rows of queries and keys in their order, for all heads; its batch
+            is 1. Ranks then trade rows for heads (method "auto" or "all_to_all", a group of one dimension), and each
+            computes all rows of some heads. ``torch.compile`` breaks its graph there.
         deterministic: the same inputs on as many ranks of the same kind of GPU give the same bits.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: padding rows are zero either way.
@@ -420,24 +423,36 @@ def _attend(
     backend = given["backend"]
 
     def options() -> Options:
-        _refuse(mask, bias, block_mask)
+        _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
+        _refuse(mask, bias)
         return validate.check_options(**given)
 
     q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
     arguments = (q, k, v, sink, *shardings, *lengths)
+    if block_mask is not None:
+        return _attend_eagerly(Call(*arguments, dimensions(group), method, dense, block_mask), options, backend)
     if torch.compiler.is_compiling():
         return operators.attend(arguments, names_of(group), method, dense, options(), backend)
     return calls.attend(Call(*arguments, dimensions(group), method, dense), options, backend)
 
 
-def _refuse(mask: Any, bias: Any, block_mask: Any) -> None:
+_attend_eagerly = torch.compiler.disable(calls.attend, reason="operators over ranks take no block masks")
+
+
+def _check_are_plain(**tensors: Any) -> None:
+    """Whether none is a DTensor: these are dealt by placements, which cannot tell what a sharding tells."""
+    for name, x in tensors.items():
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name}: expected a plain tensor of this rank's rows and heads, got a DTensor with placements "
+                f"{x.placements}; under tensor parallelism give {name}.to_local()"
+            )
+
+
+def _refuse(mask: Any, bias: Any) -> None:
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
             raise ValueError(
                 f"{name}: expected None, tensors with an element a score are not dealt over ranks, "
                 f"got {type(x).__name__}"
             )
-    if block_mask is not None:
-        raise ValueError(
-            f"block_mask: expected None, block masks are not dealt over ranks, got {type(block_mask).__name__}"
-        )

@@ -75,7 +75,7 @@ def plan(question: Question, place: Place, device: torch.device) -> Plan:
 def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
     queries, keys = question.queries, question.queries if question.keys is None else question.keys
     if question.batch != 1:
-        queries, keys = _changed(queries, keys, lambda x: x.batched(question.batch))
+        queries, keys = of_both(queries, keys, lambda x: x.batched(question.batch))
     lengths_q = real_lengths("seqused_q", question.seqused_q, queries.cu_seqlens)
     lengths_k = real_lengths("seqused_k", question.seqused_k, keys.cu_seqlens)
     method, shape = question.method, question.shape
@@ -90,8 +90,8 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
         refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
-        rows_q, rows_k = _changed(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
-        queries, keys = _changed(queries, keys, lambda x: x.merged(size))
+        rows_q, rows_k = of_both(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
+        queries, keys = of_both(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
     if method == "auto":
@@ -100,7 +100,7 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
     return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
 
 
-def _changed(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
+def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
     """What becomes of both, which stay one object if they are."""
     changed = change(queries)
     return changed, changed if keys is queries else change(keys)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flash_attn_cute import settings, validate
-from flash_attn_cute.distributed import agreement, attention, model, passes
+from flash_attn_cute.distributed import agreement, attention, block_masks, model, passes
 from flash_attn_cute.distributed.groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
+from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import Options
 
 Lengths: TypeAlias = Sequence[int] | Tensor | None
@@ -31,6 +33,7 @@ class Call(NamedTuple):
     groups: tuple[ProcessGroup, ...]  # one, or those of a mesh's two dimensions
     method: str
     dense: bool
+    block_mask: BlockMask | None = None
 
     @property
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +44,7 @@ class Call(NamedTuple):
     @property
     def ranks(self) -> Ranks:
         """The grid that the method sees."""
-        return Ranks.over(self.groups, by_heads=self.method == "all_to_all")
+        return Ranks.over(self.groups, by_heads=self.method == "all_to_all" or self.block_mask is not None)
 
 
 def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
@@ -60,18 +63,29 @@ def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> t
     try:
         options = checked()
         question = _question(call, options, ranks.place)
-        chosen = attention.plan(question, ranks.place, call.q.device)
+        run = _planned(call, question, ranks, options, backend)
     except (TypeError, ValueError) as error:
         if settings.check_data():
             agreement.check(Ranks.over(call.groups), error)
         raise
     if settings.check_data():
         agreement.check(Ranks.over(call.groups), _statement(call, question, options, backend))
-    out, lse = attention.attend(*call.packed, call.sink, chosen, ranks, options, backend)
+    out, lse = run()
     if not call.dense:
         return out, lse
     entries = call.q.shape[:2]
     return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
+
+
+def _planned(
+    call: Call, question: attention.Question, ranks: Ranks, options: Options, backend: str | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """What gives out and lse of packed rows; whatever cannot be served is refused here, before any message."""
+    where = question, ranks.place, call.q.device
+    if call.block_mask is None:
+        return partial(attention.attend, *call.packed, call.sink, attention.plan(*where), ranks, options, backend)
+    attend, entries = block_masks.plan(*where).attend, question.batch if call.dense else None
+    return partial(attend, call.packed, call.sink, call.block_mask, ranks.inner, options, backend, entries)
 
 
 def gradients(
@@ -107,6 +121,8 @@ def _question(call: Call, options: Options, place: Place) -> attention.Question:
         mask=None,
         bias=None,
     )
+    if call.block_mask is not None:
+        _check_block_mask(call.block_mask)
     queries, keys = sharding, sharding if sharding_k is None else sharding_k
     for name, sharding, tensor_name, x in (("sharding", queries, "q", q), ("sharding_k", keys, "k", k)):
         check_sharding(name, sharding, place, dense=dense)
@@ -144,16 +160,32 @@ def check_method(method: str, place: Place) -> None:
         )
 
 
+def check_is_sharding(name: str, sharding: Any) -> None:
+    """Whether it is one; offsets, which the plain functions take in its place, are not."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"{name}: expected a Sharding, which Sharding.balanced makes of cu_seqlens, got {type(sharding).__name__}"
+        )
+
+
 def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
     """Whether it is one over those ranks and, for a dense batch, of one document."""
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
+    check_is_sharding(name, sharding)
     if sharding.num_ranks != place.size:
         raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
     if dense and sharding.cu_seqlens != (0, sharding.total):
         raise ValueError(
             f"{name}: expected one document, an entry of the batch, without padding around it, "
             f"got cu_seqlens {list(sharding.cu_seqlens)} of {sharding.total} rows"
+        )
+
+
+def _check_block_mask(mask: BlockMask) -> None:
+    """Whether it is one that ranks can share; the plain functions check its sizes."""
+    validate.check_type_of_block_mask(mask)
+    if mask.heads != 1:
+        raise ValueError(
+            f"block_mask: expected one for all heads, as each rank computes some of them, got one of {mask.heads} heads"
         )
 
 
@@ -186,5 +218,6 @@ def _statement(call: Call, question: attention.Question, options: Options, backe
         "seqused_k": str(question.seqused_k),
         **{name: str(value) for name, value in options._asdict().items()},
         "backend": str(backend),
+        "block_mask": "None" if call.block_mask is None else str(tuple(call.block_mask.sizes)),
         "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
     }

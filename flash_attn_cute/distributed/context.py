@@ -137,6 +137,11 @@ class _OverRanks(NamedTuple):
 
     def attend(self, inputs: AttentionInputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
         """Out and lse of a call on this rank's rows."""
+        if inputs.block_mask is not None:
+            raise ValueError(
+                "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
+                "context_parallel_attn_func takes one over all rows"
+            )
         given: dict[str, Any] = {
             "seqused_q": inputs.seqused_q,
             "seqused_k": inputs.seqused_k,
@@ -146,7 +151,6 @@ class _OverRanks(NamedTuple):
             "learnable_sink": inputs.learnable_sink,
             "mask": inputs.mask,
             "bias": inputs.bias,
-            "block_mask": inputs.block_mask,
             "deterministic": options.deterministic,
             "return_lse": True,
             "zero_padding": options.zero_padding,

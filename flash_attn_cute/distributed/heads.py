@@ -48,7 +48,7 @@ class _ToHeads(torch.autograd.Function):
     """(ranks, rows, width), a part a rank, to (rows of all, width); the inverse is the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
         """The part of this rank of all rows."""
         ctx.rows, ctx.group = rows, weakly(group)
         return _to_heads(x, rows, group)
@@ -64,7 +64,7 @@ class _ToRows(torch.autograd.Function):
     """(rows of all, width) to (ranks, rows, width), of each rank its part; the inverse is the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
         """All parts of this rank's rows."""
         ctx.rows, ctx.group = rows, weakly(group)
         return _to_rows(x, rows, group)
@@ -76,23 +76,28 @@ class _ToRows(torch.autograd.Function):
         return _to_heads(grad, ctx.rows, ctx.group()), None, None
 
 
-def _to_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
-    received = x.new_empty((sum(rows.counts), x.shape[2]))
+def _to_heads(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     sent = [rows.counts[rows.rank]] * rows.size
-    dist.all_to_all_single(received, x.contiguous().flatten(0, 1), rows.counts, sent, group=group)
-    return received.index_select(0, rows.order)
+    return _exchanged(x.contiguous().flatten(0, 1), rows.counts, sent, group).index_select(0, rows.order)
 
 
-def _to_rows(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+def _to_rows(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     count = rows.counts[rows.rank]
-    received = x.new_empty((rows.size * count, x.shape[1]))
-    sent = x.index_select(0, rows.inverse)
-    dist.all_to_all_single(received, sent, [count] * rows.size, rows.counts, group=group)
+    received = _exchanged(x.index_select(0, rows.inverse), [count] * rows.size, rows.counts, group)
     return received.unflatten(0, (rows.size, count))
 
 
+def _exchanged(x: Tensor, received: list[int], sent: list[int], group: ProcessGroup | None) -> Tensor:
+    """The rows that come from each rank of a group for those that it is sent; of no group, the same."""
+    if group is None:
+        return x
+    found = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(found, x, received, sent, group=group)
+    return found
+
+
 def split_heads(
-    q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows, group: ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Q (rows, nheads, d), k and v (rows, nheads_k, d or d_v) of the group's rows, of this rank's part of the heads.
 
@@ -108,12 +113,12 @@ def split_heads(
     return q_part, k_part.unflatten(1, (heads, -1)), v_part.unflatten(1, (heads, -1))
 
 
-def part_of(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+def part_of(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     """(rows of this rank, all heads, d) to (rows of the group, heads of this rank, d); ``join_heads`` inverts it."""
     return _ToHeads.apply(_dealt(x, rows.size).flatten(2), rows, group).unflatten(1, (x.shape[1] // rows.size, -1))
 
 
-def join_heads(x: Tensor, rows: Rows, group: ProcessGroup) -> Tensor:
+def join_heads(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     """(rows of the group, heads of this rank, ...) to (rows of this rank, all heads, ...)."""
     parts = _ToRows.apply(x.flatten(1), rows, group)
     return parts.unflatten(2, x.shape[1:]).transpose(0, 1).flatten(1, 2)

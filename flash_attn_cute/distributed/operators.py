@@ -14,7 +14,7 @@ from flash_attn_cute.distributed import calls
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import named
 from flash_attn_cute.distributed.passes import wide
-from flash_attn_cute.distributed.sharding import Sharding, of_handle
+from flash_attn_cute.distributed.sharding import of_handle
 from flash_attn_cute.spec import Options
 
 _TENSORS = (
@@ -66,8 +66,7 @@ def attend(
 
 
 def _handle(name: str, sharding: Any) -> Tensor:
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"{name}: expected a Sharding, got {type(sharding).__name__}")
+    calls.check_is_sharding(name, sharding)
     return sharding.handle
 
 

@@ -1,7 +1,8 @@
 """The functions of flash-attn 3, with its arguments in its order.
 
 Replace ``from flash_attn_interface import flash_attn_func`` by
-``from flash_attn_cute.integrations.flash_attn_interface import flash_attn_func``, and so for the others.
+``from flash_attn_cute.integrations.flash_attn_interface import flash_attn_func``, and so for the others. Not for
+``flash_attn.flash_attn_interface``, a module of flash-attn 2: its functions are those of ``integrations.flash_attn``.
 
 All functions share these arguments:
 
@@ -18,12 +19,18 @@ Errors are those of ``flash_attn_cute.flash_attn_func``: TypeError for a wrong t
 shape, strides, device or value, and for what is refused. Messages name the argument.
 """
 
+from numbers import Real
+
 from torch import Tensor
 
 from flash_attn_cute.integrations import check_tensors, flash_attn
 from flash_attn_cute.integrations.flash_attn import Result, Window
 
 _UNBOUNDED = (-1, -1)
+_OTHER_ORDER = (
+    " (flash-attn 2 has dropout_p in this place: its order of arguments, also of its module flash_attn_interface, is "
+    "that of flash_attn_cute.integrations.flash_attn)"
+)
 
 
 def flash_attn_func(
@@ -74,6 +81,8 @@ def flash_attn_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, strides, device or value, or one that is not supported.
     """
+    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:
+        raise ValueError(f"softmax_scale: expected None or a number other than 0, got {softmax_scale}{_OTHER_ORDER}")
     result = flash_attn.flash_attn_func(
         q,
         k,
@@ -223,6 +232,8 @@ def flash_attn_varlen_func(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, strides, device or value, or one that is not supported.
     """
+    if isinstance(seqused_q, Real):
+        raise TypeError(f"seqused_q: expected a torch.Tensor or None, got {seqused_q}{_OTHER_ORDER}")
     result = flash_attn.flash_attn_varlen_func(
         q,
         k,
