@@ -40,8 +40,8 @@ from flash_attn_cute.distributed import (
 )
 from flash_attn_cute.distributed.groups import Place, Transfer, names_of
 from flash_attn_cute.distributed.key_values import KeyValues
-from flash_attn_cute.distributed.layout import Layout
-from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
+from flash_attn_cute.distributed.layout import Layout, side_by_side
+from flash_attn_cute.distributed.parts import Call, Run, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.passes import Context, prepared
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
@@ -392,6 +392,23 @@ def low_precision() -> None:
     case = Case(DOCUMENTS, DOCUMENTS, {"causal": True, "deterministic": True}, sink=True, through_lse=True)
     for dtype in (torch.bfloat16, torch.float32):
         assert_precise_and_repeated(case, Leaves.of(case, dtype), repetitions=3)
+
+
+def messages_of_two_dtypes() -> None:
+    """Of a key's gradient some ranks have several parts, which they sum in float32, and others one, in bfloat16."""
+    documents = [70, 230, 1, 211]
+    options = {"causal": True, "window_size": (64, None), "deterministic": True}
+    case = Case(documents, documents, options, sink=True, through_lse=True)
+    sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (64, 0))
+    assert len({shares_keys(layout, rank) for rank in range(sharding.num_ranks)}) == 2
+    assert_precise_and_repeated(case, Leaves.of(case, torch.bfloat16), repetitions=1)
+
+
+def shares_keys(layout: Layout, rank: int) -> bool:
+    """Whether several sequences of a rank's calls see the same key."""
+    keys, _ = side_by_side(layout.needed_by(rank))
+    return is_shared((part.k_start, part.k_stop) for part in parts_of(layout.queries_of(rank), keys, layout.bands))
 
 
 def on_gpus() -> None:
@@ -838,7 +855,7 @@ ON_RANKS = {
         benchmark,
     ],
     3: [every_case],
-    4: [every_case, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
+    4: [every_case, messages_of_two_dtypes, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
     8: [every_case],
 }
 

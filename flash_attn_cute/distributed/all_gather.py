@@ -25,19 +25,25 @@ class AllGather:
         self._rank = rank
         held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
         collected, self._num_collected = side_by_side(needed)
+        parts = parts_of(layout.queries_of(self._rank), collected, layout.bands)
         # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
+        # Whether a rank that is given rows has several parts of a gradient to sum, and sends it in the dtype of sums.
+        self._shares_keys: list[bool] = []
         for peer in range(layout.num_ranks):
-            given = common(layout.needed_by(peer), held)
+            needed_there = layout.needed_by(peer)
+            given = common(needed_there, held)
             self._given.append([(run.row, run.row + run.stop - run.start) for runs in given.values() for run in runs])
             taken = common(needed, layout.keys_of(peer))
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
-        parts = parts_of(layout.queries_of(self._rank), collected, layout.bands)
+            there = parts
+            if peer != rank:
+                there = parts_of(layout.queries_of(peer), side_by_side(needed_there)[0], layout.bands) if given else []
+            self._shares_keys.append(is_shared((part.k_start, part.k_stop) for part in there))
         self._padding = layout.padding_of(self._rank)
         self._calls = calls_of(parts, device)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
-        self._shares_keys = is_shared((part.k_start, part.k_stop) for part in parts)
 
     def forward(
         self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
@@ -57,13 +63,13 @@ class AllGather:
         keys = self._collect(context, own)
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
-        parts = keys.zeros(self._num_collected, sums if self._shares_keys else k.dtype)
+        parts = keys.zeros(self._num_collected, self._sent_by(self._rank, k.dtype))
         for call in self._calls:
             dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v)
             dq[call.q_start : call.q_stop] += dq_part
             parts.add(call.k_start, dk, dv)
         total = own.zeros(k.shape[0], sums)
-        self._give_back(context, parts, total)
+        self._give_back(context, own, parts, total)
         return dq, total.k, total.v
 
     def _collect(self, context: passes.Context, own: KeyValues) -> KeyValues:
@@ -79,9 +85,12 @@ class AllGather:
         transfer.wait()
         return keys
 
-    def _give_back(self, context: passes.Context, parts: KeyValues, total: KeyValues) -> None:
+    def _give_back(self, context: passes.Context, own: KeyValues, parts: KeyValues, total: KeyValues) -> None:
         """Adds to the rank's own keys, in the order of the ranks, what each rank has for them."""
-        arriving = [[parts.empty(b - a).data for a, b in given] for given in self._given]
+        arriving = [
+            [own.empty(b - a, self._sent_by(peer, own.data.dtype)).data for a, b in given]
+            for peer, given in enumerate(self._given)
+        ]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         Transfer(
             context.group,
@@ -91,6 +100,10 @@ class AllGather:
         for given, received in zip(self._given, arriving, strict=True):
             for (a, b), x in zip(given, received, strict=True):
                 total.data[a:b] += x
+
+    def _sent_by(self, rank: int, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a rank's gradients of keys, which are of ``dtype``."""
+        return passes.wide(dtype) if self._shares_keys[rank] else dtype
 
     @property
     def _others(self) -> list[int]:

@@ -18,9 +18,9 @@ class KeyValues:
         """A copy of k (rows, nheads_k, d) and v (rows, nheads_k, d_v)."""
         return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), *k.shape[1:])
 
-    def empty(self, rows: int) -> "KeyValues":
-        """Room for as many rows."""
-        return KeyValues(self.data.new_empty((rows, self.data.shape[1])), self._nheads, self._d)
+    def empty(self, rows: int, dtype: torch.dtype | None = None) -> "KeyValues":
+        """Room for as many rows, of the same dtype if it is None."""
+        return KeyValues(self.data.new_empty((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
 
     def zeros(self, rows: int, dtype: torch.dtype) -> "KeyValues":
         """As many rows to sum gradients in."""
