@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that there are no gradients of yet
+LACKING_BACKWARD = ("MASK", "BLOCK_MASK")  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -391,8 +391,8 @@ class _BackwardTile(NamedTuple):
 # a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
@@ -416,10 +416,12 @@ def backward_config(
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
     tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
     del tile["keys"], tile["case"]
+    # Every thread reads its column of a bias element by element, wherever these are.
+    features = replace(features.of_pass("backward"), strided_bias=False, paired_bias=False)
     config = BackwardConfig(
         target=target,
         dtype=dtype,
-        features=replace(features.of_pass("backward"), deterministic=True),
+        features=replace(features, deterministic=True),
         **tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY

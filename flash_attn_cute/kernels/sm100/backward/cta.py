@@ -85,14 +85,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
-from flash_attn_cute.kernels.common.assembly import opaque, pack, unpack
+from flash_attn_cute.kernels.common.assembly import fma, opaque, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
+from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
@@ -106,7 +107,7 @@ from flash_attn_cute.kernels.sm100.config import (
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
-from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
+from flash_attn_cute.kernels.sm100.scores import BiasColumn, add_in_memory, cap_in_memory, hide_in_memory
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
@@ -277,25 +278,26 @@ class BackwardCtaSm100:
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._step(work, walk, i, step)
+                    self._step(work, walk, nth, i, step)
                     step += 1
             self._put_out(work, ws, tma, walk)
             shared.tiles.release(walk)  # to the producer
             walk += 1
 
     @cute.jit
-    def _step(self, work: "Work", walk: Int32, i: Int32, step: Int32) -> None:
-        """A warpgroup's half of a step: the i-th block of its head's walk."""
+    def _step(self, work: "Work", walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+        """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c = self.config
-        weights = self._to_weights(work, walk, i, step, step, c.first_S)
-        self._to_gradients(work, weights, step, work.shared.rings.dp, step, c.first_dP)
+        weights = self._to_weights(work, walk, nth, i, step, step, c.first_S)
+        self._to_gradients(work, weights, walk, nth, i, step, work.shared.rings.dp, step, c.first_dP)
 
     def _to_weights(
         self,
         work: "Work",
         walk: Int32,
+        nth: Int32,
         i: Int32,
         step: Int32,
         number: Int32,
@@ -308,19 +310,29 @@ class BackwardCtaSm100:
         Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
         """
         c, shared, rings = self.config, work.shared, work.shared.rings
+        bias = self._read_bias(work, walk, nth, i) if c.features.bias else None
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        self._change(work, walk, i, place)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores)
+        self._change(work, walk, i, place, bias)
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, bias)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
         rings.q.release(step)  # to the producer: lse is read
         return weights
 
     def _to_gradients(
-        self, work: "Work", weights: list[Int32], step: Int32, ring: Ring, number: Int32, first: Int32 | int
+        self,
+        work: "Work",
+        weights: list[Int32],
+        walk: Int32,
+        nth: Int32,
+        i: Int32,
+        step: Int32,
+        ring: Ring,
+        number: Int32,
+        first: Int32 | int,
     ) -> None:
         """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
@@ -328,18 +340,54 @@ class BackwardCtaSm100:
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        gradients = self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         ring.release(number)  # to the mma warp: dS is there
         rings.do.release(step)  # to the producer: delta is read
+        if c.features.dbias:
+            self._store_dbias(work, gradients, walk, nth, i)
+
+    def _read_bias(self, work: "Work", walk: Int32, nth: Int32, i: Int32) -> tuple[BiasColumn, list[Int32 | Float32]]:
+        """What is added to a step's scores: ahead of time, as it takes long to come."""
+        c = self.config
+        column, first = self._column(work, work.arguments.mBias, walk, nth, i)
+        return column, column.read(first, c.queries, c.features.uniform_bias)
 
     @cute.jit
-    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
-        """Caps scores, and hides those that an edge does if it crosses the block, where they are in tensor memory."""
+    def _store_dbias(self, work: "Work", gradients: cutlass.Constexpr, walk: Int32, nth: Int32, i: Int32) -> None:
+        """A step's gradients of scores, rounded, where every score has a bias of its own."""
+        tile = work.shared.tile_again(self.config, work.arguments, walk)
+        if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
+            column, first = self._column(work, work.arguments.mdBias, walk, nth, i)
+            for n in cutlass.range_constexpr(len(gradients)):
+                column.write(first + n * COLUMNS, gradients[n])
+
+    def _column(self, work: "Work", mX: cute.Tensor, walk: Int32, nth: Int32, i: Int32) -> tuple[BiasColumn, Int32]:
+        """Of the bias or its gradient, that of this thread's key, and the warpgroup's first query of a step.
+
+        Behind the last key stands that.
+        """
+        c, a = self.config, work.arguments
+        tile = work.shared.tile_again(c, a, walk)
+        key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
+        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[tile.head + nth, None, None]
+        column = BiasColumn.of(gX, key, tile.q.length)
+        return column, tile.blocks.nth(i) * c.tile_m + c.queries * work.warpgroup
+
+    @cute.jit
+    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32, bias: cutlass.Constexpr = None) -> None:
+        """What is done to scores where they are in tensor memory: to cap them, to add a bias, and to hide some.
+
+        Those that an edge hides if it crosses the block, NaN of a bias included. Behind a softcap, whose derivative
+        takes what tanh gave, the bias is added later.
+        """
         c, f = self.config, self.config.features
         if const_expr(f.softcap):
             cap_in_memory(place, c.queries, work.scales.tanh)
+        elif const_expr(f.bias):
+            column, elements = bias
+            add_in_memory(place, work.scales.bias, column.numbers(elements))
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -358,29 +406,43 @@ class BackwardCtaSm100:
                 tile.k.length,
             )
 
-    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool) -> list[Int32]:
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool, bias: Any) -> list[Int32]:
         """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does."""
         found: list[Int32] = []
+        f = self.config.features
         for first in range(0, self.config.queries, COLUMNS):
             scores = tensor_memory.load(place + first, COLUMNS)
-            weights, times_slope = self._weights(work, scores, first, lse)
+            added = bias[0].numbers(bias[1][first : first + COLUMNS]) if f.bias and f.softcap else None
+            weights, times_slope = self._weights(work, scores, first, lse, added)
             if stores:
                 tensor_memory.store(place + first // 2, weights)
             found += times_slope
         return found
 
     def _weights(
-        self, work: "Work", scores: list[Float32], first: int, lse: cute.Tensor
+        self, work: "Work", scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
     ) -> tuple[list[Int32], list[Int32]]:
-        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap."""
-        weights, times_slope, scale = [], [], -work.scales.log2
+        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap.
+
+        ``added``: a bias that they are yet to have.
+        """
+        weights, times_slope, scale = [], [], work.scales.log2
+        nothing = hidden(scale)
         for j in range(0, len(scores), 2):
             if j % 4 == 0:
                 four = work.four(lse, first + j)
-            x = scores[j], scores[j + 1]
-            # Negated: what is negated again is an operand of the next instruction.
-            exponents = cute.arch.fma_packed_f32x2(x, (scale, scale), (four[j % 4], four[j % 4 + 1]))
-            pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
+            x, y = (scores[j], scores[j + 1]), (four[j % 4], four[j % 4 + 1])
+            if self.config.features.bias:  # as ``weight_of``
+                biased = x
+                if added is not None:  # what is hidden stays so
+                    sums = (fma(s, work.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
+                    biased = tuple(cutlass.select_(s != nothing, t, nothing) for s, t in zip(x, sums, strict=True))
+                exponents = cute.arch.mul_packed_f32x2(cute.arch.sub_packed_f32x2(biased, y), (scale, scale))
+                pair = [cute.math.exp2(e, fastmath=True) for e in exponents]
+            else:
+                # Negated: what is negated again is an operand of the next instruction.
+                exponents = cute.arch.fma_packed_f32x2(x, (-scale, -scale), y)
+                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
             weights.append(pack(*pair, self.dtype))
             if self.config.features.softcap:  # scores are infinite where the weights are 0
                 pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
@@ -396,8 +458,12 @@ class BackwardCtaSm100:
             return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
         return sdS, c.queries * work.warpgroup
 
-    def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> None:
-        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory."""
+    def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> list[cute.Tensor]:
+        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
+
+        Returns them, rounded, some queries after the other.
+        """
+        found = []
         sdS, column = self._place_of_dS(work)
         for first in range(0, self.config.queries, COLUMNS):
             gradients = tensor_memory.load(place + first, COLUMNS)
@@ -412,6 +478,8 @@ class BackwardCtaSm100:
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
             write_row(rounded, sdS, work.thread, column + first)
+            found.append(rounded)
+        return found
 
     @cute.jit
     def _put_out(

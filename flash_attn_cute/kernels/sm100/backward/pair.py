@@ -237,8 +237,8 @@ class BackwardPairSm100(BackwardCtaSm100):
             walk += 1
 
     @cute.jit
-    def _step(self, work: Work, walk: Int32, i: Int32, step: Int32) -> None:
-        """A warpgroup's half of a step: the i-th block of its head's walk."""
+    def _step(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+        """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(step)  # from the tensor cores
