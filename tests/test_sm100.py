@@ -230,7 +230,7 @@ class Pass:
         return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
 
 
-def tensors_of(a: ForwardArguments) -> dict[str, Tensor]:
+def tensors_of(a: Any) -> dict[str, Tensor]:
     """Those among the arguments, in their order."""
     found: dict[str, Tensor] = {}
     for name, x in a._asdict().items():

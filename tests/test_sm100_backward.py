@@ -188,7 +188,7 @@ def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: T
     """The gradients of a call, from the results of its forward pass in float64."""
     inputs, spec = as_given(call)
     with torch.no_grad():
-        out = oracle.attention(call)[0].detach()
+        out = oracle.attention(call.to(call.q.dtype))[0].detach()
         sink, bias = call.learnable_sink is not None, call.bias is not None and call.bias.requires_grad
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))

@@ -82,6 +82,11 @@ ARCHITECTURES = {
             passes={
                 "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
+                "bias_gradient": Pass(
+                    sm100.bias_gradient_config,
+                    "sm100.backward.bias_gradient:BiasGradientSm100",
+                    BiasGradientArguments,
+                ),
             },
             num_sms=148,  # a B200
             lacking_backward=sm100.LACKING_BACKWARD,
