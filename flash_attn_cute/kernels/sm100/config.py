@@ -416,8 +416,10 @@ def backward_config(
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
     tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
     del tile["keys"], tile["case"]
-    # Every thread reads its column of a bias element by element, wherever these are.
-    features = replace(features.of_pass("backward"), strided_bias=False, paired_bias=False)
+    # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
+    # all would be known too early, and spill.
+    is_uniform = features.uniform_bias and not features.softcap
+    features = replace(features.of_pass("backward"), uniform_bias=is_uniform, strided_bias=False, paired_bias=False)
     config = BackwardConfig(
         target=target,
         dtype=dtype,

@@ -74,6 +74,7 @@ Windows and ends are looked at only in steps that an edge crosses. How sums and 
 business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -309,14 +310,18 @@ class BackwardCtaSm100:
 
         Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
         """
-        c, shared, rings = self.config, work.shared, work.shared.rings
-        bias = self._read_bias(work, walk, nth, i) if c.features.bias else None
+        c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
+        bias = later = None
+        if f.bias and f.softcap:
+            later = partial(self._read_bias, work, walk, nth, i, num=COLUMNS)  # not all at once: registers are short
+        elif f.bias:
+            bias = self._read_bias(work, walk, nth, i, 0, c.queries)
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
         self._change(work, walk, i, place, bias)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, bias)
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
         rings.q.release(step)  # to the producer: lse is read
@@ -348,11 +353,15 @@ class BackwardCtaSm100:
         if c.features.dbias:
             self._store_dbias(work, gradients, walk, nth, i)
 
-    def _read_bias(self, work: "Work", walk: Int32, nth: Int32, i: Int32) -> tuple[BiasColumn, list[Int32 | Float32]]:
-        """What is added to a step's scores: ahead of time, as it takes long to come."""
-        c = self.config
-        column, first = self._column(work, work.arguments.mBias, walk, nth, i)
-        return column, column.read(first, c.queries, c.features.uniform_bias)
+    def _read_bias(
+        self, work: "Work", walk: Int32, nth: Int32, i: Int32, first: int, num: int
+    ) -> Callable[[], list[Float32]]:
+        """What is added to the scores of some of the warpgroup's queries: begun here, as it takes long to come.
+
+        Returns what waits for it.
+        """
+        column, first_query = self._column(work, work.arguments.mBias, walk, nth, i)
+        return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
 
     @cute.jit
     def _store_dbias(self, work: "Work", gradients: cutlass.Constexpr, walk: Int32, nth: Int32, i: Int32) -> None:
@@ -386,8 +395,7 @@ class BackwardCtaSm100:
         if const_expr(f.softcap):
             cap_in_memory(place, c.queries, work.scales.tanh)
         elif const_expr(f.bias):
-            column, elements = bias
-            add_in_memory(place, work.scales.bias, column.numbers(elements))
+            add_in_memory(place, work.scales.bias, bias())
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -406,13 +414,16 @@ class BackwardCtaSm100:
                 tile.k.length,
             )
 
-    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool, bias: Any) -> list[Int32]:
-        """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does."""
+    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool, later: Any) -> list[Int32]:
+        """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does.
+
+        ``later`` reads a bias that they are yet to have, or is None.
+        """
         found: list[Int32] = []
-        f = self.config.features
         for first in range(0, self.config.queries, COLUMNS):
+            bias = None if later is None else later(first)
             scores = tensor_memory.load(place + first, COLUMNS)
-            added = bias[0].numbers(bias[1][first : first + COLUMNS]) if f.bias and f.softcap else None
+            added = None if bias is None else bias()
             weights, times_slope = self._weights(work, scores, first, lse, added)
             if stores:
                 tensor_memory.store(place + first // 2, weights)
