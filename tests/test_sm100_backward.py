@@ -55,12 +55,7 @@ class Pass:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
         code, packed = self.changed or program(config), config.features.packed
-        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
-        places, size = {}, 0
-        for name, shape in parts.items():
-            places[name] = size
-            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
-        self.prepare(a, parts, places)
+        parts, places = self.prepare(a)
         memory = Memory()
         names = ("mQ", "mK", "mV", "mO", "mdO", "mLSE", "mdLSE", "mdQ", "mdK", "mdV", "mdBias", "mWorkspace")
         more = ("mCuSeqlensQ", "mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mBias", "mNextTile")
@@ -112,8 +107,17 @@ class Pass:
             x.copy_(found.view(x.dtype).view(x.shape))
         assert not given["mNextTile"][:2].any(), "the counters of tiles are not left as they were"
 
-    def prepare(self, a: BackwardArguments, parts: dict[str, tuple[int, ...]], places: dict[str, int]) -> None:
-        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0."""
+    def prepare(self, a: BackwardArguments) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0.
+
+        Returns the shapes of its parts, and where they begin.
+        """
+        n = self.plan.numbers
+        parts = self.plan.config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
+        places, size = {}, 0
+        for name, shape in parts.items():
+            places[name] = size
+            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
         a.mWorkspace.fill_(255)
 
         def part(name: str, dtype: torch.dtype) -> Tensor:
@@ -133,6 +137,7 @@ class Pass:
             delta = delta if dlse is None else delta - dlse
             stats[0, :, block, : o.shape[0]] = torch.where(seen, lse * (LOG2_E if a.mBias is None else 1.0), torch.inf)
             stats[1, :, block, : o.shape[0]] = torch.where(seen, delta, 0.0)
+        return parts, places
 
     def blocks(self, a: BackwardArguments) -> dict[int, tuple[int | None, slice]]:
         """Blocks of the workspace, and which rows of which entry of the batch they are."""

@@ -12,14 +12,14 @@ import torch
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
-from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments
 from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
-from tests.checks import bitwise_equal, poisoned_dout, random_call
+from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call, rounding_over_keys
 from tests.oracle import Call
 from tests.test_sm100 import Memory, at, spread, tensor_argument, tensors_of, text_of
-from tests.test_sm100_backward import EVERYTHING, LOG2_E, Interpreted, check, execute
+from tests.test_sm100_backward import EVERYTHING, LOG2_E, Interpreted, Pass, check, execute
 from tests.test_sm100_masks import drawn
 
 
@@ -112,6 +112,14 @@ class Gradient:
         ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
 
 
+class Ahead(Pass):
+    """Of a backward pass only what it leaves to others."""
+
+    def __call__(self, a: BackwardArguments) -> None:
+        """Runs no kernel."""
+        self.prepare(a)
+
+
 class WithGradient(Interpreted):
     """The backend, whose backward pass, and that of a bias's gradient, are executed by the interpreter."""
 
@@ -121,12 +129,30 @@ class WithGradient(Interpreted):
         num_sms: int = 2,
         changed: ptx.Program | None = None,
         lagging: ptx.Lagging | None = None,
+        *,
+        is_alone: bool = False,
     ):
-        """``num_sms``: of a GPU; tiles are split between CTAs where it has more than there are. ``changed``: of it."""
+        """Its options.
+
+        Args:
+            draw: decides whose turn it is.
+            num_sms: of a GPU; tiles are split between CTAs where it has more SMs than there are tiles.
+            changed: instead of the kernel of the bias's gradient.
+            lagging: in that kernel.
+            is_alone: only that kernel is executed.
+        """
         super().__init__(draw)
         self.num_sms_split, self.changed_gradient, self.lagging_gradient = num_sms, changed, lagging
-        self.plans: list[BiasGradientPlan] = []
+        self.is_alone, self.launches = is_alone, True
+        self.plans: list[BiasGradientPlan] = []  # of gradients that have been asked for
         self._prepare_bias_gradient = self.prepare_gradient  # type: ignore[assignment]
+
+    def prepare(self, *given: Any) -> Any:
+        """As of ``Interpreted``."""
+        launch = super().prepare(*given)
+        if not self.is_alone:
+            return launch
+        return launch._replace(kernel=Ahead(launch.plan, self.draw, self.num_ctas, None, None))
 
     def prepare_gradient(
         self, spec: AttentionSpec, q: Any, k: Any, num: int, layout: Any, backward: BackwardPlan, *given: Any
@@ -137,7 +163,24 @@ class WithGradient(Interpreted):
         plan = plan_bias_gradient(self.architecture, spec, shapes, backward, slots, shape, self.num_sms_split)
         self.plans.append(plan)
         launched = Gradient(plan, self.draw, self.changed_gradient, self.lagging_gradient)
-        return cute_backend._Launch(launched, plan, takes_tiles=False)
+        return cute_backend._Launch(launched if self.launches else lambda a: None, plan, takes_tiles=False)
+
+
+def check_dbias(call: Call, backend: WithGradient) -> None:
+    """The gradient of a bias against the oracle's, and zeros in its padding."""
+    assert call.bias is not None
+    truth, low = call.to(torch.float64), call.to(call.q.dtype)
+    (out, lse), (low_out, low_lse) = oracle.attention(truth), oracle.attention(low)
+    dout, dlse = poisoned_dout(call, out.to(call.q.dtype)), torch.randn(lse.shape)
+    got = execute(call, backend, lse.detach().float(), dout, dlse)["dbias"]
+    expected = gradients(truth, out, lse, dout, dlse)["dbias"]
+    yardstick = gradients(low, low_out, low_lse, dout, dlse)["dbias"]
+    room = 0.0
+    if got.ndim == 0 or got.shape[-1] == 1:
+        room = rounding_over_keys(got.shape, low_out - out, dout)
+    size = max(1.0, expected.abs().max().item())
+    assert_close("dbias", got, expected, yardstick, 3.0 if call.softcap else 2.0, size, room)
+    assert (got[call.score_padding(call.bias)] == 0).all(), "dbias: padding is not zero"
 
 
 def with_extremes(call: Call) -> Call:
@@ -188,6 +231,31 @@ def test_own_biases(case: str, fuzz_seconds: float) -> None:
         assert not backend.plans
 
 
+# Of any other shape, layout and dtype, without a gradient.
+GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d64-keys": ([140], [150], {"bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced", "nheads": 2}),
+    "d128-everything": ([100, 1, 30], [150, 3, 0], {"bias": (0, 1, 1), "head_dim": 128, **EVERYTHING, "packed": True}),
+    "d64-grouped": ([140], [150], {"bias": (1, 1, 0), "nheads": 4, "nheads_k": 1, "bias_dtype": torch.float32}),
+    "d192-everything": ([70, 1], [130, 3], {"bias": (1, 0, 1, 1), "head_dim": 192, **EVERYTHING, "nheads_k": 1}),
+    "d64-blind-transposed": (
+        [200],
+        [140],
+        {"bias": (0, 1, 1), "bias_layout": "transposed", "causal": True, "nheads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_given_biases(case: str, fuzz_seconds: float) -> None:
+    lengths_q, lengths_k, options = GIVEN[case]
+    for count, draw in drawn(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = drawn_call(lengths_q, lengths_k, **options)
+        assert call.bias is not None
+        call.bias.requires_grad_(False)
+        check(call, Interpreted(draw), through_lse=len(case) % 2 == count % 2)
+
+
 # Others have a kernel of their own, which adds up what the bias was broadcast over; the last number is that of SMs.
 SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
     "d64-batch": ([140, 140], [150, 150], {"bias": (1, 1, 1), "nheads": 2}, 2),
@@ -211,19 +279,20 @@ def test_shared_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, num_sms = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        backend = WithGradient(draw, num_sms)
-        check_all(drawn_call(lengths_q, lengths_k, **options), backend, through_lse=len(case) % 2 == count % 2)
+        backend = WithGradient(draw, num_sms, is_alone=True)
+        check_dbias(drawn_call(lengths_q, lengths_k, **options), backend)
         (plan,) = backend.plans
         assert plan.config.split == case.endswith("split")
 
 
 def test_schedules_give_the_same_bits() -> None:
-    """Of biases of their own, and of shared ones, split between CTAs or not: the same number of them each time."""
-    for options, num_sms in (({"bias": (1, 1)}, 2), ({"bias": (1, 1, 1)}, 1), ({"bias": (1, 0, 1)}, 4)):
+    """Of shared biases, split between CTAs or not: the same number of them each time."""
+    for options, num_sms in (({"bias": (1, 1, 1)}, 1), ({"bias": (1, 0, 1)}, 4)):
         call = drawn_call([140] * 2, [150] * 2, **options)
         out, lse = oracle.attention(call.to(torch.float64))
         dout = poisoned_dout(call, out.to(call.q.dtype))
         first, second = (
-            execute(call, WithGradient(random.Random(n), num_sms), lse.detach().float(), dout, None) for n in range(2)
+            execute(call, WithGradient(random.Random(n), num_sms, is_alone=True), lse.detach().float(), dout, None)
+            for n in range(2)
         )
-        assert all(bitwise_equal(first[name], second[name]) for name in first)
+        assert bitwise_equal(first["dbias"], second["dbias"])

@@ -16,7 +16,8 @@ from tests import ptx, sm100_bugs, test_sm100, test_sm100_backward
 from tests.checks import random_call
 from tests.oracle import Call
 from tests.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
-from tests.test_sm100_backward import Interpreted
+from tests.test_sm100_backward import Interpreted, execute
+from tests.test_sm100_backward_bias import WithGradient, check_dbias
 from tests.test_sm100_code import paired
 from tools.ptx_lint import lint
 
@@ -104,8 +105,35 @@ class Backward:
         test_sm100_backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
 
 
+class BiasGradient:
+    """The kernel of a bias's gradient, alone; a CTA for each tile."""
+
+    def __init__(self, bugs: Bugs, calls: Calls):
+        self.bugs, self.calls = bugs, calls
+
+    @staticmethod
+    @functools.cache
+    def code(config: Any) -> Code:
+        """That of a configuration."""
+        from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
+
+        return Code(test_sm100.text_of(config), "BiasGradient", where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Of a call."""
+        backend = WithGradient(random.Random(0), num_sms=1, is_alone=True)
+        backend.launches = False
+        execute(call, backend, torch.zeros(call.q.shape[:-1]).mT, torch.zeros_like(call.v), None)
+        (plan,) = backend.plans
+        return plan.config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
+        """The results of a call."""
+        check_dbias(call, WithGradient(draw, 1, program, lags, is_alone=True))
+
+
 of_d128, of_d256 = functools.partial(plain, head_dim=128), functools.partial(plain, head_dim=256)
-KERNELS: dict[str, Forward | Backward] = {
+KERNELS: dict[str, Forward | Backward | BiasGradient] = {
     "forward": Forward(
         TABLES["forward"],
         {
@@ -159,6 +187,14 @@ KERNELS: dict[str, Forward | Backward] = {
             "tiles": lambda: of_d256([60], [150]),
         },
         "BackwardTwoWalks",
+    ),
+    "bias": BiasGradient(
+        TABLES["bias"],
+        {
+            "one": lambda: plain([100], [100], nheads=2, bias=(1, 1)),
+            "several": lambda: plain([100], [100], nheads=6, bias=(1, 1)),  # more pieces than stages
+            "number": lambda: plain([100], [100], bias=()),
+        },
     ),
 }
 PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]

@@ -296,7 +296,7 @@ def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
     assert len(adding_up) == c.split
-    names = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG", "MUFU\\.EX2")
+    names = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
     assert count["UTCHMMA"] == 2 * 4  # loops of four steps, of S and dP
     assert count["UTCBAR"] == 4  # each is there, and its operands are read
@@ -305,7 +305,7 @@ def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_
     blocks = c.keys // 32
     assert count["LDTM"] == blocks * (5 + c.features.softcap)
     assert count["STTM"] == 1 + blocks * (2 + c.features.softcap)
-    assert count["MUFU\\.EX2"] == c.keys
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.keys
     assert len(re.findall(r"\bUTMALDG", sass)) == 2 * (c.tile_d + c.tile_dv) // 64
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
     assert f".target {c.target}" in ptx

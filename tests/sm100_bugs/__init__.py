@@ -7,11 +7,13 @@
     backward    bugs of the backward kernel
     pair        bugs of that of pairs of CTAs, where it is another
     two_walks   bugs of that of two walks, where it is another
+    bias        bugs of the kernel of a bias's gradient
 
 ``python -m tests.sm100_bugs`` writes the tables of the page.
 """
 
 from tests.sm100_bugs.backward import BACKWARD
+from tests.sm100_bugs.bias import BIAS
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
 from tests.sm100_bugs.forward import FORWARD
 from tests.sm100_bugs.lists import LISTS
@@ -26,6 +28,7 @@ TABLES: dict[str, Bugs] = {
     "backward": BACKWARD,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
+    "bias": BIAS,
 }
 
 __all__ = [
