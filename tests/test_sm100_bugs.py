@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests import ptx, sm100_bugs, test_sm100, test_sm100_backward
 from tests.checks import random_call
@@ -94,8 +96,9 @@ class Backward:
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
-        _, spec = test_sm100.as_given(call)
-        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3])
+        inputs, spec = test_sm100.as_given(call)
+        layout = cute_backend._layout(over_scores(inputs), inputs.bias)
+        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
         config = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
         return paired(config) if self.by_pairs else config
 
@@ -165,6 +168,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "causal": lambda: plain([130], [130], causal=True),
             "d128": lambda: of_d128([300], [100]),
             "d128-tiles": lambda: of_d128([130], [300]),
+            "bias": lambda: plain([100], [100], bias=(1, 1)),
         },
         "BackwardCta",
     ),
@@ -193,6 +197,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         {
             "one": lambda: plain([100], [100], nheads=2, bias=(1, 1)),
             "several": lambda: plain([100], [100], nheads=6, bias=(1, 1)),  # more pieces than stages
+            "unseen": lambda: plain([150], [150], bias=(1,), causal=True),  # with a piece that nobody sees
             "number": lambda: plain([100], [100], bias=()),
         },
     ),

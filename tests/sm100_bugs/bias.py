@@ -16,12 +16,6 @@ BIAS: Bugs = {
         Bug("scores are begun before Q and K are there", waits(MMA, "qk.full").left_out(), "one", LOADS_LAG),
         Bug("dP is begun before dO and V are there", waits(MMA, "dov.full").left_out(), "one", LOADS_LAG),
         Bug(
-            "scores overwrite those that compute warps have not read",
-            waits(MMA, "scores.empty").left_out(),
-            "several",
-            _COMPUTE_LAGS,
-        ),
-        Bug(
             "dP overwrites that which compute warps have not read",
             waits(MMA, "dp.empty").left_out(),
             "several",
@@ -55,7 +49,7 @@ BIAS: Bugs = {
         Bug(
             "the mma warp does not wait to be told of pieces",
             waits(MMA, "pieces.full").left_out(),
-            "one",
+            "unseen",
             frozenset({PRODUCER}),
         ),
     ),
