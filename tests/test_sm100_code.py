@@ -409,6 +409,15 @@ def test_warming_is_for_all_gpus() -> None:
     assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
 
 
+def test_warming_refuses_passes_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    sm100 = ARCHITECTURES["sm100"]
+    lacking = sm100._replace(passes={"forward": sm100.passes["forward"]})
+    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
+    given = command.parser().parse_args(["warm", "--architecture", "sm100", "--passes", "bias_gradient"])
+    with pytest.raises(ValueError, match="--passes: expected some of forward for sm100, got bias_gradient"):
+        command.configurations(given)
+
+
 def test_warming_is_for_all_lengths() -> None:
     """Where long sequences get other kernels."""
     arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", "backward"]

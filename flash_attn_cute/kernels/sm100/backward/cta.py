@@ -70,6 +70,11 @@ What is read or overwritten by another proxy or thread, and what orders it:
     dQ in the workspace                         ``common.turns``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
+A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
+queries, read ahead of the wait for their scores, and is added to these in tensor memory, before edges hide some. Behind
+a softcap it is read and added when they are weighed. Where every score has a bias of its own, dS is its gradient, and
+is stored from registers; else ``bias_gradient`` follows.
+
 Windows and ends are looked at only in steps that an edge crosses. How sums and stats lie in the workspace is ``sums``'
 business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
