@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
@@ -30,34 +31,49 @@ NUM_SMS = 2
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
 
 
+def sequences_of(a: Any) -> list[tuple[int, int, int, int]]:
+    """Of a pass: the first rows of sequences, of q and of k, counted over the batch, and how many each has."""
+    if a.mCuSeqlensQ is None:
+        num_q, num_k = a.mQ.shape[1], a.mK.shape[1]
+        return [(b * num_q, b * num_k, num_q, num_k) for b in range(a.mQ.shape[0])]
+    used_q = a.mCuSeqlensQ.diff() if a.mSeqUsedQ is None else a.mSeqUsedQ
+    used_k = a.mCuSeqlensK.diff() if a.mSeqUsedK is None else a.mSeqUsedK
+    places = a.mCuSeqlensQ[:-1], a.mCuSeqlensK[:-1], used_q, used_k
+    return list(zip(*(x.tolist() for x in places), strict=True))
+
+
+def cut_mask(a: Any, n: Any, queries: int, keys: int, *, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes of a mask's tiles of so many queries and keys, and their elements: see ``common.mask_tiles``.
+
+    (row of tiles, block of keys), and (row, block, queries, keys). A query that there is not hides nothing of a tile
+    whose rows are queries.
+    """
+    blocks, packed = max(1, -(-a.mMask.shape[3] // keys)), a.mCuSeqlensQ is not None
+    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
+    tiles = torch.zeros(*codes.shape, queries, keys, dtype=torch.bool)
+    for s, (start, _, num_q, num_k) in enumerate(sequences_of(a) if packed else sequences_of(a)[: n.lists_batch]):
+        entry, first_row = divmod(start, n.rows_a_slot) if packed else (s, 0)
+        num_k = min(num_k, a.mMask.shape[3])
+        first = start // queries + s if packed else 0
+        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
+        window = (j >= i - n.window_left) & (j <= i + n.window_right)
+        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // queries), n.lists_tiles))):
+            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
+            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
+            for block, part in enumerate(shown[row * queries :][:queries].split(keys, 1)):
+                tiles[number, block, : part.shape[0], : part.shape[1]] = part
+                is_whole = part.all() and part.shape[1] == keys and (part.shape[0] == queries or not rows_are_keys)
+                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    return codes, tiles
+
+
 def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[str, Tensor]:
     """What the kernels ahead of the main one make of a mask (``common.mask_tiles``), in their order.
 
     ``keys`` are those of a block.
     """
-    blocks = max(1, -(-a.mMask.shape[3] // keys))
-    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
-    tiles = torch.zeros(*codes.shape, BLOCK, BLOCK, dtype=torch.bool)
-    sequences = []  # batch entry, first row in it, lengths, the number of the first list
-    if a.mCuSeqlensQ is None:
-        sequences = [(b, 0, a.mQ.shape[1], a.mK.shape[1], 0) for b in range(n.lists_batch)]
-    else:
-        starts, slots_q, slots_k = a.mCuSeqlensQ[:-1], a.mCuSeqlensQ.diff(), a.mCuSeqlensK.diff()
-        used_q = slots_q if a.mSeqUsedQ is None else a.mSeqUsedQ
-        used_k = slots_k if a.mSeqUsedK is None else a.mSeqUsedK
-        for s, (start, q, k) in enumerate(zip(starts.tolist(), used_q.tolist(), used_k.tolist(), strict=True)):
-            sequences.append((start // n.rows_a_slot, start % n.rows_a_slot, q, k, start // BLOCK + s))
-    for entry, first_row, num_q, num_k, first in sequences:
-        num_k = min(num_k, a.mMask.shape[3])
-        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
-        window = (j >= i - n.window_left) & (j <= i + n.window_right)
-        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // BLOCK), n.lists_tiles))):
-            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
-            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
-            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(keys, 1)):
-                tiles[number, block, : part.shape[0], : part.shape[1]] = part
-                is_whole = part.all() and part.shape[1] == keys
-                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    codes, tiles = cut_mask(a, n, BLOCK, keys)
+    blocks = codes.shape[1]
     entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
     for number, row_of_codes in enumerate(codes):
         seen = (row_of_codes != UNSEEN).nonzero().flatten()
@@ -67,7 +83,7 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[st
         "lists": torch.tensor(lists, dtype=torch.int32),
         "entries": entries.view(-1, 2),
         "codes": codes,
-        "bits": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
+        "bits": pack(pad(tiles, (0, BLOCK - keys)))[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
     }
 
 
@@ -127,13 +143,13 @@ def spread(x: Tensor) -> Tensor:
     return x.as_strided((reach if x.numel() else 0,), (1,))
 
 
-def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
-    """A call as backends are given it; autograd knows nothing of its q, k and v."""
+def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
+    """A call as backends are given it, with what a backward pass takes; autograd knows nothing of its q, k and v."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
     if call.block_mask is not None:
-        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=False)
+        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=backward)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
     options = Options(
@@ -241,7 +257,7 @@ def tensors_of(a: Any) -> dict[str, Tensor]:
 
 def table_argument(name: str, place: int, x: Tensor) -> bytes:
     """A table of a mask: all but how many rows there are is known to who compiles, unless that is any number."""
-    return tensor_argument(place, *((x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())))
+    return tensor_argument(place, *((x.shape, x.shape[1:]) if name in ("codes", "order") else (x.shape[:1], ())))
 
 
 def at(memory: Any, place: int, x: Tensor) -> Tensor:

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
-from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments
+from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, BiasGradientArguments
 from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call, rounding_over_keys
 from tests.oracle import Call
-from tests.test_sm100 import Memory, at, spread, tensor_argument, tensors_of, text_of
+from tests.test_sm100 import Memory, at, spread, table_argument, tensor_argument, tensors_of, text_of
 from tests.test_sm100_backward import EVERYTHING, LOG2_E, Interpreted, Pass, check, execute
-from tests.test_sm100_masks import drawn
+from tests.test_sm100_masks import drawn, with_block_mask
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,10 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @functools.cache
 def program(config: Any, kernel: str) -> ptx.Program:
-    return ptx.Program(text_of(config), f"cutlass_{kernel}")
+    return ptx.Program(text_of(config), kernel)
+
+
+MAIN, ADD_UP, CUT = "BiasGradientSm100_object_at__TiledMMA", "cutlass_add_up", "PieceTiles"  # parts of kernels' names
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Gradient:
     def __call__(self, a: BiasGradientArguments) -> None:
         """Runs its kernels on the arguments."""
         config, n = self.plan.config, self.plan.numbers
-        code, packed, memory = self.changed or program(config, "kernel"), config.features.packed, Memory()
-        given = tensors_of(a)
-        places = {name: memory.put(spread(x)) for name, x in given.items() if name != "mBias"}
+        code, packed, memory = self.changed or program(config, MAIN), config.features.packed, Memory()
+        given, tables = tensors_of(a), self.tables(a)
+        places = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
         places["mBias"] = memory.put_last(spread(a.mBias))
         params: list[bytes] = [bytes(32)]
         tensors: dict[int, ptx.Rows] = {}
@@ -73,12 +77,28 @@ class Gradient:
         owners = self.owners(a)
         sums = [tensor_argument(places["mSums"], (owners * n.splits,), ())] if config.split else []
         scales = [struct.pack("<f", x) for x in (tanh, rest, LOG2_E)]
+        told = [table_argument(name, places[name], x) for name, x in tables.items()]
         everything = memory.bytes()
-        self.run(code, [*params, *arguments, stats, *sums, *scales], everything, tensors, owners * n.splits)
+        if config.features.mask:
+            cut = [*arguments, *reversed(told)]  # codes, then bits
+            self.run(program(config, CUT), cut, everything, {}, tables["codes"].numel())
+        self.run(code, [*params, *arguments, *told, stats, *sums, *scales], everything, tensors, owners * n.splits)
         if config.split:
-            self.run(program(config, "add_up"), [*arguments, *sums], everything, {}, owners)
+            self.run(program(config, ADD_UP), [*arguments, *sums], everything, {}, owners)
         assert a.mdBias.is_contiguous()
         a.mdBias.copy_(at(everything, places["mdBias"], a.mdBias))
+
+    def tables(self, a: BiasGradientArguments) -> dict[str, Tensor]:
+        """Of a block mask what tells of it, or room for what a kernel ahead makes of a mask."""
+        config, n, blocks = self.plan.config, self.plan.numbers, a.blocks
+        if blocks.mTiles is not None:
+            tables = {"bits": blocks.mTiles.view(-1, 1, BLOCK, BLOCK // 32)}
+            return tables | {"lists": blocks.mSpans.view(-1, 2), "entries": blocks.mEntries.view(-1, 2)}
+        if a.mMask is None:
+            return {}
+        codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, -(-a.mMask.shape[3] // config.tile_n)), -3)
+        bits = torch.full((codes.numel(), 1, config.tile_m, config.mask_tile.words), -3)
+        return {"bits": bits.int(), "codes": codes.int()}
 
     def owners(self, a: BiasGradientArguments) -> int:
         """Tiles of the gradient."""
@@ -96,10 +116,10 @@ class Gradient:
         """``BiasGradientArguments`` as both kernels get them."""
         params = []
         for name, x in tensors_of(a).items():
-            if name in ("mWorkspace", "mSums"):
+            if name in ("mWorkspace", "mSums", "mTables"):
                 params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
             else:
-                is_strided = name == "mBias" and self.plan.config.features.strided_bias
+                is_strided = name == "mMask" or (name == "mBias" and self.plan.config.features.strided_bias)
                 params.append(tensor_argument(places[name], x.shape, x.stride() if is_strided else x.stride()[:-1]))
         return params + [
             struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
@@ -117,7 +137,7 @@ class Ahead(Pass):
 
     def __call__(self, a: BackwardArguments) -> None:
         """Runs no kernel."""
-        self.prepare(a)
+        self.prepare(a, *self.parts(a))
 
 
 class WithGradient(Interpreted):
@@ -254,6 +274,37 @@ def test_given_biases(case: str, fuzz_seconds: float) -> None:
         assert call.bias is not None
         call.bias.requires_grad_(False)
         check(call, Interpreted(draw), through_lse=len(case) % 2 == count % 2)
+
+
+# Beside a mask, some of whose blocks are hidden and others whole, or a block mask: whether both kernels are executed.
+MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
+    "d64-own": ([200], [300], {"bias": (1, 1, 1), "mask": (1, 1), "nheads": 2, "window_size": (150, None)}, True),
+    "d128-own-block-mask": ([200], [300], {"bias": (1, 1, 1), "head_dim": 128, "nheads": 4, "nheads_k": 1}, True),
+    "d256-block-mask": ([200], [300], {"bias": (1, 1), "head_dim": 256, "nheads": 2}, False),
+    "d64-everything": ([150, 1], [300, 0], {"bias": (1, 0, 1), "mask": (1, 1), **EVERYTHING, "nheads": 2}, True),
+    "d64-packed": (
+        [150, 0, 60],
+        [200, 7, 140],
+        {"packed": True, "bias": (0, 1, 1), "mask": (1, 1), "nheads": 2},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
+    lengths_q, lengths_k, options, runs_both = MASKED[case]
+    for count, draw in drawn(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = drawn_call(lengths_q, lengths_k, **options)
+        if call.mask is None:
+            call = with_block_mask(call, draw)
+        else:
+            call.mask[..., :128, 128:256], call.mask[..., :128, :128] = False, True
+        if runs_both:
+            check_all(call, WithGradient(draw), through_lse=count % 2 == 0)
+        else:
+            check_dbias(call, WithGradient(draw, is_alone=True))
 
 
 # Others have a kernel of their own, which adds up what the bias was broadcast over; the last number is that of SMs.

@@ -50,6 +50,13 @@ def listed(visible: list[list[int]], **options: Any) -> Call:
     return dataclasses.replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
 
 
+def listed_causal(queries: int, keys: int) -> Call:
+    shown = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return dataclasses.replace(
+        plain([queries], [keys]), block_mask=BlockMask.causal(queries, keys), shown=shown[None, None]
+    )
+
+
 Calls = dict[str, Callable[[], Call]]  # as small as what they show allows
 
 
@@ -172,6 +179,16 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         },
         "BackwardCta",
     ),
+    "backward under masks": Backward(
+        TABLES["backward under masks"],
+        {
+            "lists": lambda: listed([[1, 0, 1], [0, 1, 1]]),
+            "turns": lambda: listed([[1, 1, 1], [0, 1, 1]]),
+            "many": lambda: listed([[1]] * 10),  # more blocks of queries than stages of entries
+            "causal": lambda: listed_causal(150, 130),  # in each half of a block something else is hidden
+        },
+        "BackwardCta",
+    ),
     "pairs": Backward(
         TABLES["pairs"],
         {
@@ -189,6 +206,8 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "d256": lambda: of_d256([70], [60]),
             "steps": lambda: of_d256([150], [60]),
             "tiles": lambda: of_d256([60], [150]),
+            "lists": lambda: listed([[1, 1]], head_dim=256),
+            "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
         },
         "BackwardTwoWalks",
     ),

@@ -106,6 +106,8 @@ def pair(**options: Any) -> BackwardConfig:
 
 
 LONG = 8192  # keys of a sequence
+LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
+MASKED_BACKWARD = BACKWARD_EVERYTHING | MASKED
 FEW_BACKWARD = {
     "d192": backward(192),
     "d256-causal": backward(256, right=True),
@@ -118,6 +120,12 @@ FEW_BACKWARD = {
     "d128": backward(128),
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "d128-block-mask": backward(128, block_mask=True, keys=LONG),
+    "d64-intervals-b300": backward(64, target=B300, **LISTED_BACKWARD),
+    "d192-dv128-intervals": backward(192, 128, **LISTED_BACKWARD),
+    "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
+    "d192-mask": backward(192, mask=True),
+    "d256-intervals": backward(256, **LISTED_BACKWARD),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
     "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
@@ -133,12 +141,21 @@ BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bi
     "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
     "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
 }
+BACKWARD_LISTS = {
+    "block-mask": {"block_mask": True},
+    "block-mask-grouped": {"block_mask": True, "grouped": True},
+    "intervals": LISTED_BACKWARD,
+    "mask": {"mask": True},
+    "mask-everything": {"mask": True, **MASKED_BACKWARD},
+}
 BACKWARD_BIASES = {
     "bias": {"bias": True, **BACKWARD_EVERYTHING},
     "dbias": {"bias": True, "dbias": True, **BACKWARD_EVERYTHING, "softcap": False},
     "float32-bias": {"bias": True, "float32_bias": True, **BACKWARD_EVERYTHING, "softcap": False},
     "float32-bias-softcap": {"bias": True, "float32_bias": True, "softcap": True, "right": True},
     "row-of-a-bias": {"bias": True, "uniform_bias": True, "packed": True, "grouped": True},
+    "dbias-mask": {"bias": True, "dbias": True, "mask": True, **MASKED_BACKWARD, "softcap": False},
+    "bias-block-mask": {"bias": True, "block_mask": True, "grouped": True},
 }
 BIAS_GRADIENTS = {
     "full": {},
@@ -146,6 +163,8 @@ BIAS_GRADIENTS = {
     "split": {"packed": True, "right": True, "split": True},
     "float32": {"float32_bias": True, "softcap": True},
     "strided": {"strided_bias": True, "left": True},
+    "mask": {"mask": True, **MASKED},
+    "block-mask": {"block_mask": True},
 }
 
 
@@ -157,35 +176,24 @@ def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradien
 FEW_BIAS_GRADIENTS = {
     "d64-split-b300": bias_gradient(64, packed=True, split=True, target=B300),
     "d128-strided-float16": bias_gradient(128, strided_bias=True, dtype="float16"),
-    "d192-dv128": bias_gradient(192, 128),
+    "d192-dv128-mask": bias_gradient(192, 128, mask=True),
     "d256-everything": bias_gradient(256, float32_bias=True, **EVERYTHING),
+    "d256-block-mask": bias_gradient(256, block_mask=True),
 }
+_SIZES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 ALL_BIAS_GRADIENTS = {
     f"d{d}-dv{d_v}-{name}-{target}": bias_gradient(d, d_v, target=target, **BIAS_GRADIENTS[name])
-    for (d, d_v), name in itertools.product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BIAS_GRADIENTS)
-    for target in TARGETS.values()
+    for (d, d_v), name, target in itertools.product(_SIZES, BIAS_GRADIENTS, TARGETS.values())
 }
-ALL_BACKWARD = (
-    {
-        f"d{d}-dv{d_v}-{mask}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-        for (d, d_v), mask in itertools.product(
-            ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_MASKS
-        )
-        for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
-    }
-    | {
-        f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-        for mask in BACKWARD_MASKS
-        for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
-    }
-    | {
-        f"d{d}-dv{d_v}-{bias}-{target}": backward(d, d_v, target=target, **BACKWARD_BIASES[bias])
-        for (d, d_v), bias in itertools.product(
-            ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_BIASES
-        )
-        for target in TARGETS.values()
-    }
-)
+ALL_BACKWARD = {
+    f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
+    for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+} | {
+    f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for mask in BACKWARD_MASKS
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -346,6 +354,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v, keys=keys)
         assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
+        assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
@@ -428,24 +437,21 @@ def test_warming_is_for_all_lengths() -> None:
     assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
-def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
+def test_warming_leaves_out_gradients_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BLOCK_MASK",))
+    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
     arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
-    for feature, passes in (
-        ("softcap", {"forward", "backward"}),
-        ("bias", {"forward", "backward", "bias_gradient"}),
-        ("block_mask", {"forward"}),
-    ):
+    for feature, passes in (("block_mask", {"forward"}), ("bias", {"forward", "backward", "bias_gradient"})):
         given = command.parser().parse_args([*arguments, "--features", feature])
         assert {c.pass_name for c in command.configurations(given)} == passes
 
 
-def test_features_that_there_are_no_gradients_of_are_refused() -> None:
-    for name in ("mask", "block_mask"):
-        features = Features(**{name: True})
-        assert not ARCHITECTURES["sm100"].has_gradients(features)
-        assert ARCHITECTURES["sm90"].has_gradients(features)
-    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got mask, block_mask$"):
-        backward(128, mask=True, bias=True, block_mask=True)
+def test_an_architecture_may_lack_gradients() -> None:
+    features = Features(mask=True, bias=True, block_mask=True)
+    assert all(architecture.has_gradients(features) for architecture in ARCHITECTURES.values())
+    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BIAS",))
+    assert not lacking.has_gradients(features)
+    assert lacking.has_gradients(dataclasses.replace(features, bias=False))
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -469,7 +475,8 @@ def test_gradients_are_planned_as_far_as_there_are_some() -> None:
     q, v = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (256, 200))
     assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
     mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
-    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is None
+    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
+    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is not None
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -478,7 +485,9 @@ def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, mo
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
-    masks: dict[str, Any] = {"mask": torch.ones(8, 8, dtype=torch.bool), "block_mask": BlockMask.causal(8, 8)}
-    masks["bias"] = torch.zeros(8, 8, dtype=q.dtype)
-    with pytest.raises(ValueError, match=r"which has none: mask; block_mask$"):
-        flash_attn_func(q.requires_grad_(), q, q, **masks, backend="sm100")
+    backend = BACKENDS["sm100"]
+    assert isinstance(backend, CuteBackend)
+    monkeypatch.setattr(backend, "architecture", backend.architecture._replace(lacking_backward=("BIAS",)))
+    bias, blocks = torch.zeros(8, 8, dtype=q.dtype), BlockMask.causal(8, 8)
+    with pytest.raises(ValueError, match=r"which has none: bias$"):
+        flash_attn_func(q.requires_grad_(), q, q, block_mask=blocks, bias=bias, backend="sm100")

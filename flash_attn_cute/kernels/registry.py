@@ -89,7 +89,6 @@ ARCHITECTURES = {
                 ),
             },
             num_sms=148,  # a B200
-            lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU
         ),
     )

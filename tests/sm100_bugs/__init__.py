@@ -5,6 +5,7 @@
     forward     bugs of the forward kernel
     lists       of the same, what is another under masks
     backward    bugs of the backward kernel
+    columns     of the same, what is another under masks
     pair        bugs of that of pairs of CTAs, where it is another
     two_walks   bugs of that of two walks, where it is another
     bias        bugs of the kernel of a bias's gradient
@@ -15,6 +16,7 @@
 from tests.sm100_bugs.backward import BACKWARD
 from tests.sm100_bugs.bias import BIAS
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
+from tests.sm100_bugs.columns import COLUMNS
 from tests.sm100_bugs.forward import FORWARD
 from tests.sm100_bugs.lists import LISTS
 from tests.sm100_bugs.pair import PAIR
@@ -26,6 +28,7 @@ TABLES: dict[str, Bugs] = {
     "forward": FORWARD,
     "masks": LISTS,
     "backward": BACKWARD,
+    "backward under masks": COLUMNS,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
     "bias": BIAS,

@@ -13,7 +13,6 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING_BACKWARD = ("MASK", "BLOCK_MASK")  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
@@ -211,7 +210,6 @@ class BackwardConfig(BackwardSizes):
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
     counts_additions: ClassVar[bool] = True
-    reorders_bits: ClassVar[bool] = False
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -235,6 +233,20 @@ class BackwardConfig(BackwardSizes):
     def stages(self) -> int:
         """Blocks of queries in flight."""
         return self.q_stages
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: a thread has a key, and half of a block's queries."""
+        return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True, row_a_thread=True, sharing=COMPUTE_WARPGROUPS)
+
+    @property
+    def reorders_bits(self) -> bool:
+        """Whether the tiles of a block mask are put into the order of threads."""
+        return self.features.block_mask
+
+    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """As in ``BackwardSizes``."""
+        return self.mask_tile.parts(lists, blocks)
 
     @property
     def registers(self) -> BackwardRegisters:
@@ -388,11 +400,12 @@ class _BackwardTile(NamedTuple):
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
 # walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
-# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
+# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing. Lists are those of
+# 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias listed")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
@@ -403,14 +416,7 @@ _BACKWARD_TILES = (
 def backward_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, target: str = TARGETS[10, 0]
 ) -> BackwardConfig:
-    """The configuration that serves a call whose sequences have so many keys, on average.
-
-    Raises:
-        ValueError: features that no kernel serves yet.
-    """
-    lacking = [name.lower() for name in LACKING_BACKWARD if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
+    """The configuration that serves a call whose sequences have so many keys, on average."""
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)

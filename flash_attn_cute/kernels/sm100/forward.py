@@ -84,11 +84,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.assembly import bit_mask, opaque
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -116,6 +116,9 @@ from flash_attn_cute.kernels.sm100.scores import (
     cap_in_memory,
     hide_by_bits_in_memory,
     hide_in_memory,
+    hides_some,
+    within_interval,
+    words_of,
 )
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
@@ -493,21 +496,11 @@ class _Rows:
         ring.wait_full(block_step)  # from the producer
         block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
         ring.release(block_step)  # to it
-        bits = cute.make_rmem_tensor(config.mask_tile.words, Int32)
-        bits.fill(-1)
-        if code >= 0:
-            cute.autovec_copy(self.tables.mBits[Int64(code), 0, self.thread, None], bits)
-        words = [bits[w] for w in range(config.mask_tile.words)]
+        words = words_of(self.tables.mBits, code, 0, self.thread)
         if const_expr(config.features.intervals):
-            tile = self.tile(config, step)
-            row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
-            seen = cute.make_rmem_tensor(2, Int32)
-            number = tile.batch * tile.q.length + row
-            cute.autovec_copy(cute.local_tile(self.arguments.mSeen, (2,), (number,)), seen)
-            for w in cutlass.range_constexpr(config.mask_tile.words):
-                first, end = (seen[j] - (block * config.tile_n + 32 * w) for j in range(2))
-                first = cutlass.max(first, 0)
-                words[w] = words[w] & bit_mask(first, cutlass.max(end - first, 0))
+            tile, m = self.tile(config, step), self.arguments.mSeen
+            row = tile.first_query + PART_ROWS * self.part + self.thread
+            words = within_interval(words, m, tile.batch, tile.q.length, row, block * config.tile_n)
         return block, code, words
 
     @cute.jit
@@ -515,10 +508,7 @@ class _Rows:
         """Whether some row of the warp does not see all of a block."""
         is_cut = code >= 0
         if const_expr(config.features.intervals):
-            every = words[0]
-            for w in cutlass.range_constexpr(1, len(words)):
-                every = every & words[w]
-            is_cut = cute.arch.vote_any_sync(every != -1)
+            is_cut = hides_some(words)
         return is_cut
 
     def cap(self, config: ForwardConfig, place: Int32) -> None:

@@ -41,6 +41,8 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     dq       1 or 2  parts     1, commit of dQ, or of a part  4, drain: it is read
     pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
     dv, dk   1       tiles     1, commit of the last one      4 a warpgroup that has pieces, compute: dV, or dK, is read
+    entries  8       steps     1, producer                    8, compute: it is read; under a mask alone
+    turns    8       steps     1, producer                    2, adding warps: likewise
 
 Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier. Where dQ is
 transposed, a piece is 32 queries of 64 columns.
@@ -71,11 +73,14 @@ What is read or overwritten by another proxy or thread, and what orders it:
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
-queries, read ahead of the wait for their scores, and is added to these in tensor memory, before edges hide some. Behind
+queries, read ahead of the wait for their scores, and is added to these in tensor memory, before some are hidden. Behind
 a softcap it is read and added when they are weighed. Where every score has a bias of its own, dS is its gradient, and
 is stored from registers; else ``bias_gradient`` follows.
 
-Windows and ends are looked at only in steps that an edge crosses. How sums and stats lie in the workspace is ``sums``'
+Windows and ends are looked at only in steps that an edge crosses. Under a mask a tile's walk is one over lists of
+blocks of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer tells compute warps
+which it is, and where the bits are that hide its scores (``common.block_lists``), and adding warps where its dQ is
+added, and when. Bits are read while scores are computed. How sums and stats lie in the workspace is ``sums``'
 business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
@@ -95,7 +100,7 @@ from flash_attn_cute.kernels.common.assembly import fma, opaque, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
@@ -113,7 +118,16 @@ from flash_attn_cute.kernels.sm100.config import (
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
-from flash_attn_cute.kernels.sm100.scores import BiasColumn, add_in_memory, cap_in_memory, hide_in_memory
+from flash_attn_cute.kernels.sm100.scores import (
+    BiasColumn,
+    add_in_memory,
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+    hides_some,
+    within_interval,
+    words_of,
+)
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
@@ -191,7 +205,7 @@ class BackwardCtaSm100:
         if warp_idx < _COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(c.registers.drain)
             self.transfers.drain(a, shared, thread)
-            if const_expr(f.packed or f.left or f.right):  # else every key is seen
+            if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is seen
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
         elif warp_idx < frame.MMA_WARP:
@@ -221,7 +235,7 @@ class BackwardCtaSm100:
         products = Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
             rings.k.wait_full(walk)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
@@ -280,11 +294,11 @@ class BackwardCtaSm100:
         """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address)
+        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._step(work, walk, nth, i, step)
                     step += 1
@@ -296,15 +310,18 @@ class BackwardCtaSm100:
     def _step(self, work: "Work", walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c = self.config
-        weights = self._to_weights(work, walk, nth, i, step, step, c.first_S)
-        self._to_gradients(work, weights, walk, nth, i, step, work.shared.rings.dp, step, c.first_dP)
+        block = self._block(work, walk, nth, i, step)
+        weights = self._to_weights(work, block, step, step, c.first_S)
+        self._to_gradients(work, weights, block, step, work.shared.rings.dp, step, c.first_dP)
+
+    def _block(self, work: "Work", walk: Int32, nth: Int32, i: Int32, step: Int32) -> "Block":
+        """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
+        return Block(walk, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
 
     def _to_weights(
         self,
         work: "Work",
-        walk: Int32,
-        nth: Int32,
-        i: Int32,
+        block: "Block",
         step: Int32,
         number: Int32,
         first: Int32 | int,
@@ -316,16 +333,17 @@ class BackwardCtaSm100:
         Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
         """
         c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
+        listed = self._listed(work, block) if f.listed else None  # while scores are computed
         bias = later = None
         if f.bias and f.softcap:
-            later = partial(self._read_bias, work, walk, nth, i, num=COLUMNS)  # not all at once: registers are short
+            later = partial(self._read_bias, work, block, num=COLUMNS)  # not all at once: registers are short
         elif f.bias:
-            bias = self._read_bias(work, walk, nth, i, 0, c.queries)
+            bias = self._read_bias(work, block, 0, c.queries)
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        self._change(work, walk, i, place, bias)
+        self._change(work, block, place, listed, bias)
         weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
@@ -336,9 +354,7 @@ class BackwardCtaSm100:
         self,
         work: "Work",
         weights: list[Int32],
-        walk: Int32,
-        nth: Int32,
-        i: Int32,
+        block: "Block",
         step: Int32,
         ring: Ring,
         number: Int32,
@@ -356,44 +372,64 @@ class BackwardCtaSm100:
         ring.release(number)  # to the mma warp: dS is there
         rings.do.release(step)  # to the producer: delta is read
         if c.features.dbias:
-            self._store_dbias(work, gradients, walk, nth, i)
+            self._store_dbias(work, gradients, block)
 
-    def _read_bias(
-        self, work: "Work", walk: Int32, nth: Int32, i: Int32, first: int, num: int
-    ) -> Callable[[], list[Float32]]:
+    def _read_bias(self, work: "Work", block: "Block", first: int, num: int) -> Callable[[], list[Float32]]:
         """What is added to the scores of some of the warpgroup's queries: begun here, as it takes long to come.
 
         Returns what waits for it.
         """
-        column, first_query = self._column(work, work.arguments.mBias, walk, nth, i)
+        column, first_query = self._column(work, work.arguments.mBias, block)
         return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
 
     @cute.jit
-    def _store_dbias(self, work: "Work", gradients: cutlass.Constexpr, walk: Int32, nth: Int32, i: Int32) -> None:
+    def _store_dbias(self, work: "Work", gradients: cutlass.Constexpr, block: "Block") -> None:
         """A step's gradients of scores, rounded, where every score has a bias of its own."""
-        tile = work.shared.tile_again(self.config, work.arguments, walk)
+        tile = work.shared.tile_again(self.config, work.arguments, block.walk)
         if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
-            column, first = self._column(work, work.arguments.mdBias, walk, nth, i)
+            column, first = self._column(work, work.arguments.mdBias, block)
             for n in cutlass.range_constexpr(len(gradients)):
                 column.write(first + n * COLUMNS, gradients[n])
 
-    def _column(self, work: "Work", mX: cute.Tensor, walk: Int32, nth: Int32, i: Int32) -> tuple[BiasColumn, Int32]:
+    def _column(self, work: "Work", mX: cute.Tensor, block: "Block") -> tuple[BiasColumn, Int32]:
         """Of the bias or its gradient, that of this thread's key, and the warpgroup's first query of a step.
 
         Behind the last key stands that.
         """
         c, a = self.config, work.arguments
-        tile = work.shared.tile_again(c, a, walk)
+        tile = work.shared.tile_again(c, a, block.walk)
         key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
-        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[tile.head + nth, None, None]
+        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
         column = BiasColumn.of(gX, key, tile.q.length)
-        return column, tile.blocks.nth(i) * c.tile_m + c.queries * work.warpgroup
+        return column, block.m_block(tile) * c.tile_m + c.queries * work.warpgroup
 
     @cute.jit
-    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32, bias: cutlass.Constexpr = None) -> None:
+    def _listed(self, work: "Work", block: "Block") -> tuple[Boolean, list[Int32]]:
+        """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
+        c = self.config
+        m_block, code = block.told[:2]
+        words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
+        if const_expr(c.features.intervals):
+            tile = work.shared.tile_again(c, work.arguments, block.walk)
+            first_query = m_block * c.tile_m + c.queries * work.warpgroup
+            words = within_interval(
+                words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
+            )
+            is_cut = hides_some(words)
+        return is_cut, words
+
+    @cute.jit
+    def _change(
+        self,
+        work: "Work",
+        block: "Block",
+        place: Int32,
+        listed: tuple[Boolean, list[Int32]] | None = None,
+        bias: cutlass.Constexpr = None,
+    ) -> None:
         """What is done to scores where they are in tensor memory: to cap them, to add a bias, and to hide some.
 
-        Those that an edge hides if it crosses the block, NaN of a bias included. Behind a softcap, whose derivative
+        Those that a mask hides, or an edge of the block, NaN of a bias included. Behind a softcap, whose derivative
         takes what tanh gave, the bias is added later.
         """
         c, f = self.config, self.config.features
@@ -401,8 +437,19 @@ class BackwardCtaSm100:
             cap_in_memory(place, c.queries, work.scales.tanh)
         elif const_expr(f.bias):
             add_in_memory(place, work.scales.bias, bias())
-        tile = work.shared.tile_again(c, work.arguments, walk)
-        m_block = tile.blocks.nth(i)
+        if const_expr(listed is not None):
+            is_cut, words = listed
+            if is_cut:
+                hide_by_bits_in_memory(place, work.scales.log2, words)
+        else:
+            self._hide_by_edges(work, block, place)
+
+    @cute.jit
+    def _hide_by_edges(self, work: "Work", block: "Block", place: Int32) -> None:
+        """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
+        c, f = self.config, self.config.features
+        tile = work.shared.tile_again(c, work.arguments, block.walk)
+        m_block = block.m_block(tile)
         is_cut = tile.blocks.crosses_left(m_block)
         if const_expr(f.hides_last_queries):
             is_cut = is_cut or tile.blocks.crosses_right(m_block)
@@ -612,6 +659,7 @@ class Work:
     warpgroup: Int32
     thread: Int32  # of the warpgroup: its key
     address: Int32  # of this thread's row in tensor memory
+    bits: cute.Tensor | None  # of a mask
 
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""
@@ -619,6 +667,28 @@ class Work:
         place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
         cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
         return four
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whose scores a step has: a tile's, and the i-th block of queries of its nth head.
+
+    Of the tile what it is, is read again where it matters, and not kept in registers. What has been told has to be, and
+    is opaque, or the compiler keeps all that follows from it, too.
+    """
+
+    walk: Int32
+    nth: Int32
+    i: Int32
+    told: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
+
+    def m_block(self, tile: KeyTile) -> Int32:
+        """The block of queries."""
+        return tile.blocks.nth(self.i) if self.told is None else opaque(self.told[0])
+
+    def head(self, tile: KeyTile) -> Int32:
+        """Their head."""
+        return tile.head + self.nth if self.told is None else opaque(self.told[2])
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles
+from flash_attn_cute.kernels.common.key_tiles import num_key_tiles
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
@@ -160,7 +160,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         products = _Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the leader's producer
             rings.k.wait_full(walk)  # from producers
             for i in cutlass.range(num_steps, unroll=1):
@@ -228,7 +228,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         c, exchange = self.config, shared.rings.exchange
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the leader's producer
             for _ in cutlass.range(num_steps, unroll=1):
                 exchange.wait_full(step)  # from the leader's compute warps
@@ -244,7 +244,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
         stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
-        self._change(work, walk, i, place)
+        self._change(work, self._block(work, walk, nth, i, step), place)
         scores = tensor_memory.load(place, c.queries)
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp: S is read

@@ -151,6 +151,8 @@ class PairShared(Shared):
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
+            entries=None,
+            turns=None,
             rank=rank,
         )
 
