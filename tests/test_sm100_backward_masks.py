@@ -40,14 +40,23 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
+def visible(call: Call) -> float:
+    """What part of all scores its mask shows."""
+    assert call.shown is not None
+    return call.shown.float().mean().item()
+
+
 @pytest.mark.parametrize("case", BLOCK_MASKS)
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
-    """Any kind of mask, and any order of launches: turns come from tables."""
+    """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
-        check(with_order(with_block_mask(call, draw), draw), Interpreted(draw), through_lse=count % 2 == 1)
+        plain = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        call = with_block_mask(plain, draw)
+        while count == 0 and visible(call) < 0.1:
+            call = with_block_mask(plain, draw)
+        check(with_order(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
 def test_keys_and_queries_that_see_nothing() -> None:
