@@ -278,10 +278,10 @@ def test_given_biases(case: str, fuzz_seconds: float) -> None:
 
 # Beside a mask, some of whose blocks are hidden and others whole, or a block mask: whether both kernels are executed.
 MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
-    "d64-own": ([200], [300], {"bias": (1, 1, 1), "mask": (1, 1), "nheads": 2, "window_size": (150, None)}, True),
-    "d128-own-block-mask": ([200], [300], {"bias": (1, 1, 1), "head_dim": 128, "nheads": 4, "nheads_k": 1}, True),
+    "d64-own": ([200], [300], {"bias": (1, 1, 1), "mask": (1, 1), "window_size": (150, None)}, True),
+    "d128-own-block-mask": ([200], [300], {"bias": (1, 1, 1), "head_dim": 128, "nheads": 2, "nheads_k": 1}, True),
     "d256-block-mask": ([200], [300], {"bias": (1, 1), "head_dim": 256, "nheads": 2}, False),
-    "d64-everything": ([150, 1], [300, 0], {"bias": (1, 0, 1), "mask": (1, 1), **EVERYTHING, "nheads": 2}, True),
+    "d64-everything": ([150, 1], [200, 0], {"bias": (1, 0, 1), "mask": (1, 1), **EVERYTHING, "nheads": 1}, True),
     "d64-packed": (
         [150, 0, 60],
         [200, 7, 140],
@@ -310,17 +310,14 @@ def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
 # Others have a kernel of their own, which adds up what the bias was broadcast over; the last number is that of SMs.
 SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
     "d64-batch": ([140, 140], [150, 150], {"bias": (1, 1, 1), "nheads": 2}, 2),
-    "d64-heads-causal": ([140], [201], {"bias": (1, 0, 1, 1), "bias_layout": "sliced", "causal": True, "nheads": 2}, 2),
     "d128-keys-uniform": ([140], [150], {"bias": (1, 0, 1), "head_dim": 128, "nheads": 2}, 2),
     "d64-queries": ([140], [150], {"bias": (1, 1, 0), "nheads": 2, "nheads_k": 1}, 2),
     "d64-number": ([140], [150], {"bias": (), "window_size": (30, 20)}, 2),
     "d64-softcap-transposed": ([140], [150], {"bias": (1, 1), "softcap": 5.0, "bias_layout": "transposed"}, 2),
     "d128-float32-split": ([70] * 4, [80] * 4, {"bias": (1, 1), "bias_dtype": torch.float32, "head_dim": 128}, 2),
     "d64-packed-keys": ([150, 0, 60], [130, 7, 140], {"packed": True, "bias": (1, 0, 1), "causal": True}, 2),
-    "d64-packed-heads": ([150, 0, 60], [130, 7, 140], {"packed": True, "bias": (0, 1, 1), "nheads": 2}, 2),
     "d64-everything": ([140, 1], [200, 3], {"bias": (1, 1, 1), "nheads_k": 1, "nheads": 2, **EVERYTHING}, 2),
     "d64-padded-batch": ([140, 30], [60, 200], {"bias": (1, 1, 1), "seqused": True, "causal": True}, 2),
-    "d192-dv128": ([70, 70], [140, 140], {"head_dim": 192, "head_dim_v": 128, "bias": (1, 1)}, 2),
     "d256-float16": ([70, 70], [141, 141], {"head_dim": 256, "bias": (1, 1), "dtype": torch.float16}, 2),
 }
 

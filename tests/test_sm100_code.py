@@ -309,10 +309,10 @@ def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_
     assert count["UTCHMMA"] == 2 * 4  # loops of four steps, of S and dP
     assert count["UTCBAR"] == 4  # each is there, and its operands are read
     assert count["USETMAXREG"] == 3
-    # The bias, S to add that, to be hidden and to be weighed, and dP; the bias is stored in a loop.
-    blocks = c.keys // 32
-    assert count["LDTM"] == blocks * (5 + c.features.softcap)
-    assert count["STTM"] == 1 + blocks * (2 + c.features.softcap)
+    # The bias, S to add that, to be hidden by edges and to be weighed, and dP; the bias is stored in a loop.
+    blocks, more = c.keys // 32, c.features.softcap + c.features.listed
+    assert count["LDTM"] == blocks * (5 + more)
+    assert count["STTM"] == 1 + blocks * (2 + more)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.keys
     assert len(re.findall(r"\bUTMALDG", sass)) == 2 * (c.tile_d + c.tile_dv) // 64
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
