@@ -231,7 +231,7 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
         size = largest_gradient if name.startswith("d") else sizes[name]
         room = 0.0
         if name == "dbias" and (got.ndim == 0 or got.shape[-1] == 1):
-            room = _rounding_over_keys(got.shape, low_out - true_out, dout)
+            room = rounding_over_keys(got.shape, low_out - true_out, dout)
         assert_close(name, got, expected[name], yardstick[name], factor, max(1.0, size), room)
     real_q, real_k = (real.to(out.device) for real in call.real_rows())
     for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
@@ -245,7 +245,7 @@ def assert_matches_oracle(call: Call, *, through_lse: bool = False, **options: A
         assert (results["dbias"][padding] == 0).all(), "dbias: padding is not zero"
 
 
-def _rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:
+def rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:
     """How far from the truth the gradient of a bias may be that is the same for all keys of a query.
 
     What all keys of a query get together is zero (or what lse and a sink leave), but for the rounding of out. Of

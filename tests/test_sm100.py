@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
-from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, ForwardArguments, ForwardNumbers
+from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.sparsity.bits import pack
@@ -258,7 +258,7 @@ class Pass:
         return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
 
 
-def tensors_of(a: ForwardArguments | BackwardArguments) -> dict[str, Tensor]:
+def tensors_of(a: Any) -> dict[str, Tensor]:
     """Those among the arguments, in their order."""
     found: dict[str, Tensor] = {}
     for name, x in a._asdict().items():

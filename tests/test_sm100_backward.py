@@ -45,6 +45,7 @@ from tests.test_sm100_code import paired
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
+LOWEST_LSE = -(2.0**20)  # as in ``common.score``
 
 
 TABLES = ("codes", "bits", "order", "adding", "lists", "entries")  # of ``common.workspace.Workspace``, in its order
@@ -111,7 +112,9 @@ class Pass:
         parts, places = self.parts(a)
         self.prepare(a, parts, places)
         memory, given, tables = Memory(), tensors_of(a), self.tables_of(a)
-        at = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
+        at = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
+        if a.mBias is not None:
+            at["mBias"] = memory.put_last(spread(a.mBias))
         params: list[bytes] = [bytes(32)] * 4
         tensors: dict[int, ptx.Rows] = {}
         queries = config.tile_m // config.ctas_a_tile
@@ -132,10 +135,11 @@ class Pass:
         params += self.workspace(a, tables, at)
         rest = n.softcap or n.softmax_scale
         tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
-        params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
+        before_bias, behind = (rest, 1.0) if config.features.bias else (1.0, rest)
+        params += [struct.pack("<f", x) for x in (tanh, before_bias, behind * LOG2_E)]
         everything = memory.bytes()
         self.run(code, params, everything, tensors, self.num_ctas)
-        for name in ("mdQ", "mdK", "mdV", "mNextTile"):
+        for name in given.keys() & {"mdQ", "mdK", "mdV", "mdBias", "mNextTile"}:
             x = given[name]
             assert x.is_contiguous()
             found = torch.from_numpy(everything[at[name] : at[name] + x.numel() * x.element_size()])
@@ -181,7 +185,7 @@ class Pass:
             if name in ("mWorkspace", "mBits"):
                 params.append(struct.pack("<Qq", ptx.address_of(at[name]), len(x)))
             else:
-                strides = x.stride() if name in ("mMask", "mContributors") else x.stride()[:-1]
+                strides = x.stride() if name in ("mMask", "mBias", "mContributors") else x.stride()[:-1]
                 params.append(tensor_argument(at[name], x.shape, strides))
         return params + [
             struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
@@ -217,10 +221,10 @@ class Pass:
             o, do = ((x if batch is None else x[batch])[rows].float() for x in (a.mO, a.mdO))
             lse, dlse = (None if x is None else (x if batch is None else x[batch])[:, rows] for x in (a.mLSE, a.mdLSE))
             assert lse is not None
-            seen = ~lse.isneginf()
+            seen = ~lse.isneginf() if a.mBias is None else lse >= LOWEST_LSE
             delta = torch.where(o != 0, o * do, 0.0).sum(-1).T
             delta = delta if dlse is None else delta - dlse
-            stats[0, :, block, : o.shape[0]] = torch.where(seen, lse * LOG2_E, torch.inf)
+            stats[0, :, block, : o.shape[0]] = torch.where(seen, lse * (LOG2_E if a.mBias is None else 1.0), torch.inf)
             stats[1, :, block, : o.shape[0]] = torch.where(seen, delta, 0.0)
 
     def blocks(self, a: BackwardArguments) -> dict[int, tuple[int | None, slice]]:
@@ -277,13 +281,13 @@ def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: T
     """The gradients of a call, from the results of its forward pass in float64."""
     inputs, spec = as_given(call, backward=True)
     with torch.no_grad():
-        out = oracle.attention(call)[0].detach()
-        sink = call.learnable_sink is not None
+        out = oracle.attention(call.to(call.q.dtype))[0].detach()
+        sink, bias = call.learnable_sink is not None, call.bias is not None and call.bias.requires_grad
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-            found = backend._backward(spec, inputs, out, lse, dout, dlse, False, sink)
-    got = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
-    return got | ({"dlearnable_sink": found.dsink} if found.dsink is not None else {})
+            found = backend._backward(spec, inputs, out, lse, dout, dlse, bias, sink)
+    got = {"dq": found.dq, "dk": found.dk, "dv": found.dv, "dbias": found.dbias, "dlearnable_sink": found.dsink}
+    return {name: x for name, x in got.items() if x is not None}
 
 
 def check(call: Call, backend: Interpreted, *, through_lse: bool = False) -> dict[str, Tensor]:

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests import ptx, sm100_bugs, test_sm100, test_sm100_backward
 from tests.checks import random_call
 from tests.oracle import Call
 from tests.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
-from tests.test_sm100_backward import Interpreted
+from tests.test_sm100_backward import Interpreted, execute
+from tests.test_sm100_backward_bias import WithGradient, check_dbias
 from tests.test_sm100_code import forward_paired, paired
 from tools.ptx_lint import lint
 
@@ -101,8 +104,9 @@ class Backward:
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
-        _, spec = test_sm100.as_given(call)
-        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3])
+        inputs, spec = test_sm100.as_given(call)
+        layout = cute_backend._layout(over_scores(inputs), inputs.bias)
+        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
         config = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
         return paired(config) if self.by_pairs else config
 
@@ -112,8 +116,35 @@ class Backward:
         test_sm100_backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
 
 
+class BiasGradient:
+    """The kernel of a bias's gradient, alone; a CTA for each tile."""
+
+    def __init__(self, bugs: Bugs, calls: Calls):
+        self.bugs, self.calls = bugs, calls
+
+    @staticmethod
+    @functools.cache
+    def code(config: Any) -> Code:
+        """That of a configuration."""
+        from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
+
+        return Code(test_sm100.text_of(config), "BiasGradient", where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Of a call."""
+        backend = WithGradient(random.Random(0), num_sms=1, is_alone=True)
+        backend.launches = False
+        execute(call, backend, torch.zeros(call.q.shape[:-1]).mT, torch.zeros_like(call.v), None)
+        (plan,) = backend.plans
+        return plan.config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
+        """The results of a call."""
+        check_dbias(call, WithGradient(draw, 1, program, lags, is_alone=True))
+
+
 of_d128, of_d256 = functools.partial(plain, head_dim=128), functools.partial(plain, head_dim=256)
-KERNELS: dict[str, Forward | Backward] = {
+KERNELS: dict[str, Forward | Backward | BiasGradient] = {
     "forward": Forward(
         TABLES["forward"],
         {
@@ -155,6 +186,7 @@ KERNELS: dict[str, Forward | Backward] = {
             "causal": lambda: plain([130], [130], causal=True),
             "d128": lambda: of_d128([300], [100]),
             "d128-tiles": lambda: of_d128([130], [300]),
+            "bias": lambda: plain([100], [100], bias=(1, 1)),
         },
         "BackwardCta",
     ),
@@ -189,6 +221,15 @@ KERNELS: dict[str, Forward | Backward] = {
             "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
         },
         "BackwardTwoWalks",
+    ),
+    "bias": BiasGradient(
+        TABLES["bias"],
+        {
+            "one": lambda: plain([100], [100], nheads=2, bias=(1, 1)),
+            "several": lambda: plain([100], [100], nheads=6, bias=(1, 1)),  # more pieces than stages
+            "unseen": lambda: plain([150], [150], bias=(1,), causal=True),  # with a piece that nobody sees
+            "number": lambda: plain([100], [100], bias=()),
+        },
     ),
 }
 PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]

@@ -29,8 +29,10 @@ from flash_attn_cute.kernels.sm100.config import (
     TARGETS,
     TENSOR_COLUMNS,
     BackwardConfig,
+    BiasGradientConfig,
     ForwardConfig,
     backward_config,
+    bias_gradient_config,
 )
 from flash_attn_cute.kernels.sm100.config import forward_config as config
 from tests.test_cute_plan import DENSE, spec_of
@@ -146,6 +148,10 @@ FEW_BACKWARD = {
     "d256-intervals": backward(256, **LISTED_BACKWARD),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
+    "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
+    "d128-dbias-causal-b300": backward(128, bias=True, dbias=True, right=True, keys=LONG, target=B300),
+    "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
+    "d256-dbias-float16": backward(256, bias=True, dbias=True, dtype="float16"),
 }
 BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
     "causal-grouped": {"right": True, "grouped": True},
@@ -162,11 +168,46 @@ BACKWARD_LISTS = {
     "mask": {"mask": True},
     "mask-everything": {"mask": True, **MASKED_BACKWARD},
 }
+BACKWARD_BIASES = {
+    "bias": {"bias": True, **BACKWARD_EVERYTHING},
+    "dbias": {"bias": True, "dbias": True, **BACKWARD_EVERYTHING, "softcap": False},
+    "float32-bias": {"bias": True, "float32_bias": True, **BACKWARD_EVERYTHING, "softcap": False},
+    "float32-bias-softcap": {"bias": True, "float32_bias": True, "softcap": True, "right": True},
+    "row-of-a-bias": {"bias": True, "uniform_bias": True, "packed": True, "grouped": True},
+    "dbias-mask": {"bias": True, "dbias": True, "mask": True, **MASKED_BACKWARD, "softcap": False},
+    "bias-block-mask": {"bias": True, "block_mask": True, "grouped": True},
+}
+BIAS_GRADIENTS = {
+    "full": {},
+    "everything": EVERYTHING,
+    "split": {"packed": True, "right": True, "split": True},
+    "float32": {"float32_bias": True, "softcap": True},
+    "strided": {"strided_bias": True, "left": True},
+    "mask": {"mask": True, **MASKED},
+    "block-mask": {"block_mask": True},
+}
+
+
+def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradientConfig:
+    given = {name: options.pop(name) for name in ("split", "target") if name in options}
+    return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
+
+
+FEW_BIAS_GRADIENTS = {
+    "d64-split-b300": bias_gradient(64, packed=True, split=True, target=B300),
+    "d128-strided-float16": bias_gradient(128, strided_bias=True, dtype="float16"),
+    "d192-dv128-mask": bias_gradient(192, 128, mask=True),
+    "d256-everything": bias_gradient(256, float32_bias=True, **EVERYTHING),
+    "d256-block-mask": bias_gradient(256, block_mask=True),
+}
+_SIZES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+ALL_BIAS_GRADIENTS = {
+    f"d{d}-dv{d_v}-{name}-{target}": bias_gradient(d, d_v, target=target, **BIAS_GRADIENTS[name])
+    for (d, d_v), name, target in itertools.product(_SIZES, BIAS_GRADIENTS, TARGETS.values())
+}
 ALL_BACKWARD = {
     f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
-    for (d, d_v), (name, mask) in itertools.product(
-        ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), (BACKWARD_MASKS | BACKWARD_LISTS).items()
-    )
+    for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
     f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
@@ -177,7 +218,11 @@ ALL_BACKWARD = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Compiling all configurations takes minutes, so it has to be asked for."""
-    for name, few, all_of in (("compiled", FEW, ALL), ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD)):
+    for name, few, all_of in (
+        ("compiled", FEW, ALL),
+        ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD),
+        ("compiled_bias_gradient", FEW_BIAS_GRADIENTS, ALL_BIAS_GRADIENTS),
+    ):
         if name in metafunc.fixturenames:
             cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
             metafunc.parametrize(name, cases.values(), ids=cases)
@@ -245,9 +290,11 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert count["UTCBAR"] == commits + (3 if pair else 0)
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["USETMAXREG"] == 3
-    # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, and hidden.
-    blocks = c.tile_m // COMPUTE_WARPGROUPS // 32
-    changes = blocks * c.walks * (1 + c.features.softcap)
+    # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, or to have a bias
+    # added (which behind a softcap is added later), and hidden.
+    queries = c.tile_m // COMPUTE_WARPGROUPS
+    blocks = queries // 32
+    changes = blocks * c.walks * (1 + (c.features.softcap or c.features.bias))
     # Of dV and of dK, the last of an odd number for whose piece it is.
     pieces = sum(-(-num // COMPUTE_WARPGROUPS) for num in (c.pieces_dV, c.pieces_dK))
     assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
@@ -263,6 +310,35 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     sums = pieces * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums // 4
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
+    assert f".target {c.target}" in ptx
+    # Of a bias of 16 bits an element a score, and its gradient.
+    elements = queries * c.walks if c.features.bias and not c.features.uniform_bias else 0
+    if not c.features.float32_bias:
+        assert len(re.findall(r"\bLDG\.E\.[SU]16\b", sass)) == elements
+    assert len(re.findall(r"\bSTG\.E\.U16\b", sass)) == queries * c.features.dbias
+
+
+def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_path: Path) -> None:
+    """No spills; two products; nothing is added in memory; tensor memory is allocated and freed."""
+    c = compiled_bias_gradient
+    sass, *adding_up = machine_code(c, tmp_path)["BiasGradient"]
+    if "UTCHMMA" not in sass:
+        (sass,), adding_up = adding_up, [sass]
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    assert len(adding_up) == c.split
+    names = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    assert count["UTCHMMA"] == 2 * 4  # loops of four steps, of S and dP
+    assert count["UTCBAR"] == 4  # each is there, and its operands are read
+    assert count["USETMAXREG"] == 3
+    # The bias, S to add that, to be hidden by edges and to be weighed, and dP; the bias is stored in a loop.
+    blocks, more = c.keys // 32, c.features.softcap + c.features.listed
+    assert count["LDTM"] == blocks * (5 + more)
+    assert count["STTM"] == 1 + blocks * (2 + more)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.keys
+    assert len(re.findall(r"\bUTMALDG", sass)) == 2 * (c.tile_d + c.tile_dv) // 64
+    assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
     assert f".target {c.target}" in ptx
 
 
@@ -364,6 +440,23 @@ def test_pairs_are_planned_for_long_sequences() -> None:
     assert told.cluster == 2
 
 
+@pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
+def test_bias_gradient_sizes(d: int) -> None:
+    """Within shared memory, tensor memory and registers; rings of a power of 2; blocks of the backward pass."""
+    for d_v in range(8, max(HEAD_DIMS) + 8, 8):
+        c, main = bias_gradient(d, d_v), backward(d, d_v, bias=True, keys=LONG)
+        assert c.stats_m == main.tile_m
+        assert main.ctas_a_tile == 1
+        assert d <= c.tile_d
+        assert d_v <= c.tile_dv
+        assert c.bytes_shared <= SHARED_MEMORY
+        firsts = [*map(c.first_S, range(c.score_stages)), c.first_dP, c.first_bias, TENSOR_COLUMNS]
+        assert all(b - a >= c.tile_n for a, b in itertools.pairwise(firsts))
+        assert COMPUTE_WARPGROUPS * c.registers.compute + 2 * c.registers.others <= 512
+        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
+        assert all(stages & stages - 1 == 0 for stages in (c.stages, c.score_stages))
+
+
 def test_targets_have_kernels_of_their_own() -> None:
     sm100 = ARCHITECTURES["sm100"]
     for capability, target in TARGETS.items():
@@ -376,8 +469,16 @@ def test_targets_have_kernels_of_their_own() -> None:
 def test_warming_is_for_all_gpus() -> None:
     given = command.parser().parse_args(["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense"])
     assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
-    given.passes = ["bias_gradient"]
-    with pytest.raises(ValueError, match="--passes: expected some of forward, backward for sm100, got bias_gradient"):
+    given.passes, given.features = ["bias_gradient"], ["bias"]
+    assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
+
+
+def test_warming_refuses_passes_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    sm100 = ARCHITECTURES["sm100"]
+    lacking = sm100._replace(passes={"forward": sm100.passes["forward"]})
+    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
+    given = command.parser().parse_args(["warm", "--architecture", "sm100", "--passes", "bias_gradient"])
+    with pytest.raises(ValueError, match="--passes: expected some of forward for sm100, got bias_gradient"):
         command.configurations(given)
 
 
@@ -391,20 +492,21 @@ def test_warming_is_for_all_lengths() -> None:
         assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
-def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
+def test_warming_leaves_out_gradients_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BLOCK_MASK",))
+    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
     arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
-    for feature, passes in (("block_mask", {"forward", "backward"}), ("bias", {"forward"})):
+    for feature, passes in (("block_mask", {"forward"}), ("bias", {"forward", "backward", "bias_gradient"})):
         given = command.parser().parse_args([*arguments, "--features", feature])
         assert {c.pass_name for c in command.configurations(given)} == passes
 
 
-def test_features_that_there_are_no_gradients_of_are_refused() -> None:
+def test_an_architecture_may_lack_gradients() -> None:
     features = Features(mask=True, bias=True, block_mask=True)
-    assert not ARCHITECTURES["sm100"].has_gradients(features)
-    assert ARCHITECTURES["sm100"].has_gradients(dataclasses.replace(features, bias=False))
-    assert ARCHITECTURES["sm90"].has_gradients(features)
-    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got bias$"):
-        backward(128, mask=True, bias=True, block_mask=True)
+    assert all(architecture.has_gradients(features) for architecture in ARCHITECTURES.values())
+    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BIAS",))
+    assert not lacking.has_gradients(features)
+    assert lacking.has_gradients(dataclasses.replace(features, bias=False))
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -429,7 +531,7 @@ def test_gradients_are_planned_as_far_as_there_are_some() -> None:
     assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
     mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
     assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
-    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is None
+    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is not None
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -438,6 +540,9 @@ def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, mo
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
+    backend = BACKENDS["sm100"]
+    assert isinstance(backend, CuteBackend)
+    monkeypatch.setattr(backend, "architecture", backend.architecture._replace(lacking_backward=("BIAS",)))
     bias, blocks = torch.zeros(8, 8, dtype=q.dtype), BlockMask.causal(8, 8)
     with pytest.raises(ValueError, match=r"which has none: bias$"):
         flash_attn_func(q.requires_grad_(), q, q, block_mask=blocks, bias=bias, backend="sm100")

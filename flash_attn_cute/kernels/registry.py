@@ -81,9 +81,13 @@ ARCHITECTURES = {
             passes={
                 "forward": Pass(sm100.forward_config, "sm100.forward_kernel:forward_kernel", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
+                "bias_gradient": Pass(
+                    sm100.bias_gradient_config,
+                    "sm100.backward.bias_gradient:BiasGradientSm100",
+                    BiasGradientArguments,
+                ),
             },
             num_sms=148,  # a B200
-            lacking_backward=sm100.LACKING_BACKWARD,
             by_default=False,  # until it has run on such a GPU
         ),
     )

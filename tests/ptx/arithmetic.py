@@ -46,7 +46,7 @@ def _multiply(s: Statement) -> Effect:
 
 def _divide(a: Array, b: Array) -> Array:
     quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
-    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(np.int32)
+    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
 
 
 def _add(s: Statement) -> Effect:
@@ -118,7 +118,10 @@ def _move(s: Statement) -> Effect:
 
 def _convert(s: Statement) -> Effect:
     if s.name.startswith("cvt.rn."):
-        rounded = {"bf16x2": _bfloat16, "f16x2": _float16}[s.name.split(".")[2]]
+        kind = s.name.split(".")[2]
+        rounded = {"bf16": _bfloat16, "f16": _float16}[kind.removesuffix("x2")]
+        if not kind.endswith("x2"):
+            return s.compute(s.operands, ["f32"], lambda x: rounded(x).astype(np.uint16))
         return s.compute(s.operands, ["f32"] * 2, lambda high, low: rounded(high) << 16 | rounded(low))
     kind, given = s.name.split(".")[-2:]
     return s.compute(s.operands, [given], lambda x: x.astype(TYPES[kind]))
@@ -194,7 +197,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "fma": _arithmetic(_fused),
     "mul": _multiply,
     "mad": _plain(lambda a, b, c: a * b + c),
-    "div.s32": _plain(_divide),
+    **dict.fromkeys(("div.s32", "div.s64", "div.u32"), _plain(_divide)),
     "rem.s32": _plain(lambda a, b: a - _divide(a, b) * b),
     "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
     "neg": _plain(operator.neg),

@@ -43,7 +43,12 @@ def load(s: Statement) -> Effect:
 
         return load_parameter
     place = _words(s, s.operands[1], len(targets))
-    wider = (np.int64 if s.kind[0] == "s" else np.uint64) if is_wide and s.kind[1:] == "32" else None
+    is_signed = s.kind[0] == "s"
+    wider: type | None = None
+    if is_wide and s.kind[1:] == "32":
+        wider = np.int64 if is_signed else np.uint64
+    elif s.kind[1:] == "16" and not s.operands[0].text.startswith("%rs"):
+        wider = np.int32 if is_signed else np.uint32
     if s.kind == "b8":  # no register is so narrow
         wider = np.uint16
 

@@ -9,11 +9,13 @@
     columns       of the same, what is another under masks
     pair          bugs of that of pairs of CTAs, where it is another
     two_walks     bugs of that of two walks, where it is another
+    bias          bugs of the kernel of a bias's gradient
 
 ``python -m tests.sm100_bugs`` writes the tables of the page.
 """
 
 from tests.sm100_bugs.backward import BACKWARD
+from tests.sm100_bugs.bias import BIAS
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
 from tests.sm100_bugs.columns import COLUMNS
 from tests.sm100_bugs.forward import FORWARD
@@ -32,6 +34,7 @@ TABLES: dict[str, Bugs] = {
     "backward under masks": COLUMNS,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
+    "bias": BIAS,
 }
 
 __all__ = [

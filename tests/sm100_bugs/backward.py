@@ -35,6 +35,7 @@ _PRODUCTS = find(MMA, "tcgen05.mma", 28)
 _OF_S, _OF_DP, _OF_DV = _PRODUCTS[:4], _PRODUCTS[12:16], _PRODUCTS[16:20]
 _OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[8:12] + _PRODUCTS[24:]
 _WEIGHTS_STORED = find(_COMPUTE, "tcgen05.st", 6)[2:4]
+_LESSER = r"min\.s32\s+(%r\d+), (%r\d+), %r\d+"
 _ARRIVES_BY_ONE = r", %r\d+;"
 _POLL = find(_ADD, "ld.acquire")
 
@@ -492,7 +493,20 @@ BACKWARD: Bugs = {
             shows=False,
         ),
     ),
+    "missing store": (
+        Bug(
+            "scores are weighed as they were before a bias was added",
+            find(_COMPUTE, "tcgen05.st", 8)[:2].left_out(),
+            "bias",
+        ),
+        Bug("gradients of a bias are not stored", find(_COMPUTE, "st.global.b16", 64)[:1].left_out(), "bias"),
+    ),
     "dropped predicate": (
+        Bug(
+            "a bias is read behind its last query",
+            find(_COMPUTE, "ld.global.s16", 64).ahead("min.s32").rewritten(_LESSER, r"mov.b32 \1, \2"),
+            "bias",
+        ),
         Bug("a tile's first dV is added to the last tile's", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
         Bug("a tile's first dK is added to the last tile's", _OF_DK[::4].flipped(ACCUMULATES), "tiles"),
         Bug(

@@ -430,10 +430,8 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0, scores=scores)
-        num_sms = _num_sms(device)
-        return _Launch.of(
-            plan.plan_bias_gradient(self.architecture, spec, shapes, backward, slots, bias_shape, num_sms)
-        )
+        architecture, num_sms = self._architecture_on(device), _num_sms(device)
+        return _Launch.of(plan.plan_bias_gradient(architecture, spec, shapes, backward, slots, bias_shape, num_sms))
 
 
 class _Launch(NamedTuple):

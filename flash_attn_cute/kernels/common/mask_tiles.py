@@ -196,6 +196,19 @@ class BlockTiles(_Tiles):
         self.kernel(mTiles, mBits).launch(grid=[num_tiles, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
         return mBits
 
+    def bits(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
+        """The same; as they are where a thread has a query's scores, cut along the keys."""
+        t = self.tile
+        if self.config.reorders_bits:
+            return self(a, stream)
+        words_a_row, parts = BLOCK // 32, BLOCK // t.keys
+        words_a_tile = BLOCK * words_a_row
+        layout = cute.make_layout(
+            ((parts, a.mTiles.shape[0] // words_a_tile), t.warpgroups, BLOCK, t.words),
+            stride=((t.words, words_a_tile), words_a_tile, words_a_row, 1),
+        )
+        return cute.make_tensor(a.mTiles.iterator, layout)
+
     @cute.kernel
     def kernel(self, mTiles: cute.Tensor, mBits: cute.Tensor) -> None:
         """One tile."""
@@ -269,19 +282,6 @@ class RowTables:
             self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
             self.row_lists(tables.mCodes, tables.mLists, tables.mEntries, stream)
         elif const_expr(c.features.block_mask):
-            mBits = (
-                self._rows_of(a.blocks) if const_expr(c.mask_tile.row_a_thread) else self.block_tiles(a.blocks, stream)
-            )
+            mBits = self.block_tiles.bits(a.blocks, stream)
             tables = Tables(as_rows(a.blocks.mSpans, 2), as_rows(a.blocks.mEntries, 2), None, mBits)
         return tables
-
-    def _rows_of(self, blocks: BlockArguments) -> cute.Tensor:
-        """The tiles of a block mask as they are, cut along the keys: (tile and its part, warpgroup, row, word)."""
-        t = self.config.mask_tile
-        words_a_row, parts = BLOCK // 32, BLOCK // t.keys
-        words_a_tile = BLOCK * words_a_row
-        layout = cute.make_layout(
-            ((parts, blocks.mTiles.shape[0] // words_a_tile), t.warpgroups, BLOCK, t.words),
-            stride=((t.words, words_a_tile), words_a_tile, words_a_row, 1),
-        )
-        return cute.make_tensor(blocks.mTiles.iterator, layout)

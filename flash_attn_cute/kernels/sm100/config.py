@@ -13,7 +13,6 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING_BACKWARD = ("BIAS",)  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
 CTAS = 2  # of a pair, whose products are computed together
 SECOND = 1  # the rank of that which is not the leader
@@ -442,8 +441,8 @@ class _BackwardTile(NamedTuple):
 # 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right listed")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias listed")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
@@ -454,24 +453,124 @@ _BACKWARD_TILES = (
 def backward_config(
     dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, target: str = TARGETS[10, 0]
 ) -> BackwardConfig:
-    """The configuration that serves a call whose sequences have so many keys, on average.
-
-    Raises:
-        ValueError: features that no kernel serves yet.
-    """
-    lacking = [name.lower() for name in LACKING_BACKWARD if getattr(features, name.lower())]
-    if lacking:
-        raise ValueError(f"features: expected none that sm100 has no gradients of, got {', '.join(lacking)}")
+    """The configuration that serves a call whose sequences have so many keys, on average."""
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
     tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
     del tile["keys"], tile["case"]
+    # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
+    # all would be known too early, and spill.
+    is_uniform = features.uniform_bias and not features.softcap
+    features = replace(features.of_pass("backward"), uniform_bias=is_uniform, strided_bias=False, paired_bias=False)
     config = BackwardConfig(
         target=target,
         dtype=dtype,
-        features=replace(features.of_pass("backward"), deterministic=True),
+        features=replace(features, deterministic=True),
         **tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY
+    return config
+
+
+class BiasGradientRegisters(NamedTuple):
+    """A thread's, by the role of its warpgroup."""
+
+    compute: int  # of each of two warpgroups
+    others: int  # and of two others
+
+
+@dataclass(frozen=True)
+class BiasGradientConfig:
+    """What the kernel of a bias's gradient is made for."""
+
+    architecture: ClassVar[str] = "sm100"
+    pass_name: ClassVar[PassName] = "bias_gradient"
+    reorders_bits: ClassVar[bool] = False
+    registers: ClassVar[BiasGradientRegisters] = BiasGradientRegisters(compute=208, others=48)
+    tile_m: ClassVar[int] = PART_ROWS  # queries a tile
+    score_stages: ClassVar[int] = 2  # tiles of scores in tensor memory
+
+    target: str  # one of ``TARGETS``
+    dtype: str  # one of ``DTYPES``
+    tile_d: int  # one of ``HEAD_DIMS``
+    features: Features
+    tile_dv: int  # columns of v, one of ``HEAD_DIMS``
+    tile_n: int  # keys a tile
+    stats_m: int  # queries a block of lse and delta, as the backward pass leaves them
+    split: bool  # several CTAs share a tile
+
+    @property
+    def keys(self) -> int:
+        """Of a tile, that a warpgroup computes with."""
+        return self.tile_n // COMPUTE_WARPGROUPS
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut."""
+        return MaskTile(self.tile_m, self.tile_n, row_a_thread=True)
+
+    # The map of tensor memory.
+
+    def first_S(self, stage: Any) -> Any:
+        """The first column of scores."""
+        return self.tile_n * stage
+
+    @property
+    def first_dP(self) -> int:
+        """The first column of the gradients of weights."""
+        return self.score_stages * self.tile_n
+
+    @property
+    def first_bias(self) -> int:
+        """The first column of the tile's bias."""
+        return self.first_dP + self.tile_n
+
+    @property
+    def operands(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of a tile of Q, K, dO and V."""
+        return tuple((rows, columns) for columns in (self.tile_d, self.tile_dv) for rows in (self.tile_m, self.tile_n))
+
+    @property
+    def numbers_a_stage(self) -> int:
+        """Of 16 bits, of a piece's operands."""
+        return sum(rows * columns for rows, columns in self.operands)
+
+    @property
+    def stages(self) -> int:
+        """Pieces whose operands are in shared memory."""
+        return 2 if self._bytes(2) <= SHARED_MEMORY else 1
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of shared memory, at most: Q, K, dO and V, what tells of pieces, and what guards them."""
+        return self._bytes(self.stages)
+
+    def _bytes(self, stages: int) -> int:
+        return 2 * stages * self.numbers_a_stage + _BARRIERS_AND_PIECES
+
+
+_BARRIERS_AND_PIECES = 5 * 1024  # bytes, an upper bound
+
+
+def bias_gradient_config(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    features: Features,
+    *,
+    split: bool = False,
+    target: str = TARGETS[10, 0],
+) -> BiasGradientConfig:
+    """The configuration that serves a call, from the features of its backward pass."""
+    stats_m = backward_config(dtype, head_dim, head_dim_v, features).tile_m
+    tile_d, tile_dv = _tile_columns(head_dim), _tile_columns(head_dim_v)
+    # As in the forward pass.
+    features = replace(features.of_pass("bias_gradient"), uniform_bias=False, paired_bias=False)
+    tiles = (
+        BiasGradientConfig(target, dtype, tile_d, features, tile_dv, tile_n, stats_m, split) for tile_n in (128, 64)
+    )
+    config = next(tile for tile in tiles if tile.bytes_shared <= SHARED_MEMORY)
+    # The sums go through shared memory in the place of operands.
+    assert 2 * config.stages * config.numbers_a_stage >= 4 * config.tile_m * (config.tile_n + 1)
     return config

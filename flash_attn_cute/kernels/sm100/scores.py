@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -210,6 +210,65 @@ def add_bias_in_memory(
         first_column: the position of the block's first key.
     """
     for first in cutlass.range(0, columns, row.at_once, unroll=1):
-        bias = row.columns(first_column + first)
-        scores = tensor_memory.load(place + first, row.at_once)
-        tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, bias, strict=True)])
+        add_in_memory(place + first, scale, row.columns(first_column + first))
+
+
+def add_in_memory(place: Int32, scale: Float32, numbers: list[Float32]) -> None:
+    """Adds numbers to scores, times a scale: to those of a thread's row in as many columns from ``place`` on."""
+    for first in range(0, len(numbers), _COLUMNS):
+        some = numbers[first : first + _COLUMNS]
+        scores = tensor_memory.load(place + first, len(some))
+        tensor_memory.store(place + first, [fma(x, scale, b) for x, b in zip(scores, some, strict=True)])
+
+
+@dataclass(frozen=True)
+class BiasColumn:
+    """A thread's column of a bias, or of its gradient, in global memory: a key's elements of all queries, by strides.
+
+    Threads of a warp have keys that follow each other, whose elements of a query they read and write together.
+    """
+
+    address: Int64  # of the first query's element
+    step: Int64  # bytes from one query's to the next
+    num_queries: Int32  # of the sequence
+    dtype: cutlass.Constexpr
+
+    @staticmethod
+    def of(mX: cute.Tensor, key: Int32, num_queries: Int32) -> "BiasColumn":
+        """That of (queries, keys) of a head."""
+        dtype: Any = mX.element_type
+        return BiasColumn(mX[None, key].iterator.toint(), Int64(mX.stride[0]) * (dtype.width // 8), num_queries, dtype)
+
+    def read(self, first: Int32, num: int, is_uniform: bool) -> list[Int32 | Float32]:
+        """Elements of some queries from one on, as they are in memory: nothing waits for them yet.
+
+        Behind the last query stands its element. ``is_uniform``: all are the same.
+        """
+        if is_uniform:
+            return [self._at(Int32(0))[0]] * num
+        return [self._at(cutlass.min(first + i, self.num_queries - 1))[0] for i in range(num)]
+
+    def numbers(self, elements: list[Int32 | Float32]) -> list[Float32]:
+        """What has been read, as numbers."""
+        if self.dtype.width == 32:
+            return elements
+        return [unpack(Int32(x), 0, self.dtype) for x in elements]
+
+    @cute.jit
+    def write(self, first: Int32, elements: cute.Tensor) -> None:
+        """Elements of some queries from one on, as far as there are such."""
+        words = cute.recast_tensor(elements, self._kind)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            target = self._at(first + i)
+            if first + i < self.num_queries:
+                target[0] = words[i]
+
+    @property
+    def _kind(self) -> type:
+        """In which an element is moved."""
+        return Float32 if self.dtype.width == 32 else Uint16
+
+    def _at(self, query: Int32) -> cute.Tensor:
+        address = self.address + Int64(query) * self.step
+        pointer: Any = cute.make_ptr(self._kind, address, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8)
+        return cute.make_tensor(pointer, cute.make_layout(1))

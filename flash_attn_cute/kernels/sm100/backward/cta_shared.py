@@ -20,7 +20,12 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
 ADDING_WARPS = 2  # which take steps in turn
-_NUMBERS = 2  # Int32 that the producer tells of an entry of a list, and of where dQ is added
+_TURN_NUMBERS = 2  # Int32 that the producer tells of where dQ is added
+
+
+def _entry_numbers(config: BackwardConfig) -> int:
+    """Int32 that the producer tells of an entry of a list."""
+    return 3 if config.features.bias else 2
 
 
 class Layouts(NamedTuple):
@@ -124,15 +129,15 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     c = config
     num_barriers = 2 * sum(Rings.stages(c).values())
-    num_told = _NUMBERS * ENTRY_STAGES if c.features.listed else 0
+    stages_told = ENTRY_STAGES if c.features.listed else 0
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
-        entries: cute.struct.MemRange[Int32, num_told]
-        turns: cute.struct.MemRange[Int32, num_told]
+        entries: cute.struct.MemRange[Int32, _entry_numbers(c) * stages_told]
+        turns: cute.struct.MemRange[Int32, _TURN_NUMBERS * stages_told]
         lse: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -165,7 +170,7 @@ class Told:
     def read(self, step: Int32) -> tuple[Int32, ...]:
         """By a warp, once: those of a step."""
         self.ring.wait_full(step)  # from the producer
-        found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(_NUMBERS))
+        found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(cute.size(self.numbers, mode=[0])))
         self.ring.release(step)  # to it
         return found
 
@@ -186,8 +191,8 @@ class Shared(ToldTiles):
     tiles: Ring
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
-    # Under a mask, a step's block of queries and its code, to compute warps; and which block of dQ, counted over all
-    # heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
+    # Under a mask, a step's block of queries, its code and, with a bias, the head, to compute warps; and which block of
+    # dQ, counted over all heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
     entries: Told | None
     turns: Told | None
 
@@ -197,7 +202,7 @@ class Shared(ToldTiles):
     def of(config: BackwardConfig, dtype: type, storage: Any) -> "Shared":
         """Of a CTA, on the kernel's side."""
         c, rings = config, Rings.at(config, storage.barriers.data_ptr())
-        told = cute.make_layout((_NUMBERS, ENTRY_STAGES))
+        entries, turns = (cute.make_layout((n, ENTRY_STAGES)) for n in (_entry_numbers(c), _TURN_NUMBERS))
         return Shared(
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
@@ -207,8 +212,8 @@ class Shared(ToldTiles):
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
-            entries=Told(rings.entries, storage.entries.get_tensor(told)) if c.features.listed else None,
-            turns=Told(rings.turns, storage.turns.get_tensor(told)) if c.features.listed else None,
+            entries=Told(rings.entries, storage.entries.get_tensor(entries)) if c.features.listed else None,
+            turns=Told(rings.turns, storage.turns.get_tensor(turns)) if c.features.listed else None,
         )
 
     @property

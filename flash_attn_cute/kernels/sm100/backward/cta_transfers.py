@@ -51,7 +51,7 @@ class Transfers:
                         m_block = tile.blocks.nth(i)
                         if const_expr(c.features.listed):
                             m_block, code, turn = entry_of(c, ws, first + i)
-                            shared.entries.tell(step, (m_block, code))
+                            shared.entries.tell(step, (m_block, code, head) if c.features.bias else (m_block, code))
                             if step >= first_of_last_walk:
                                 shared.turns.tell(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
                                 dq_step += 1

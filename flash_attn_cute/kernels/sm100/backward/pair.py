@@ -234,14 +234,14 @@ class BackwardPairSm100(BackwardCtaSm100):
             walk += 1
 
     @cute.jit
-    def _step(self, work: Work, walk: Int32, i: Int32, step: Int32) -> None:
-        """A warpgroup's half of a step: the i-th block of its head's walk."""
+    def _step(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+        """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
         stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
-        self._change(work, walk, i, place)
+        self._change(work, self._block(work, walk, nth, i, step), place)
         scores = tensor_memory.load(place, c.queries)
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp: S is read

@@ -176,18 +176,20 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         walk, step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for _ in cutlass.range(rounds_a_tile(c, a), unroll=1):
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._to_weights(work, walk, i, step, number, self._first_column(rings.scores, number))
+                    block = self._block(work, walk, nth, i, step)
+                    self._to_weights(work, block, step, number, self._first_column(rings.scores, number))
                     rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
                     rings.do.release(step)  # to the producer: delta is not asked for
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, walk, (DV,))
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
-            for _ in cutlass.range(rounds_a_tile(c, a), unroll=1):
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    weights = self._to_weights(work, walk, i, step, number, first_S, stores=False)
-                    self._to_gradients(work, weights, step, rings.scores, _plus(number, 1), first_dP)
+                    block = self._block(work, walk, nth, i, step)
+                    weights = self._to_weights(work, block, step, number, first_S, stores=False)
+                    self._to_gradients(work, weights, block, step, rings.scores, _plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, walk, (DK,))
             shared.tiles.release(walk)  # to the producer

@@ -25,34 +25,33 @@ A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to
 skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
-from flash_attn_cute.kernels.common.block_lists import Sharing, as_rows, bits_of, num_blocks
+from flash_attn_cute.kernels.common.bias_pieces import (
+    PIECE_FIELDS,
+    OperandTiles,
+    Owner,
+    Piece,
+    PieceMap,
+    Pieces,
+    PieceTables,
+    Tables,
+    partial_sums_of,
+)
+from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.mask_tiles import BlockTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.common.workspace import carved
-from flash_attn_cute.kernels.sm90.backward.bias_pieces import (
-    PIECE_FIELDS,
-    Owner,
-    Piece,
-    PieceMap,
-    Pieces,
-    PieceTiles,
-    Tables,
-)
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
@@ -65,15 +64,6 @@ _LOADING_THREADS = 96  # of warps 1 to 3
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
-class _Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    K: RowTiles
-    dO: RowTiles
-    V: RowTiles
-
-
 class BiasGradientSm90:
     """The kernel of one configuration."""
 
@@ -81,7 +71,7 @@ class BiasGradientSm90:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.map = PieceMap(config)
-        self.mask_tiles, self.block_tiles = PieceTiles(config, self.map), BlockTiles(config)
+        self.tables = PieceTables(config, self.map)
 
     @cute.jit
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -91,7 +81,7 @@ class BiasGradientSm90:
         k_major = OperandMajorMode.K
         mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        tma = _Tma(
+        tma = OperandTiles(
             *(
                 make_row_tiles(load, x, swizzled(dtype, columns, (rows, columns)), (rows, columns), packed)
                 for x, rows, columns in zip((mQ, mK, mdO, mV), *self._shapes(), strict=True)
@@ -115,20 +105,9 @@ class BiasGradientSm90:
         shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
         stats = carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
-        tables = None
-        if const_expr(c.features.mask):
-            rows, blocks = Sharing.of(numbers).total, num_blocks(a.mMask, c.tile_n)
-            tables = Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
-            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
-        elif const_expr(c.features.block_mask):
-            blocks = a.blocks
-            mBits = self.block_tiles(blocks, stream)
-            tables = Tables(mBits, mLists=as_rows(blocks.mSpans, 2), mEntries=as_rows(blocks.mEntries, 2))
+        tables = self.tables(a, stream)
         ctas = self.map.num_owners(a)
-        partial_sums = None
-        if const_expr(c.split):
-            shape = ctas * numbers.splits, c.tile_n // 8, 128 * _WARPGROUPS, 4
-            partial_sums = carved(a.mSums, {"": shape}, Float32)[""]
+        partial_sums = partial_sums_of(c, a, ctas, 128 * _WARPGROUPS)
         self.kernel(mma, tma, a, tables, stats, partial_sums, scales).launch(
             grid=[ctas * numbers.splits, 1, 1],
             block=[_THREADS, 1, 1],
@@ -147,7 +126,7 @@ class BiasGradientSm90:
     def kernel(
         self,
         mma: cute.TiledMma,
-        tma: _Tma,
+        tma: OperandTiles,
         a: BiasGradientArguments,
         tables: Tables | None,
         mStats: cute.Tensor,
@@ -192,59 +171,13 @@ class BiasGradientSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
-                self.producer(a, tables, tma, operands, qk, dov, pieces)
+                self.map.load(a, tables, tma, operands, qk, dov, pieces)
             elif const_expr(c.bias_pitch):
                 self.bias_producer(a, bias)
         else:
             cute.arch.setmaxregister_increase(232)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
             self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
-
-    @cute.jit
-    def producer(
-        self,
-        a: BiasGradientArguments,
-        tables: Tables | None,
-        tma: _Tma,
-        operands: list[cute.Tensor],
-        qk: Ring,
-        dov: Ring,
-        pieces: Pieces,
-    ) -> None:
-        """Warp 0: tells of pieces, and loads what the mma warpgroups multiply."""
-        c = self.config
-        group = a.mQ.shape[-2] // a.mK.shape[-2]
-        step, owner = Int32(0), self.map.owner(a)
-        for i in cutlass.range(owner.stop - owner.first, unroll=1):
-            if i % 32 == 0:
-                pieces.ring.wait_empty(i // 32)  # from all others
-                if const_expr(c.features.packed):
-                    # One after the other: to find out whose rows they are takes the whole warp.
-                    for j in cutlass.range(cutlass.min(owner.stop - owner.first - i, 32), unroll=1):
-                        pieces.tell(i + j, self.map.piece(a, tables, owner, owner.first + i + j))
-                else:
-                    # Behind the last one stands any.
-                    j = cute.arch.lane_idx()
-                    pieces.tell(
-                        i + j, self.map.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1))
-                    )
-                pieces.ring.arrive(i // 32)  # to all others
-            p = pieces.told(i)
-            if p.seen:
-                for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
-                    ring.wait_empty(step)  # from the mma warps: these operands are read no more
-                    with cute.arch.elect_one():
-                        num_bytes = 2 * (c.tile_m + c.tile_n) * columns
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
-                    stage = ring.stage(step)
-                    for t, sX, head, rows, first in (
-                        (tma[2 * j], operands[2 * j], p.head, p.q, p.first_query),
-                        (tma[2 * j + 1], operands[2 * j + 1], p.head // group, p.k, p.first_key),
-                    ):
-                        stop = rows.start + cutlass.min(first + t.tile_rows, rows.length)
-                        gX = t.at(rows.start + first, stop, head, p.batch)
-                        t.load(gX, sX[None, None, stage], ring.full(step))
-                step += 1
 
     @cute.jit
     def bias_producer(self, a: BiasGradientArguments, shared: SharedBias) -> None:

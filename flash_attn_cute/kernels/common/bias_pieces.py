@@ -1,23 +1,28 @@
-"""What the kernel of a bias's gradient works on (``bias_gradient``): tiles of the gradient, and pieces of them."""
+"""What the kernel of a bias's gradient works on: tiles of the gradient, and pieces of them.
+
+A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of (the
+batch entries, heads, queries or keys over which the bias was broadcast): pieces, each a tile of scores. Where a bias
+has fewer tiles than the GPU has SMs, a tile's pieces are split between CTAs.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, code_in_list
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, as_rows, code_in_list, num_blocks
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
-from flash_attn_cute.kernels.common.mask_tiles import MaskTiles
+from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
-from flash_attn_cute.kernels.common.workspace import packed_block
-from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.workspace import carved, packed_block
 
 PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
 
@@ -109,6 +114,15 @@ class Owner:
     stop: Int32
 
 
+class OperandTiles(NamedTuple):
+    """Of the tensors whose tiles are multiplied, by their names."""
+
+    Q: RowTiles
+    K: RowTiles
+    dO: RowTiles
+    V: RowTiles
+
+
 class Tables(NamedTuple):
     """What a mask says (``common.block_lists``)."""
 
@@ -121,7 +135,7 @@ class Tables(NamedTuple):
 class PieceMap:
     """Which tile of the gradient is whose, and where the pieces are that make it up."""
 
-    def __init__(self, config: BiasGradientConfig):
+    def __init__(self, config: Any):
         self.config = config
 
     @cute.jit
@@ -218,6 +232,60 @@ class PieceMap:
         )
 
     @cute.jit
+    def load(
+        self,
+        a: BiasGradientArguments,
+        tables: Tables | None,
+        tma: OperandTiles,
+        operands: list[cute.Tensor],
+        qk: Ring,
+        dov: Ring,
+        pieces: Pieces,
+    ) -> None:
+        """By one warp: tells all others of this CTA's pieces, and loads what is multiplied, of one after the other.
+
+        Args:
+            a: of the kernel.
+            tables: of a mask.
+            tma: of ``operands``.
+            operands: (rows, columns, stage), in the order of ``tma``.
+            qk: what Q and K are filled and emptied by.
+            dov: likewise dO and V.
+            pieces: what the others are told by.
+        """
+        c = self.config
+        group = a.mQ.shape[-2] // a.mK.shape[-2]
+        step, owner = Int32(0), self.owner(a)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            if i % 32 == 0:
+                pieces.ring.wait_empty(i // 32)  # from all others
+                if const_expr(c.features.packed):
+                    # One after the other: to find out whose rows they are takes the whole warp.
+                    for j in cutlass.range(cutlass.min(owner.stop - owner.first - i, 32), unroll=1):
+                        pieces.tell(i + j, self.piece(a, tables, owner, owner.first + i + j))
+                else:
+                    # Behind the last one stands any.
+                    j = cute.arch.lane_idx()
+                    pieces.tell(i + j, self.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
+                pieces.ring.arrive(i // 32)  # to all others
+            p = pieces.told(i)
+            if p.seen:
+                for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
+                    ring.wait_empty(step)  # these operands are read no more
+                    with cute.arch.elect_one():
+                        num_bytes = 2 * (c.tile_m + c.tile_n) * columns
+                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+                    stage = ring.stage(step)
+                    for t, sX, head, rows, first in (
+                        (tma[2 * j], operands[2 * j], p.head, p.q, p.first_query),
+                        (tma[2 * j + 1], operands[2 * j + 1], p.head // group, p.k, p.first_key),
+                    ):
+                        stop = rows.start + cutlass.min(first + t.tile_rows, rows.length)
+                        gX = t.at(rows.start + first, stop, head, p.batch)
+                        t.load(gX, sX[None, None, stage], ring.full(step))
+                step += 1
+
+    @cute.jit
     def _code_in_list(self, tables: Tables, number: Int32, n_block: Int32) -> Int32:
         """That of a block, which may be a part of one of the mask's."""
         parts = BLOCK // self.config.tile_n
@@ -272,7 +340,7 @@ class PieceMap:
 class PieceTiles(MaskTiles):
     """The mask of all pieces: those of an entry are numbered within it."""
 
-    def __init__(self, config: BiasGradientConfig, pieces: PieceMap):
+    def __init__(self, config: Any, pieces: PieceMap):
         super().__init__(config)
         self.pieces = pieces
 
@@ -287,3 +355,33 @@ class PieceTiles(MaskTiles):
         entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
         _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)
         return q, k, first_query, tile
+
+
+class PieceTables:
+    """What tells of a mask or a block mask: tables, made by kernels before that of one configuration."""
+
+    def __init__(self, config: Any, pieces: PieceMap):
+        self.config = config
+        self.mask_tiles, self.block_tiles = PieceTiles(config, pieces), BlockTiles(config)
+
+    @cute.jit
+    def __call__(self, a: BiasGradientArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
+        """Launches what kernels it takes; None without a mask."""
+        c, tables = self.config, None
+        if const_expr(c.features.mask):
+            rows, blocks = Sharing.of(a.numbers).total, num_blocks(a.mMask, c.tile_n)
+            tables = Tables(**carved(a.mTables, c.mask_tile.parts(rows, blocks), Int32))
+            self.mask_tiles(a, tables.mCodes, tables.mBits, stream)
+        elif const_expr(c.features.block_mask):
+            blocks = a.blocks
+            mBits = self.block_tiles.bits(blocks, stream)
+            tables = Tables(mBits, mLists=as_rows(blocks.mSpans, 2), mEntries=as_rows(blocks.mEntries, 2))
+        return tables
+
+
+def partial_sums_of(config: Any, a: BiasGradientArguments, ctas: Int32, threads: int) -> cute.Tensor | None:
+    """(CTA, four, thread, number): what CTAs that share a tile leave of it; None if none do."""
+    if not config.split:
+        return None
+    shape = ctas * a.numbers.splits, config.tile_m * config.tile_n // (4 * threads), threads, 4
+    return carved(a.mSums, {"": shape}, Float32)[""]

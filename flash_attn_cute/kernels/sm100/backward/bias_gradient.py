@@ -1,0 +1,439 @@
+"""The gradient of a bias on Blackwell, by a kernel behind the backward pass: any broadcast shape, no atomics.
+
+A CTA owns a tile of the gradient, or shares it with others, and goes through its pieces (``common.bias_pieces``). It
+computes the gradients of their scores once more, from the lse and delta that the backward pass has left, sums them in
+registers, and writes the tile once. So the sums are in float32, rounded once, and the same to the bit from run to run.
+CTAs that share a tile leave float32 sums; a small kernel adds them up in their order.
+
+Roles (512 threads):
+    warps 0 .. 3, 4 .. 7     compute: two warpgroups. A thread has a query of every piece, and half of its keys.
+    warps 8 .. 11            nothing
+    warp 12                  mma: issues all products, and owns tensor memory.
+    warp 13                  producer: finds out where pieces are, a lane for each, and loads by TMA Q and K, then dO
+                             and V, of one after the other.
+Registers a thread: ``BiasGradientConfig.registers``.
+
+A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
+skipped by all roles; what a mask leaves of them, a kernel before this one finds out. The others are *steps*.
+
+Tensor memory: S twice, dP, and the tile's bias in float32, which is the same for all pieces and read from global memory
+once. Pipelines are ``Ring``s, as in ``cta``:
+
+    ring     stages  counts            full by                        empty by
+    pieces   2       32 pieces each    1, producer: what they are     9: all other warps
+    qk, dov  table   steps             1 + bytes, producer's TMA      1, commit of S, or of dP
+    scores   2       steps             1, commit of S                 8, compute: it is read
+    dp       1       steps             1, commit of dP                8, compute: it is read
+
+The mma warp issues S(t + 1) behind dP(t): weights of a step are computed beside its dP and the next S.
+
+At last the sums go through shared memory, in the place of operands, as rows of the tile are written by warps, and as
+they are summed up there over queries or keys that share a bias. The last products have been waited for by then.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.bias_pieces import (
+    PIECE_FIELDS,
+    OperandTiles,
+    Owner,
+    Piece,
+    PieceMap,
+    Pieces,
+    PieceTables,
+    Tables,
+    partial_sums_of,
+)
+from flash_attn_cute.kernels.common.block_lists import bits_of
+from flash_attn_cute.kernels.common.blocks import Edges, Window
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.ring import Ring, RingSet
+from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.common.workspace import carved
+from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, BiasGradientConfig
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma
+from flash_attn_cute.kernels.sm100.scores import (
+    BiasRow,
+    add_in_memory,
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+)
+
+_THREADS = 128 * COMPUTE_WARPGROUPS  # that compute
+_IDLE_WARPS = 4 * COMPUTE_WARPGROUPS  # the first one
+_BARRIER_TILE = 1  # named, of compute warps; 0 is the whole CTA's
+_COLUMNS = 32  # of tensor memory that a compute thread reads at once
+
+
+@dataclass(frozen=True)
+class Rings(RingSet):
+    """All barriers of the kernel."""
+
+    pieces: Ring
+    qk: Ring
+    dov: Ring
+    scores: Ring
+    dp: Ring
+
+    @staticmethod
+    def stages(config: BiasGradientConfig) -> dict[str, int]:
+        """Of each, by its name."""
+        return {"pieces": 2, "qk": config.stages, "dov": config.stages, "scores": config.score_stages, "dp": 1}
+
+    def init(self, config: BiasGradientConfig) -> None:
+        """Before all else, by one thread."""
+        compute, mma = 4 * COMPUTE_WARPGROUPS, 1  # warps
+        self.pieces.init(full=1, empty=compute + mma)
+        for ring in (self.qk, self.dov):
+            ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
+        for ring in (self.scores, self.dp):
+            ring.init(full=1, empty=compute)  # a commit; it is read
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Shared memory, and what guards it."""
+
+    operands: list[cute.Tensor]  # (rows, columns, stage), in the order of ``OperandTiles``
+    tile: cute.Tensor  # (query, key), in their place
+    pieces: Pieces
+    rings: Rings
+    holder: cute.Pointer  # of where tensor memory begins
+
+    @property
+    def tensor_memory(self) -> cute.Pointer:
+        """Where it begins."""
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+
+
+class BiasGradientSm100:
+    """The kernel of one configuration."""
+
+    def __init__(self, config: BiasGradientConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.map = PieceMap(config)
+        self.tables = PieceTables(config, self.map)
+
+    @cute.jit
+    def __call__(self, a: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
+        """Launches the kernel."""
+        c, dtype, packed = self.config, self.dtype, self.config.features.packed
+        tensors = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mdO, a.mV))
+        mma = tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma = OperandTiles(
+            *(
+                make_row_tiles(load, x, swizzled(dtype, shape), shape, packed)
+                for x, shape in zip(tensors, c.operands, strict=True)
+            )
+        )
+        num_barriers = 2 * sum(Rings.stages(c).values())
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, num_barriers]
+            holder: cute.struct.MemRange[Int32, 1]
+            pieces: cute.struct.MemRange[Int32, PIECE_FIELDS * 32 * 2]
+            operands: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.numbers_a_stage], 1024]
+
+        self.Storage = Storage
+        numbers = a.numbers
+        shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
+        mStats = carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
+        scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
+        tables, ctas = self.tables(a, stream), self.map.num_owners(a)
+        partial_sums = partial_sums_of(c, a, ctas, _THREADS)
+        self.kernel(mma, tma, a, tables, mStats, partial_sums, scales).launch(
+            grid=[ctas * numbers.splits, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+        if const_expr(c.split):
+            self.add_up(a, partial_sums).launch(grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        tma: OperandTiles,
+        a: BiasGradientArguments,
+        tables: Tables | None,
+        mStats: cute.Tensor,
+        partial_sums: cute.Tensor | None,
+        scales: ScoreScales,
+    ) -> None:
+        """Sets up shared and tensor memory, then splits into roles."""
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
+        frame.begin(c, tma, shared.rings, shared.holder, warp_idx)
+        if warp_idx < _IDLE_WARPS:
+            cute.arch.setmaxregister_increase(c.registers.compute)
+            self.compute(a, tables, mStats, partial_sums, shared, scales, warp_idx // 4)
+        elif warp_idx < frame.MMA_WARP:
+            cute.arch.setmaxregister_decrease(c.registers.others)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers.others)
+            if warp_idx == frame.MMA_WARP:
+                self.mma(a, mma, shared)
+            elif warp_idx == frame.PRODUCER_WARP:
+                rings = shared.rings
+                self.map.load(a, tables, tma, shared.operands, rings.qk, rings.dov, shared.pieces)
+        frame.end(shared, warp_idx)
+
+    def _shared(self, storage: Any) -> _Shared:
+        """What the CTA has of it."""
+        c = self.config
+        rings = Rings.at(c, storage.barriers.data_ptr())
+        operands, place = [], storage.operands.data_ptr()
+        for shape in c.operands:
+            layout = swizzled(self.dtype, (*shape, c.stages))
+            operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, self.dtype), layout.outer))
+            place = place + cute.cosize(layout)
+        fields = storage.pieces.get_tensor(cute.make_layout((PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * PIECE_FIELDS)))
+        return _Shared(
+            operands=operands,
+            tile=self._tile(cute.recast_ptr(storage.operands.data_ptr(), dtype=Float32)),
+            pieces=Pieces(rings.pieces, fields, c.features.packed),
+            rings=rings,
+            holder=storage.holder.data_ptr(),
+        )
+
+    def _tile(self, place: cute.Pointer) -> cute.Tensor:
+        """The tile in shared memory: neither threads of a row nor those of a column are in each other's way."""
+        c = self.config
+        return cute.make_tensor(place, cute.make_layout((c.tile_m, c.tile_n), stride=(c.tile_n + 1, 1)))
+
+    @cute.jit
+    def mma(self, a: BiasGradientArguments, mma: cute.TiledMma, shared: _Shared) -> None:
+        """One warp: issues all products."""
+        c, rings, pieces, own = self.config, shared.rings, shared.pieces, mma.get_slice(0)
+        Q, K, dO, V = (
+            mma.make_fragment_A(own.partition_A(x)) if i % 2 == 0 else mma.make_fragment_B(own.partition_B(x))
+            for i, x in enumerate(shared.operands)
+        )
+        result = mma.make_fragment_C(mma.partition_shape_C((c.tile_m, c.tile_n))).layout
+        memory = shared.tensor_memory
+        step, owner = Int32(0), self.map.owner(a)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            if pieces.learn(i).seen:
+                stage = rings.qk.stage(step)
+                rings.qk.wait_full(step)  # from the producer
+                rings.scores.wait_empty(step)  # from compute warps: S of two steps before is read
+                tensor_memory.after_sync()
+                S = cute.make_tensor(memory + c.first_S(rings.scores.stage(step)), result)
+                gemm(mma, S, Q[None, None, None, stage], K[None, None, None, stage], Boolean(False))
+                commit(rings.qk.empty(step))  # to the producer
+                commit(rings.scores.full(step))  # to compute warps
+                rings.dov.wait_full(step)  # from the producer
+                rings.dp.wait_empty(step)  # from compute warps: dP of the step before is read
+                tensor_memory.after_sync()
+                dP = cute.make_tensor(memory + c.first_dP, result)
+                gemm(mma, dP, dO[None, None, None, stage], V[None, None, None, stage], Boolean(False))
+                commit(rings.dov.empty(step))  # to the producer
+                commit(rings.dp.full(step))  # to compute warps; the last commit, which they wait for
+                step += 1
+            pieces.forget(i)
+
+    @cute.jit
+    def compute(
+        self,
+        a: BiasGradientArguments,
+        tables: Tables | None,
+        mStats: cute.Tensor,
+        partial_sums: cute.Tensor | None,
+        shared: _Shared,
+        scales: ScoreScales,
+        warpgroup: Int32,
+    ) -> None:
+        """A compute warpgroup: half of the keys of every piece."""
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        address = tensor_memory.row_address(shared.tensor_memory, thread % 128) + c.keys * warpgroup
+        work = _Work(a, tables, mStats, shared, scales, warpgroup, thread % 128, address)
+        step, owner = Int32(0), self.map.owner(a)
+        self._read_bias(work, owner)
+        sums = cute.make_rmem_tensor(c.keys, Float32)
+        sums.fill(0.0)
+        for i in cutlass.range(owner.stop - owner.first, unroll=1):
+            piece = shared.pieces.learn(i)
+            if piece.seen:
+                self._add(work, sums, piece, step)
+                step += 1
+            shared.pieces.forget(i)
+        if const_expr(c.split):
+            fours = cute.make_tensor(sums.iterator, cute.make_layout((4, c.keys // 4)))
+            for i in cutlass.range_constexpr(c.keys // 4):
+                cute.autovec_copy(fours[None, i], partial_sums[cute.arch.block_idx()[0], i, thread, None])
+        else:
+            self._write(a, owner, sums, shared.tile, thread)
+
+    @cute.jit
+    def _read_bias(self, work: "_Work", owner: Owner) -> None:
+        """The tile's bias into tensor memory. All pieces have the same, as it is broadcast over what they differ in."""
+        c, a = self.config, work.arguments
+        rows, tensors = self.map.rows_of_bias(a, owner), ScoreTensors.of(c.features, a)
+        if rows.num > 0:
+            gX = tensors.of_sequence(tensors.bias, rows.q, rows.batch)
+            row = BiasRow.of(
+                rows.of(gX, cutlass.min(work.thread, rows.num - 1)), a.mBias.shape[3], c.features.strided_bias
+            )
+            first_key = owner.n_block * c.tile_n + c.keys * work.warpgroup
+            for first in cutlass.range(0, c.keys, row.at_once, unroll=1):
+                tensor_memory.store(work.address + c.first_bias + first, row.columns(first_key + first))
+            tensor_memory.before_sync()
+
+    @cute.jit
+    def _add(self, work: "_Work", sums: cute.Tensor, piece: Piece, step: Int32) -> None:
+        """Adds the gradients of a piece's scores."""
+        c, rings = self.config, work.shared.rings
+        lse, delta = self._stats(work, piece)  # ahead of time, as they take long to come
+        rings.scores.wait_full(step)  # from the tensor cores
+        tensor_memory.after_sync()
+        place = work.address + c.first_S(rings.scores.stage(step))
+        self._change(work, piece, place)
+        weights = []
+        for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
+            weights += [weight_of(s, lse, work.scales, True) for s in tensor_memory.load(place + first, _COLUMNS)]
+        tensor_memory.before_sync()
+        rings.scores.release(step)  # to the mma warp
+        rings.dp.wait_full(step)  # from the tensor cores
+        tensor_memory.after_sync()
+        for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
+            gradients = tensor_memory.load(work.address + (c.first_dP + first), _COLUMNS)
+            for j in cutlass.range_constexpr(_COLUMNS):
+                weight = weights[first + j]
+                # Padding may have put NaN into gradients of weights that are none.
+                gradient = cutlass.select_(weight != 0.0, weight * (gradients[j] - delta), Float32(0.0))
+                sums[first + j] = sums[first + j] + gradient
+        tensor_memory.before_sync()
+        rings.dp.release(step)  # to the mma warp
+
+    def _stats(self, work: "_Work", piece: Piece) -> tuple[Float32, Float32]:
+        """Lse and delta of this thread's query.
+
+        Of queries behind the sequence those of its last one: their scores are hidden, like those of blind ones.
+        """
+        row = cutlass.max(cutlass.min(piece.first_query + work.thread, piece.q.length - 1) - piece.blind, 0)
+        block, within = piece.first_block + row // self.config.stats_m, row % self.config.stats_m
+        lse, delta = (work.stats[which, piece.head, block, within] for which in range(2))
+        return lse, delta
+
+    @cute.jit
+    def _change(self, work: "_Work", piece: Piece, place: Int32) -> None:
+        """Caps scores, adds the bias, and hides those that a mask or an edge does, where they are in tensor memory."""
+        c, f, a, scale_log2 = self.config, self.config.features, work.arguments, work.scales.log2
+        if const_expr(f.softcap):
+            cap_in_memory(place, c.keys, work.scales.tanh)
+        for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
+            bias = tensor_memory.load(work.address + (c.first_bias + first), _COLUMNS)
+            add_in_memory(place + first, work.scales.bias, bias)
+        if const_expr(f.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if piece.code >= 0:
+                words = bits_of(work.tables.mBits, piece.code, Int32(0), work.thread)
+                own = [
+                    cutlass.select_(work.warpgroup == 0, words[w], words[c.keys // 32 + w]) for w in range(c.keys // 32)
+                ]
+                hide_by_bits_in_memory(place, scale_log2, own)
+        if piece.hides:
+            hide_in_memory(
+                place,
+                c.keys,
+                scale_log2,
+                piece.first_query + work.thread,
+                piece.first_key + c.keys * work.warpgroup,
+                piece.k.length,
+                Window.of(f, a, piece.q.length, piece.k.length),
+                Edges(left=f.left, right=True),
+                piece.q.length,
+            )
+
+    @cute.kernel
+    def add_up(self, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
+        """Sums of CTAs that share a tile, in their order, and writes it."""
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        sums = cute.make_rmem_tensor(c.keys, Float32)
+        sums.fill(0.0)
+        four = cute.make_rmem_tensor(4, Float32)
+        for split in cutlass.range(a.numbers.splits, unroll=1):
+            part = partial_sums[split * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0], None, thread, None]
+            for i in cutlass.range_constexpr(c.keys // 4):
+                cute.autovec_copy(part[i, None], four)
+                for j in cutlass.range_constexpr(4):
+                    sums[4 * i + j] = sums[4 * i + j] + four[j]
+        layout = cute.make_layout(c.tile_m * (c.tile_n + 1))
+        place = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout)
+        self._write(a, self.map.owner(a), sums, self._tile(place.iterator), thread)
+
+    @cute.jit
+    def _write(
+        self, a: BiasGradientArguments, owner: Owner, sums: cute.Tensor, tile: cute.Tensor, thread: Int32
+    ) -> None:
+        """The tile, summed over its queries or keys if the bias was broadcast over them; by all threads that compute.
+
+        ``sums`` of a thread are those of a query and half of the keys.
+        """
+        c, n, mdBias = self.config, a.numbers, a.mdBias
+        for j in cutlass.range_constexpr(c.keys):
+            tile[thread % 128, thread // 128 * c.keys + j] = sums[j]
+        self._meet()
+        if n.sums_keys > 0:
+            if thread < c.tile_m:
+                row = tile[thread, None]
+                total = row[0]
+                for j in cutlass.range(1, c.tile_n):
+                    total += row[j]
+                row[0] = total
+            self._meet()
+        batch, q, _, first_query, _, _ = self.map.sequence(a, owner.entry, owner.block)
+        entry, first_row, last_row = batch, first_query, q.slot
+        if const_expr(c.features.packed):
+            entry = q.start // n.rows_a_slot
+            offset = q.start - entry * n.rows_a_slot
+            first_row, last_row = first_row + offset, last_row + offset
+        entry = entry if n.sums_batch == 0 else Int32(0)
+        first_key = owner.n_block * c.tile_n
+        num_keys = cutlass.min(mdBias.shape[3] - first_key, c.tile_n)
+        gX = cute.domain_offset((0, first_key), mdBias[entry, owner.head, None, None])
+        if n.sums_queries > 0:
+            if thread < num_keys:
+                column = tile[None, thread]
+                total = column[0]
+                for i in cutlass.range(1, c.tile_m):
+                    total += column[i]
+                gX[0, thread] = total.to(mdBias.element_type)
+        else:
+            warp = opaque(thread // 32)  # or its register is the loop's, and the lint knows warps no more
+            for i in cutlass.range(warp, cutlass.min(last_row - first_row, c.tile_m), _THREADS // 32):
+                for j in cutlass.range(thread % 32, num_keys, 32):
+                    gX[first_row + i, j] = tile[i, j].to(mdBias.element_type)
+
+    def _meet(self) -> None:
+        """All threads that compute, to see what they have put where TMA wrote and the tensor cores read."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=_BARRIER_TILE, number_of_threads=_THREADS)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a thread of a compute warpgroup has all the time."""
+
+    arguments: BiasGradientArguments
+    tables: Tables | None
+    stats: cute.Tensor  # (lse and delta, heads, blocks, stats_m)
+    shared: _Shared
+    scales: ScoreScales
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup: its query
+    address: Int32  # of this thread's row in tensor memory, from the warpgroup's first key on
