@@ -19,6 +19,7 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Sharding,
     context_parallel,
+    context_parallel_attn_varlen_func,
     context_parallel_unshard,
     gather,
     rank_of,
@@ -254,6 +255,21 @@ def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message:
     with pytest.raises(error, match=message), context_parallel(None, **given):
         pytest.fail("the context has been entered")
     assert buffers == [x.shape for x in given.get("buffers", ()) if isinstance(x, Tensor)]
+
+
+def test_offsets_in_place_of_a_sharding() -> None:
+    x, offsets = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    call: Any = context_parallel_attn_varlen_func
+    with pytest.raises(TypeError, match=r"sharding: expected a Sharding, which Sharding\.balanced makes of cu_seqlens"):
+        call(x, x, x, offsets)
+    for wrong in (
+        lambda: call(x, x, x, offsets, offsets, 4, 4),
+        lambda: call(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
+    ):
+        with pytest.raises(
+            TypeError, match=r"argument.*; a sharding, .* takes the place of cu_seqlens and max_seqlen$"
+        ):
+            wrong()
 
 
 def test_unshard_takes_a_dimension_a_buffer() -> None:
