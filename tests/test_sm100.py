@@ -13,21 +13,59 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
-from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
-from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, ForwardArguments, ForwardNumbers
+from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
 from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
 from tests.checks import assert_close, draws, random_call
 from tests.oracle import Call
+from tests.test_sm100_code import forward_paired
 
 NUM_SMS = 2
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
+
+
+def sequences_of(a: Any) -> list[tuple[int, int, int, int]]:
+    """Of a pass: the first rows of sequences, of q and of k, counted over the batch, and how many each has."""
+    if a.mCuSeqlensQ is None:
+        num_q, num_k = a.mQ.shape[1], a.mK.shape[1]
+        return [(b * num_q, b * num_k, num_q, num_k) for b in range(a.mQ.shape[0])]
+    used_q = a.mCuSeqlensQ.diff() if a.mSeqUsedQ is None else a.mSeqUsedQ
+    used_k = a.mCuSeqlensK.diff() if a.mSeqUsedK is None else a.mSeqUsedK
+    places = a.mCuSeqlensQ[:-1], a.mCuSeqlensK[:-1], used_q, used_k
+    return list(zip(*(x.tolist() for x in places), strict=True))
+
+
+def cut_mask(a: Any, n: Any, queries: int, keys: int, *, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes of a mask's tiles of so many queries and keys, and their elements: see ``common.mask_tiles``.
+
+    (row of tiles, block of keys), and (row, block, queries, keys). A query that there is not hides nothing of a tile
+    whose rows are queries.
+    """
+    blocks, packed = max(1, -(-a.mMask.shape[3] // keys)), a.mCuSeqlensQ is not None
+    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
+    tiles = torch.zeros(*codes.shape, queries, keys, dtype=torch.bool)
+    for s, (start, _, num_q, num_k) in enumerate(sequences_of(a) if packed else sequences_of(a)[: n.lists_batch]):
+        entry, first_row = divmod(start, n.rows_a_slot) if packed else (s, 0)
+        num_k = min(num_k, a.mMask.shape[3])
+        first = start // queries + s if packed else 0
+        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
+        window = (j >= i - n.window_left) & (j <= i + n.window_right)
+        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // queries), n.lists_tiles))):
+            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
+            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
+            for block, part in enumerate(shown[row * queries :][:queries].split(keys, 1)):
+                tiles[number, block, : part.shape[0], : part.shape[1]] = part
+                is_whole = part.all() and part.shape[1] == keys and (part.shape[0] == queries or not rows_are_keys)
+                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    return codes, tiles
 
 
 def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[str, Tensor]:
@@ -35,29 +73,8 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[st
 
     ``keys`` are those of a block.
     """
-    blocks = max(1, -(-a.mMask.shape[3] // keys))
-    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
-    tiles = torch.zeros(*codes.shape, BLOCK, BLOCK, dtype=torch.bool)
-    sequences = []  # batch entry, first row in it, lengths, the number of the first list
-    if a.mCuSeqlensQ is None:
-        sequences = [(b, 0, a.mQ.shape[1], a.mK.shape[1], 0) for b in range(n.lists_batch)]
-    else:
-        starts, slots_q, slots_k = a.mCuSeqlensQ[:-1], a.mCuSeqlensQ.diff(), a.mCuSeqlensK.diff()
-        used_q = slots_q if a.mSeqUsedQ is None else a.mSeqUsedQ
-        used_k = slots_k if a.mSeqUsedK is None else a.mSeqUsedK
-        for s, (start, q, k) in enumerate(zip(starts.tolist(), used_q.tolist(), used_k.tolist(), strict=True)):
-            sequences.append((start // n.rows_a_slot, start % n.rows_a_slot, q, k, start // BLOCK + s))
-    for entry, first_row, num_q, num_k, first in sequences:
-        num_k = min(num_k, a.mMask.shape[3])
-        i, j = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)
-        window = (j >= i - n.window_left) & (j <= i + n.window_right)
-        for head, row in itertools.product(range(n.lists_heads), range(min(-(-num_q // BLOCK), n.lists_tiles))):
-            number = ((entry if n.lists_batch > 1 else 0) * n.lists_heads + head) * n.lists_tiles + first + row
-            shown = window & (a.mMask[entry, head, first_row : first_row + num_q, :num_k] != 0)
-            for block, part in enumerate(shown[row * BLOCK :][:BLOCK].split(keys, 1)):
-                tiles[number, block, : part.shape[0], : part.shape[1]] = part
-                is_whole = part.all() and part.shape[1] == keys
-                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+    codes, tiles = cut_mask(a, n, BLOCK, keys)
+    blocks = codes.shape[1]
     entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
     for number, row_of_codes in enumerate(codes):
         seen = (row_of_codes != UNSEEN).nonzero().flatten()
@@ -67,7 +84,7 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[st
         "lists": torch.tensor(lists, dtype=torch.int32),
         "entries": entries.view(-1, 2),
         "codes": codes,
-        "bits": pack(tiles)[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
+        "bits": pack(pad(tiles, (0, BLOCK - keys)))[..., : keys // 32].reshape(-1, 1, BLOCK, keys // 32).contiguous(),
     }
 
 
@@ -117,8 +134,9 @@ def text_of(config: Any) -> str:
 
 
 @functools.cache
-def program(config: Any, kernel: str = "ForwardSm100") -> ptx.Program:
-    return ptx.Program(text_of(config), kernel)
+def program(config: Any, kernel: str = "") -> ptx.Program:
+    """A kernel's, by default that of the pass."""
+    return ptx.Program(text_of(config), kernel or ("ForwardPair" if config.ctas_a_tile == 2 else "ForwardSm100"))
 
 
 def spread(x: Tensor) -> Tensor:
@@ -127,13 +145,13 @@ def spread(x: Tensor) -> Tensor:
     return x.as_strided((reach if x.numel() else 0,), (1,))
 
 
-def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
-    """A call as backends are given it; autograd knows nothing of its q, k and v."""
+def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
+    """A call as backends are given it, with what a backward pass takes; autograd knows nothing of its q, k and v."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "learnable_sink", "mask", "bias")
     fields: dict[str, Any] = {name: getattr(call, name) for name in names}
     fields |= {name: getattr(call, name).detach() for name in ("q", "k", "v")}
     if call.block_mask is not None:
-        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=False)
+        fields["block_mask"] = call.block_mask.tables(torch.device("cpu"), backward=backward)
     inputs = AttentionInputs(**fields, max_seqlen_q=call.q.shape[-3], max_seqlen_k=call.k.shape[-3])
     left, right = call.window_size
     options = Options(
@@ -150,7 +168,8 @@ def as_given(call: Call) -> tuple[AttentionInputs, AttentionSpec]:
 def planned(call: Call) -> tuple[Any, Any]:
     """The configuration of a call that kernels take as it is, dense or packed, and the numbers that they are given."""
     _, spec = as_given(call)
-    shapes = Shapes(call.q.shape, call.k.shape, 0, FEW_QUERIES + 1)
+    num_sequences = 0 if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    shapes = Shapes(call.q.shape, call.k.shape, num_sequences, FEW_QUERIES + 1)
     config, numbers, _ = plan_forward(ARCHITECTURES["sm100"], spec, shapes, NUM_SMS)
     return config, numbers
 
@@ -174,7 +193,7 @@ class Pass:
         if a.mBias is not None:
             places["mBias"] = memory.put_last(spread(a.mBias))
         params, tensors = [bytes(32)] * 2, {}
-        boxes = {"mQ": PART_ROWS, "mK": config.tile_n, "mV": config.tile_n, "mO": PART_ROWS}
+        boxes = {"mQ": PART_ROWS, "mK": config.keys_shared, "mV": config.tile_n, "mO": PART_ROWS}
         for name, box in boxes.items():
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
@@ -197,7 +216,8 @@ class Pass:
         if a.mCuSeqlensQ is not None:
             tiles = (rows // config.tile_m + len(a.mCuSeqlensQ) + 1) * heads
         everything = memory.bytes()
-        self.run(code, params, everything, tensors, min(tiles, NUM_SMS))
+        ctas = config.ctas_a_tile * min(tiles, NUM_SMS // config.ctas_a_tile)
+        self.run(code, params, everything, tensors, ctas, config.ctas_a_tile)
         for name in ("mO", "mLSE", "mNextTile"):
             assert given[name].is_contiguous()
             given[name].copy_(at(everything, places[name], given[name]))
@@ -217,10 +237,18 @@ class Pass:
             struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
         ]
 
-    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+    def run(
+        self,
+        code: ptx.Program,
+        params: list[bytes],
+        memory: Any,
+        tensors: dict[int, ptx.Rows],
+        ctas: int,
+        ctas_a_cluster: int = 1,
+    ) -> None:
         """Executes a kernel, which changes memory."""
         params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
+        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging, ctas_a_cluster)
 
     def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
         """Lists, entries and bits: of a block mask as they are, or made of a mask, with its codes."""
@@ -230,7 +258,7 @@ class Pass:
         return {} if a.mMask is None else tables_of_mask(a, self.plan.numbers, self.plan.config.tile_n)
 
 
-def tensors_of(a: ForwardArguments) -> dict[str, Tensor]:
+def tensors_of(a: ForwardArguments | BackwardArguments) -> dict[str, Tensor]:
     """Those among the arguments, in their order."""
     found: dict[str, Tensor] = {}
     for name, x in a._asdict().items():
@@ -241,7 +269,7 @@ def tensors_of(a: ForwardArguments) -> dict[str, Tensor]:
 
 def table_argument(name: str, place: int, x: Tensor) -> bytes:
     """A table of a mask: all but how many rows there are is known to who compiles, unless that is any number."""
-    return tensor_argument(place, *((x.shape, x.shape[1:]) if name == "codes" else (x.shape[:1], ())))
+    return tensor_argument(place, *((x.shape, x.shape[1:]) if name in ("codes", "order") else (x.shape[:1], ())))
 
 
 def at(memory: Any, place: int, x: Tensor) -> Tensor:
@@ -250,11 +278,19 @@ def at(memory: Any, place: int, x: Tensor) -> Tensor:
     return found.view(x.dtype).view(x.shape)
 
 
+def by_pairs_of_ctas(architecture: Architecture) -> Architecture:
+    """The same, whose forward pass has the kernels of long sequences for all."""
+    forward = architecture.passes["forward"]
+    long = forward._replace(configure=lambda *given, **more: forward_paired(forward.configure(*given, **more)))
+    return architecture._replace(passes=architecture.passes | {"forward": long})
+
+
 class Interpreted(CuteBackend):
     """The backend, whose forward pass is executed by the interpreter."""
 
-    def __init__(self, **options: Any):
-        super().__init__(ARCHITECTURES["sm100"])
+    def __init__(self, *, by_pairs: bool = False, **options: Any):
+        """``by_pairs``: with the kernel of long sequences, of any length."""
+        super().__init__(by_pairs_of_ctas(ARCHITECTURES["sm100"]) if by_pairs else ARCHITECTURES["sm100"])
         self.options = options
         self._prepare_forward = self.prepare  # type: ignore[assignment]
 
@@ -270,12 +306,14 @@ def execute(
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
+    *,
+    by_pairs: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-        backend = Interpreted(draw=draw, changed=changed, lagging=lagging)
+        backend = Interpreted(by_pairs=by_pairs, draw=draw, changed=changed, lagging=lagging)
         return backend._forward(spec, inputs)
 
 
@@ -284,10 +322,12 @@ def check(
     draw: random.Random,
     changed: ptx.Program | None = None,
     lagging: ptx.Lagging | None = None,
+    *,
+    by_pairs: bool = False,
 ) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, draw, changed, lagging)
+    out, lse = execute(call, draw, changed, lagging, by_pairs=by_pairs)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):

@@ -16,28 +16,82 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
-from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments
+from flash_attn_cute.kernels.arguments import BLOCK, PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.sparsity.bits import pack, unpack
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
-from tests.test_sm100 import Memory, as_given, spread, tensor_argument, text_of
+from tests.test_sm100 import (
+    UNSEEN,
+    Memory,
+    as_given,
+    cut_mask,
+    sequences_of,
+    spread,
+    table_argument,
+    tensor_argument,
+    tensors_of,
+    text_of,
+)
 from tests.test_sm100_code import paired
 
 NUM_SMS = 2
 LOG2_E = math.log2(math.e)
 
 
+TABLES = ("codes", "bits", "order", "adding", "lists", "entries")  # of ``common.workspace.Workspace``, in its order
+NO_LIST, NO_ENTRY = 2**29, 2**30  # where there is none, in tables
+
+
+def bits_of(tiles: Tensor, config: Any) -> Tensor:
+    """Tiles of 128 keys (..., queries, 128), cut into blocks of queries, in the order of threads: see ``mask_tile``.
+
+    (tile and its part, warpgroup, key, word).
+    """
+    columns = config.tile_m // COMPUTE_WARPGROUPS
+    by_key = tiles.reshape(-1, COMPUTE_WARPGROUPS, columns, PART_ROWS).transpose(2, 3)
+    return pack(pad(by_key, (0, PART_ROWS - columns)))[..., : columns // 32].contiguous()
+
+
+def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor]:
+    """What the kernels ahead of the main one make of a mask: see ``common.key_lists``."""
+    config, n, packed = plan.config, plan.numbers, plan.config.features.packed
+    codes, tiles = cut_mask(a, n, config.tile_m, config.tile_n, rows_are_keys=True)
+    seen = codes != UNSEEN
+    behind = seen.flip(1).cumsum(1).flip(1).int() - seen.int()  # tiles are taken from the last keys on
+    sets, blocks = n.lists_batch * n.lists_heads, codes.shape[1]
+    m_blocks = n.num_m_blocks if packed else -(-a.mQ.shape[1] // config.tile_m)
+    key_tiles = n.num_n_blocks if packed else blocks
+    lists = torch.full((sets * key_tiles, 2), NO_LIST, dtype=torch.int32)
+    entries = torch.full((sets * blocks * m_blocks, 3), NO_ENTRY, dtype=torch.int32)
+    for s, (start_q, start_k, num_q, num_k) in enumerate(sequences_of(a) if packed else sequences_of(a)[:1]):
+        first_block, first_tile = (start_q // config.tile_m + s, start_k // config.tile_n + s) if packed else (0, 0)
+        for which, block in itertools.product(range(sets), range(-(-num_k // config.tile_n))):
+            first, num = (which * blocks + block) * m_blocks + first_block, 0
+            for m_block in range(-(-num_q // config.tile_m) if block < blocks else 0):
+                row = which * n.lists_tiles + (first_block + m_block) % n.lists_tiles
+                if seen[row, block]:
+                    found = m_block, codes[row, block], behind[row, block]
+                    entries[first + num] = torch.tensor(found, dtype=torch.int32)
+                    num += 1
+            lists[which * key_tiles + first_tile + block] = torch.tensor([first, num], dtype=torch.int32)
+    tables = codes, bits_of(tiles, config), behind, seen.sum(1, dtype=torch.int32), lists, entries
+    return dict(zip(TABLES, tables, strict=True))
+
+
 @functools.cache
-def program(config: Any) -> ptx.Program:
+def program(config: Any, kernel: str = "") -> ptx.Program:
+    """Of one of a configuration's kernels; else of the main one."""
     kernels = {(1, 1): "BackwardCta", (2, 1): "BackwardTwoWalks", (1, 2): "BackwardPair"}
-    return ptx.Program(text_of(config), kernels[config.walks, config.ctas_a_tile])
+    return ptx.Program(text_of(config), kernel or kernels[config.walks, config.ctas_a_tile])
 
 
 @dataclass(frozen=True)
@@ -54,17 +108,10 @@ class Pass:
         """Runs the main kernel on the arguments."""
         config, n = self.plan.config, self.plan.numbers
         code, packed = self.changed or program(config), config.features.packed
-        parts = config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
-        places, size = {}, 0
-        for name, shape in parts.items():
-            places[name] = size
-            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
+        parts, places = self.parts(a)
         self.prepare(a, parts, places)
-        memory = Memory()
-        names = ("mQ", "mK", "mV", "mO", "mdO", "mLSE", "mdLSE", "mdQ", "mdK", "mdV", "mWorkspace", "mCuSeqlensQ")
-        more = ("mCuSeqlensK", "mSeqUsedQ", "mSeqUsedK", "mNextTile")
-        given = {name: getattr(a, name) for name in names + more if getattr(a, name) is not None}
-        at = {name: memory.put(spread(x)) for name, x in given.items()}
+        memory, given, tables = Memory(), tensors_of(a), self.tables_of(a)
+        at = {name: memory.put(spread(x)) for name, x in (given | tables).items()}
         params: list[bytes] = [bytes(32)] * 4
         tensors: dict[int, ptx.Rows] = {}
         queries = config.tile_m // config.ctas_a_tile
@@ -81,26 +128,13 @@ class Pass:
         for name in ("mdK", "mdV"):
             x = given[name].permute([0, 2, 1] if packed else [1, 3, 2, 0])
             params.append(tensor_argument(at[name], x.shape, (x.stride(0), *x.stride()[2:])))
-        for name, x in given.items():
-            if name == "mWorkspace":
-                params.append(struct.pack("<Qq", ptx.address_of(at[name]), len(x)))
-            else:
-                params.append(tensor_argument(at[name], x.shape, x.stride()[:-1]))
-        params += [struct.pack("<f" if isinstance(x, float) else "<i", x) for x in n if x is not None]
-        for name in ("mStats", "mdQaccum", "mdKVaccum", "mTurnsQ", "mTurnsK"):
-            if name in parts:
-                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
-                shape = parts[name]
-                sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
-                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
-                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
+        params += self.arguments(given, at)
+        params += self.workspace(a, tables, at)
         rest = n.softcap or n.softmax_scale
         tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
         params += [struct.pack("<f", x) for x in (tanh, 1.0, rest * LOG2_E)]
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
         everything = memory.bytes()
-        launched = params, everything, tensors, self.num_ctas
-        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, config.ctas_a_tile)
+        self.run(code, params, everything, tensors, self.num_ctas)
         for name in ("mdQ", "mdK", "mdV", "mNextTile"):
             x = given[name]
             assert x.is_contiguous()
@@ -108,9 +142,68 @@ class Pass:
             x.copy_(found.view(x.dtype).view(x.shape))
         assert not given["mNextTile"][:2].any(), "the counters of tiles are not left as they were"
 
+    def parts(self, a: BackwardArguments) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Of the workspace, but for what is made of a mask: their shapes, and where they are."""
+        n = self.plan.numbers
+        parts = self.plan.config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
+        places, size = {}, 0
+        for name, shape in parts.items():
+            places[name] = size
+            size += -(-4 * math.prod(shape) // PART_ALIGN) * PART_ALIGN
+        return parts, places
+
+    def workspace(self, a: BackwardArguments, tables: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
+        """``Workspace`` as every kernel of the pass gets it."""
+        params, (parts, places) = [], self.parts(a)
+        for name in ("mStats", "mdQaccum", "mdKVaccum", *TABLES, "mTurnsQ", "mTurnsK"):
+            if name in tables and tables[name] is a.mContributors:
+                params.append(tensor_argument(at[name], tables[name].shape, tables[name].stride()))
+            elif name in tables:
+                params.append(table_argument(name, at[name], tables[name]))
+            elif name in parts:
+                # Compact. The first size, but for dQ, and the last but for counters, are known to who compiles.
+                shape = parts[name]
+                sizes = shape[:2] if name == "mdQaccum" else shape[1:3]
+                strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
+                params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
+        return params
+
+    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
+        """Executes a kernel, which changes memory."""
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        launched = params, memory, tensors, ctas
+        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, self.plan.config.ctas_a_tile)
+
+    def arguments(self, given: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
+        """``BackwardArguments`` as every kernel of the pass gets them."""
+        params = []
+        for name, x in given.items():
+            if name in ("mWorkspace", "mBits"):
+                params.append(struct.pack("<Qq", ptx.address_of(at[name]), len(x)))
+            else:
+                strides = x.stride() if name in ("mMask", "mContributors") else x.stride()[:-1]
+                params.append(tensor_argument(at[name], x.shape, strides))
+        return params + [
+            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
+        ]
+
+    def tables_of(self, a: BackwardArguments) -> dict[str, Tensor]:
+        """What the kernels ahead make of a mask, some of ``TABLES``."""
+        if a.blocks.mTiles is not None:
+            blocks = a.blocks
+            return {
+                "bits": bits_of(unpack(blocks.mTiles.view(-1, BLOCK, BLOCK // 32)), self.plan.config),
+                "adding": a.mContributors,
+                "lists": blocks.mSpans.view(-1, 2),
+                "entries": blocks.mEntries.view(-1, 3),
+            }
+        return {} if a.mMask is None else tables_of_mask(a, self.plan)
+
     def prepare(self, a: BackwardArguments, parts: dict[str, tuple[int, ...]], places: dict[str, int]) -> None:
-        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0."""
+        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0; in gradients NaN."""
         a.mWorkspace.fill_(255)
+        for gradient in (a.mdQ, a.mdK, a.mdV):
+            gradient.fill_(torch.nan)
 
         def part(name: str, dtype: torch.dtype) -> Tensor:
             size = 4 * math.prod(parts[name])
@@ -182,7 +275,7 @@ class Interpreted(CuteBackend):
 
 def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
     """The gradients of a call, from the results of its forward pass in float64."""
-    inputs, spec = as_given(call)
+    inputs, spec = as_given(call, backward=True)
     with torch.no_grad():
         out = oracle.attention(call)[0].detach()
         sink = call.learnable_sink is not None

@@ -17,7 +17,7 @@ from tests.checks import random_call
 from tests.oracle import Call
 from tests.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
 from tests.test_sm100_backward import Interpreted
-from tests.test_sm100_code import paired
+from tests.test_sm100_code import forward_paired, paired
 from tools.ptx_lint import lint
 
 SEEDS = 8  # schedules, at most, under which a bug is to show
@@ -47,32 +47,40 @@ def listed(visible: list[list[int]], **options: Any) -> Call:
     return dataclasses.replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
 
 
+def listed_causal(queries: int, keys: int) -> Call:
+    shown = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return dataclasses.replace(
+        plain([queries], [keys]), block_mask=BlockMask.causal(queries, keys), shown=shown[None, None]
+    )
+
+
 Calls = dict[str, Callable[[], Call]]  # as small as what they show allows
 
 
 class Forward:
-    """The forward kernel; one CTA has all tiles."""
+    """The forward kernel; one CTA, or a pair, has all tiles."""
 
-    def __init__(self, bugs: Bugs, calls: Calls):
-        self.bugs, self.calls = bugs, calls
+    def __init__(self, bugs: Bugs, calls: Calls, kernel: str = "ForwardSm100"):
+        self.bugs, self.calls, self.kernel = bugs, calls, kernel
+        self.by_pairs = kernel == "ForwardPair"
 
-    @staticmethod
-    @functools.cache
-    def code(config: Any) -> Code:
+    @functools.cache  # noqa: B019 (there is one of each kernel)
+    def code(self, config: Any) -> Code:
         """That of a configuration."""
         from flash_attn_cute.kernels.sm100.forward_shared import Rings
 
-        return Code(test_sm100.text_of(config), "ForwardSm100", where_barriers_are(Rings.stages(config)))
+        return Code(test_sm100.text_of(config), self.kernel, where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
-        return test_sm100.planned(call)[0]
+        config = test_sm100.planned(call)[0]
+        return forward_paired(config) if self.by_pairs else config
 
     def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
         """The results of a call."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(test_sm100, "NUM_SMS", 1)
-            test_sm100.check(call, draw, program, lags)
+            patch.setattr(test_sm100, "NUM_SMS", 1 + self.by_pairs)
+            test_sm100.check(call, draw, program, lags, by_pairs=self.by_pairs)
 
 
 class Backward:
@@ -127,6 +135,16 @@ KERNELS: dict[str, Forward | Backward] = {
             "blind": lambda: listed([[1, 1], [0, 0]]),
         },
     ),
+    "forward pairs": Forward(
+        TABLES["forward pairs"],
+        {
+            "d256": lambda: of_d256([150], [100]),
+            "rising": lambda: rising([150], [260], head_dim=256, nheads=1),
+            "blocks": lambda: of_d256([150], [500]),  # more blocks than stages
+            "tiles": lambda: of_d256([150], [100], nheads=4),  # more tiles than stages
+        },
+        "ForwardPair",
+    ),
     "backward": Backward(
         TABLES["backward"],
         {
@@ -137,6 +155,16 @@ KERNELS: dict[str, Forward | Backward] = {
             "causal": lambda: plain([130], [130], causal=True),
             "d128": lambda: of_d128([300], [100]),
             "d128-tiles": lambda: of_d128([130], [300]),
+        },
+        "BackwardCta",
+    ),
+    "backward under masks": Backward(
+        TABLES["backward under masks"],
+        {
+            "lists": lambda: listed([[1, 0, 1], [0, 1, 1]]),
+            "turns": lambda: listed([[1, 1, 1], [0, 1, 1]]),
+            "many": lambda: listed([[1]] * 10),  # more blocks of queries than stages of entries
+            "causal": lambda: listed_causal(150, 130),  # in each half of a block something else is hidden
         },
         "BackwardCta",
     ),
@@ -157,6 +185,8 @@ KERNELS: dict[str, Forward | Backward] = {
             "d256": lambda: of_d256([70], [60]),
             "steps": lambda: of_d256([150], [60]),
             "tiles": lambda: of_d256([60], [150]),
+            "lists": lambda: listed([[1, 1]], head_dim=256),
+            "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
         },
         "BackwardTwoWalks",
     ),

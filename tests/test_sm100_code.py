@@ -15,7 +15,7 @@ import torch
 
 from flash_attn_cute import BlockMask, explain, flash_attn_func, ops
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.backends.cute.plan import plan_forward
+from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.features import Features
@@ -23,6 +23,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     HEAD_DIMS,
+    O_COLUMNS,
     PART_ROWS,
     SHARED_MEMORY,
     TARGETS,
@@ -43,11 +44,23 @@ from tests.test_machine_code import (
 from tools.ptx_lint import lint
 
 B200, B300 = TARGETS.values()
+LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any
 
 
 def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
-    dtype, target = options.pop("dtype", "bfloat16"), options.pop("target", B200)
-    return config(dtype, d, d_v or d, Features(**options), target=target)
+    given = {name: options.pop(name) for name in ("queries", "target") if name in options}
+    return config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
+
+
+def forward_paired(c: ForwardConfig) -> ForwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features)
+
+
+def forward_pair(d: int, d_v: int, **options: Any) -> ForwardConfig:
+    return forward_paired(chosen(d, d_v, **options))
 
 
 # Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
@@ -65,6 +78,9 @@ FEW = {
     "d64-mask-everything": chosen(64, mask=True, **MASKED),
     "d128-bias": chosen(128, bias=True, right=True),
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
+    "pair-d256": forward_pair(256, 256),
+    "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
+    "pair-d192-dv128-everything-b300": forward_pair(192, 128, target=B300, **EVERYTHING),
 }
 MASKS = {
     "full": {},
@@ -79,11 +95,16 @@ MASKS = {
     "float32-bias": {"bias": True, "float32_bias": True, "block_mask": True, "softcap": True},
     "strided-bias": {"bias": True, "strided_bias": True, **EVERYTHING},
 }
+WITHOUT_TENSORS = [name for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()]
 ALL = {
     f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
     for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS)
     if d >= d_v
     for mask, target in itertools.product(MASKS, TARGETS.values())
+} | {
+    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": forward_pair(d, d_v, target=target, dtype=dtype, **MASKS[mask])
+    for (d, d_v), mask in itertools.product(((256, 256), (256, 128), (192, 128)), WITHOUT_TENSORS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
 
@@ -103,7 +124,8 @@ def pair(**options: Any) -> BackwardConfig:
     return paired(backward(128, **options))
 
 
-LONG = 8192  # keys of a sequence
+LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
+MASKED_BACKWARD = BACKWARD_EVERYTHING | MASKED
 FEW_BACKWARD = {
     "d192": backward(192),
     "d256-causal": backward(256, right=True),
@@ -116,10 +138,16 @@ FEW_BACKWARD = {
     "d128": backward(128),
     "d128-causal-float16": backward(128, right=True, dtype="float16"),
     "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "d128-block-mask": backward(128, block_mask=True, keys=LONG),
+    "d64-intervals-b300": backward(64, target=B300, **LISTED_BACKWARD),
+    "d192-dv128-intervals": backward(192, 128, **LISTED_BACKWARD),
+    "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
+    "d192-mask": backward(192, mask=True),
+    "d256-intervals": backward(256, **LISTED_BACKWARD),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
 }
-BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()} | {
+BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
     "causal-grouped": {"right": True, "grouped": True},
     "packed-left": {"packed": True, "left": True, "seqused_k": True},
     "softcap": {"softcap": True},
@@ -127,9 +155,18 @@ BACKWARD_MASKS = {name: mask for name, mask in MASKS.items() if not {"mask", "bi
     "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
     "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
 }
+BACKWARD_LISTS = {
+    "block-mask": {"block_mask": True},
+    "block-mask-grouped": {"block_mask": True, "grouped": True},
+    "intervals": LISTED_BACKWARD,
+    "mask": {"mask": True},
+    "mask-everything": {"mask": True, **MASKED_BACKWARD},
+}
 ALL_BACKWARD = {
-    f"d{d}-dv{d_v}-{mask}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-    for (d, d_v), mask in itertools.product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), BACKWARD_MASKS)
+    f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
+    for (d, d_v), (name, mask) in itertools.product(
+        ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), (BACKWARD_MASKS | BACKWARD_LISTS).items()
+    )
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
     f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
@@ -148,14 +185,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     """No spills; products, weights, loads and stores as they should be; tensor memory is allocated and freed."""
-    (sass,) = machine_code(compiled, tmp_path)["Forward"]
+    c, pair = compiled, compiled.ctas_a_tile == 2
+    (sass,) = machine_code(c, tmp_path)["ForwardPair" if pair else "Forward"]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
-    c = compiled
-    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("UTCHMMA", "HGMMA", "LDTM", "STTM", "USETMAXREG")}
+    names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
     # Loops for each part: of four steps of scores, and of two each of most keys' output and of the others', which are
     # issued at two places.
     assert count["UTCHMMA"] == 4 * 3 * c.q_parts
+    assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
+    assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["HGMMA"] == 0
     assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
     # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be
@@ -172,7 +212,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
     # Under a mask the compiler may write some blocks of a walk apart.
-    loads = ((c.q_parts + 1) * c.tile_d + c.tile_dv) // 64
+    loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
     assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)
     assert len(re.findall(r"\bUTMASTG", sass)) == c.tile_dv // 64
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
@@ -235,14 +275,18 @@ def assembly(ptx: str, instruction: str) -> Iterator[list[str]]:
         yield [line.strip() for line in block.strip().splitlines()]
 
 
+@pytest.mark.parametrize("queries", [0, LONG])
 @pytest.mark.parametrize("d", range(8, 264, 8))
-def test_sizes(d: int) -> None:
+def test_sizes(d: int, queries: int) -> None:
     """Within shared memory, tensor memory and registers; wide enough; rings of a power of 2."""
     for d_v in range(8, 264, 8):
-        check_sizes(chosen(d, d_v), d, d_v)
+        check_sizes(chosen(d, d_v, queries=queries), d, d_v)
 
 
 def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
+    if c.ctas_a_tile == 2:
+        assert (c.tile_d, c.tile_dv) in ((192, 128), (256, 128), (256, 256))
+        assert c.columns_shared % O_COLUMNS == 0
     assert c.tile_d >= d
     assert c.tile_dv >= d_v
     assert c.bytes_shared <= SHARED_MEMORY
@@ -261,6 +305,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v, keys=keys)
         assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
+        assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
@@ -291,6 +336,34 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert all(stages & stages - 1 == 0 for stages in (c.kv_stages, c.q_stages, c.do_stages, c.parts_dQ))
 
 
+@pytest.mark.parametrize("d_v", [192, 128])
+def test_pairs_share_values_by_swizzled_rows(d_v: int) -> None:
+    """Of 192 columns of v none can have its half, and fewer than 128 are no pair's."""
+    assert chosen(256, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
+    assert chosen(192, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
+
+
+@pytest.mark.parametrize("feature", ["mask", "block_mask", "bias"])
+def test_pairs_know_no_masks(feature: str) -> None:
+    assert chosen(256, queries=LONG).ctas_a_tile == 2
+    assert chosen(256, queries=LONG, **{feature: True}) == chosen(256, **{feature: True})
+
+
+def test_pairs_are_planned_for_long_sequences() -> None:
+    """By how many queries a sequence has, on average."""
+    spec = spec_of(head_dim=256)
+    for length, sequences, ctas in ((4096, 0, 2), (128, 0, 1), (4096, 4, 2), (4096, 32, 1)):
+        rows = (2, length) if sequences == 0 else (length,)
+        shapes = Shapes((*rows, 4, 256), (*rows, 4, 256), sequences, length)
+        planned = plan_forward(ARCHITECTURES["sm100"], spec, shapes, 148)
+        assert planned.config.ctas_a_tile == ctas
+        assert planned.config.tile_m == 128 * ctas
+    q = torch.zeros(1, 4096, 2, 256, dtype=torch.bfloat16, device="meta")
+    told = explain(q, q, q, gpu="sm100", backend="sm100").forward
+    assert told is not None
+    assert told.cluster == 2
+
+
 def test_targets_have_kernels_of_their_own() -> None:
     sm100 = ARCHITECTURES["sm100"]
     for capability, target in TARGETS.items():
@@ -310,27 +383,27 @@ def test_warming_is_for_all_gpus() -> None:
 
 def test_warming_is_for_all_lengths() -> None:
     """Where long sequences get other kernels."""
-    arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", "backward"]
-    found = command.configurations(
-        command.parser().parse_args([*arguments, "--layouts", "dense", "--dtypes", "float16"])
-    )
-    assert sorted(c.ctas_a_tile for c in found if c.tile_d == 128 and c.target == B200) == [1, 2]
-    assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
+    for name, d in (("backward", 128), ("forward", 256)):
+        arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", name, "--layouts", "dense"]
+        arguments += ["--dtypes", "float16", "--head-dims", "64", str(d)]
+        found = command.configurations(command.parser().parse_args(arguments))
+        assert sorted(c.ctas_a_tile for c in found if c.tile_d == d and c.target == B200) == [1, 2]
+        assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
 def test_warming_leaves_out_gradients_that_there_are_none_of() -> None:
     arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
-    for feature, passes in (("softcap", {"forward", "backward"}), ("block_mask", {"forward"})):
+    for feature, passes in (("block_mask", {"forward", "backward"}), ("bias", {"forward"})):
         given = command.parser().parse_args([*arguments, "--features", feature])
         assert {c.pass_name for c in command.configurations(given)} == passes
 
 
 def test_features_that_there_are_no_gradients_of_are_refused() -> None:
-    for name in ("mask", "bias", "block_mask"):
-        features = Features(**{name: True})
-        assert not ARCHITECTURES["sm100"].has_gradients(features)
-        assert ARCHITECTURES["sm90"].has_gradients(features)
-    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got mask, bias, block_mask$"):
+    features = Features(mask=True, bias=True, block_mask=True)
+    assert not ARCHITECTURES["sm100"].has_gradients(features)
+    assert ARCHITECTURES["sm100"].has_gradients(dataclasses.replace(features, bias=False))
+    assert ARCHITECTURES["sm90"].has_gradients(features)
+    with pytest.raises(ValueError, match=r"none that sm100 has no gradients of, got bias$"):
         backward(128, mask=True, bias=True, block_mask=True)
 
 
@@ -355,7 +428,8 @@ def test_gradients_are_planned_as_far_as_there_are_some() -> None:
     q, v = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (256, 200))
     assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
     mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
-    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is None
+    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
+    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is None
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -364,7 +438,6 @@ def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, mo
     monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
     monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
     q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
-    masks: dict[str, Any] = {"mask": torch.ones(8, 8, dtype=torch.bool), "block_mask": BlockMask.causal(8, 8)}
-    masks["bias"] = torch.zeros(8, 8, dtype=q.dtype)
-    with pytest.raises(ValueError, match=r"which has none: mask; bias; block_mask$"):
-        flash_attn_func(q.requires_grad_(), q, q, **masks, backend="sm100")
+    bias, blocks = torch.zeros(8, 8, dtype=q.dtype), BlockMask.causal(8, 8)
+    with pytest.raises(ValueError, match=r"which has none: bias$"):
+        flash_attn_func(q.requires_grad_(), q, q, block_mask=blocks, bias=bias, backend="sm100")

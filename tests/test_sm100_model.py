@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100.config import backward_config
+from flash_attn_cute.kernels.sm100.config import backward_config, forward_config
 from tools.sm100_model import __main__ as command_line
 from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
 from tools.sm100_model.designs import DESIGNS, PUBLISHED, Case
@@ -265,6 +265,22 @@ def test_pairs_are_chosen_where_they_pay(keys: int, causal: bool) -> None:
     chosen = backward_config("bfloat16", 128, 128, Features(right=causal), keys=keys)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
     assert backward_config("bfloat16", 128, 128, Features(right=causal, left=True), keys=keys).ctas_a_tile == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [256, 512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize(("d", "d_v", "name"), [(256, 256, "d = 256"), (192, 128, "(192, 128)")])
+def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, queries: int, causal: bool) -> None:
+    """As above, by queries."""
+    cases = (Case(DESIGNS[f"forward {name}{n}"], causal, seqlen=queries) for n in ("", " 2-CTA"))
+    alone, pair = (case.tflops(case.predict()) for case in cases)
+    features = Features(right=causal)
+    of_one = forward_config("bfloat16", d, d_v, features)
+    chosen = forward_config("bfloat16", d, d_v, features, queries=queries)
+    lost = (queries + 2 * of_one.tile_m) / (queries + of_one.tile_m)
+    assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
+    windowed = forward_config("bfloat16", d, d_v, Features(right=causal, left=True), queries=queries)
+    assert windowed.ctas_a_tile == (chosen.ctas_a_tile if d == 256 else 1)
 
 
 def test_turns_that_are_waited_for_cost_more() -> None:

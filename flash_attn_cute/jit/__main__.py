@@ -61,7 +61,7 @@ def positive(text: str) -> int:
     return value
 
 
-_MANY_KEYS = 1 << 20  # of a sequence, that gets the kernels of long ones
+_MANY_ROWS = 1 << 20  # of a sequence, that gets the kernels of long ones
 
 
 def configurations(chosen: argparse.Namespace) -> list[Any]:
@@ -82,9 +82,10 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
             configure = architecture.passes[name].configure
             options: list[dict[str, int]] = [{}]
             if name == "forward":
-                options = [{"group": group} for group in chosen.groups]
+                lengths = itertools.product(chosen.groups, (0, _MANY_ROWS))
+                options = [{"group": group, "queries": queries} for group, queries in lengths]
             elif name == "backward":
-                options = [{"keys": keys} for keys in (0, _MANY_KEYS)]
+                options = [{"keys": keys} for keys in (0, _MANY_ROWS)]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

@@ -12,6 +12,7 @@ class MaskTile:
 
     With ``row_a_thread`` a warpgroup has 128 rows of scores and a thread one of them, as tensor memory has it; else a
     warpgroup has 64 rows, and a thread scores of two of them, as the registers of Hopper's products have it.
+    Warpgroups follow each other by rows, and those that share rows by columns.
     """
 
     queries: int
@@ -19,6 +20,7 @@ class MaskTile:
     group: int = 1  # heads of a query that are rows of one tile
     rows_are_keys: bool = False  # of scores
     row_a_thread: bool = False
+    sharing: int = 1  # warpgroups that have the same rows of scores, and each as many of their columns
 
     @property
     def rows_of_queries(self) -> int:
@@ -27,8 +29,8 @@ class MaskTile:
 
     @property
     def columns(self) -> int:
-        """Of scores."""
-        return self.queries if self.rows_are_keys else self.keys
+        """Of scores, that a warpgroup has."""
+        return (self.queries if self.rows_are_keys else self.keys) // self.sharing
 
     @property
     def rows_a_warpgroup(self) -> int:
@@ -37,8 +39,9 @@ class MaskTile:
 
     @property
     def warpgroups(self) -> int:
-        """Which have those rows of scores each."""
-        return (self.keys if self.rows_are_keys else self.rows_of_queries) // self.rows_a_warpgroup
+        """Which have those rows and columns of scores each."""
+        rows = self.keys if self.rows_are_keys else self.rows_of_queries
+        return rows // self.rows_a_warpgroup * self.sharing
 
     @property
     def words(self) -> int:

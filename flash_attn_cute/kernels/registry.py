@@ -18,15 +18,14 @@ from flash_attn_cute.kernels.sm100 import config as sm100
 class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
-    # From dtype's name, d, d_v and ``Features`` (forward also group=, backward keys=, how many a sequence has, of a
-    # bias's gradient split=, and target= where an architecture has several) to a configuration: a frozen dataclass with
-    # the attributes dtype, tile_d, features and target (what it is compiled for), whose class tells its
-    # ``architecture`` and ``pass_name``. Backends read more: tile_m and tile_n; reorders_bits; persistent, group and
-    # parts() (forward; the latter under a mask); ctas_a_tile, sums_heads, reverses_last and workspace_size()
-    # (backward), whose features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that
-    # gradient).
+    # From dtype's name, d, d_v and ``Features`` (forward also group= and queries=, backward keys=, how many a sequence
+    # has, of a bias's gradient split=, and target= where an architecture has several) to a configuration: a frozen
+    # dataclass with the attributes dtype, tile_d, features and target (what it is compiled for), whose class tells its
+    # ``architecture`` and ``pass_name``. Backends read more: tile_m, tile_n and ctas_a_tile; reorders_bits; persistent,
+    # group and parts() (forward; the latter under a mask); sums_heads, reverses_last and workspace_size() (backward),
+    # whose features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that gradient).
     configure: Callable[..., Any]
-    kernel: str  # "module:class" of what is compiled; it is made from a configuration and called with the arguments
+    kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
 
     def make_kernel(self, config: Any) -> Any:
@@ -80,7 +79,7 @@ ARCHITECTURES = {
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
-                "forward": Pass(sm100.forward_config, "sm100.forward:ForwardSm100", ForwardArguments),
+                "forward": Pass(sm100.forward_config, "sm100.forward_kernel:forward_kernel", ForwardArguments),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
             },
             num_sms=148,  # a B200

@@ -1,19 +1,23 @@
 """Bugs to plant in the PTX of the Blackwell kernels, and what finds each: the lint, an execution, or both.
 
-    code        a kernel's PTX, what to look for in it, and how to change it
-    table       what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
-    forward     bugs of the forward kernel
-    lists       of the same, what is another under masks
-    backward    bugs of the backward kernel
-    pair        bugs of that of pairs of CTAs, where it is another
-    two_walks   bugs of that of two walks, where it is another
+    code          a kernel's PTX, what to look for in it, and how to change it
+    table         what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
+    forward       bugs of the forward kernel
+    lists         of the same, what is another under masks
+    forward_pair  bugs of that of pairs of CTAs, where it is another
+    backward      bugs of the backward kernel
+    columns       of the same, what is another under masks
+    pair          bugs of that of pairs of CTAs, where it is another
+    two_walks     bugs of that of two walks, where it is another
 
 ``python -m tests.sm100_bugs`` writes the tables of the page.
 """
 
 from tests.sm100_bugs.backward import BACKWARD
 from tests.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
+from tests.sm100_bugs.columns import COLUMNS
 from tests.sm100_bugs.forward import FORWARD
+from tests.sm100_bugs.forward_pair import FORWARD_PAIR
 from tests.sm100_bugs.lists import LISTS
 from tests.sm100_bugs.pair import PAIR
 from tests.sm100_bugs.table import PAGE, Bug, Bugs, page, table
@@ -23,7 +27,9 @@ from tests.sm100_bugs.two_walks import TWO_WALKS
 TABLES: dict[str, Bugs] = {
     "forward": FORWARD,
     "masks": LISTS,
+    "forward pairs": FORWARD_PAIR,
     "backward": BACKWARD,
+    "backward under masks": COLUMNS,
     "pairs": PAIR,
     "two walks": TWO_WALKS,
 }

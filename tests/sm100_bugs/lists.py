@@ -10,8 +10,8 @@ _OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
 _FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
 # Of a walk over lists: of each part the next entry, set when a walk begins, moved on behind a window; twice, as there
 # are two walks.
-_NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(644|780)\]")
-_TOLD = find(PRODUCER, "st.shared", 3, having=r"\+5(48|52|56)\]")
+_NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
+_TOLD = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 
 LISTS: Bugs = {

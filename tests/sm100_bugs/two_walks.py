@@ -90,6 +90,23 @@ TWO_WALKS: Bugs = {
         Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
+    "list": (
+        Bug(
+            "turns are told of in the first walk, too",
+            waits(PRODUCER, "turns.empty").ahead("bra").left_out(),
+            "lists",
+        ),
+        Bug(
+            "the first walk does not hide scores",
+            find(_COMPUTE, "tcgen05.ld", 13)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
+            "lists",
+        ),
+        Bug(
+            "the second walk does not give entries back",
+            arrivals(_COMPUTE, "entries.empty", 2)[1].left_out(),
+            "many",
+        ),
+    ),
     "wrong descriptor": (
         Bug(
             "the second 64 columns of K are looked for at the place of the first, for dQ",

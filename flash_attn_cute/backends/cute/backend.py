@@ -130,7 +130,7 @@ class CuteBackend:
             k_shape = given.k.shape if has_keys else torch.Size((1, *given.k.shape[1:]))
             few_queries = given.max_seqlen_q <= plan.FEW_QUERIES
             layout = _layout(given, blocks=blocks)._replace(intervals=intervals)
-            shapes = _forward_shapes(given.q.shape, k_shape, _num_listed(given), few_queries, layout)
+            shapes = _forward_shapes(given.q.shape, k_shape, _num_sequences(given), few_queries, layout)
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
         if has_queries and has_keys and not no_sequences and not self.gradient_limits(spec):
@@ -257,7 +257,7 @@ class CuteBackend:
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         few_queries = inputs.max_seqlen_q <= plan.FEW_QUERIES
         launch = self._prepare_forward(
-            spec, q.shape, k.shape, _num_listed(inputs), few_queries, _layout(inputs), q.device
+            spec, q.shape, k.shape, _num_sequences(inputs), few_queries, _layout(inputs), q.device
         )
         workspace = None
         if launch.plan.workspace_size:
@@ -476,7 +476,7 @@ def _for_people(planned: plan.ForwardPlan | plan.BackwardPlan) -> PassPlan:
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         stages=getattr(config, "stages", None),
-        cluster=1 if is_forward else config.ctas_a_tile,
+        cluster=config.ctas_a_tile,
         persistent=_takes_tiles(config),
         deterministic=is_forward or config.features.deterministic,
         workspace_bytes=planned.workspace_size,
@@ -496,11 +496,6 @@ def _forward_shapes(
 def _num_sequences(inputs: AttentionInputs) -> int:
     """Packed ones; 0 of dense calls."""
     return 0 if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.shape[0] - 1
-
-
-def _num_listed(inputs: AttentionInputs) -> int:
-    """Those whose tiles have lists of blocks: how many there are matters to forward plans under a mask alone."""
-    return 0 if inputs.mask is None else _num_sequences(inputs)
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:

@@ -61,7 +61,7 @@ class Shapes(NamedTuple):
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
-    num_sequences: int  # of packed calls; forward it matters under a mask alone, else it is 0
+    num_sequences: int  # of packed calls, else 0
     max_seqlen_q: int
     has_dlse: bool = False
     scores: ScoreLayout = ScoreLayout()
@@ -70,6 +70,10 @@ class Shapes(NamedTuple):
     def packed(self) -> bool:
         """Whether the kernels get packed sequences; they may where the user has given a dense batch."""
         return len(self.q) == 3
+
+    def rows_a_sequence(self, shape: tuple[int, ...]) -> int:
+        """Of q's or k's shape, on average."""
+        return shape[-3] // max(1, self.num_sequences) if self.packed else shape[-3]
 
 
 class ForwardPlan(NamedTuple):
@@ -135,7 +139,12 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
     group = spec.nheads // spec.nheads_k
     group = group if shapes.max_seqlen_q <= FEW_QUERIES and 64 % group == 0 and not spec.has_block_mask else 1
     config = architecture.passes["forward"].configure(
-        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), group=group
+        DTYPES[spec.dtype],
+        spec.head_dim,
+        spec.head_dim_v,
+        features_of(spec, shapes),
+        group=group,
+        queries=shapes.rows_a_sequence(shapes.q),
     )
     heads = spec.nheads // config.group
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
@@ -153,9 +162,12 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
 
 def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes, num_sms: int) -> BackwardPlan:
     """The plan of a backward call, on a GPU of so many SMs."""
-    keys = shapes.k[-3] // max(1, shapes.num_sequences) if shapes.packed else shapes.k[-3]
     config = architecture.passes["backward"].configure(
-        DTYPES[spec.dtype], spec.head_dim, spec.head_dim_v, features_of(spec, shapes), keys=keys
+        DTYPES[spec.dtype],
+        spec.head_dim,
+        spec.head_dim_v,
+        features_of(spec, shapes),
+        keys=shapes.rows_a_sequence(shapes.k),
     )
     num_m_blocks, num_n_blocks = (
         shape[-3] // rows + shapes.num_sequences if shapes.packed else shape[0] * -(-shape[-3] // rows)

@@ -13,8 +13,9 @@ from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, MaskSizes
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, num_blocks
+from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import rows_of
+from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
 from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
 
 _WARPS = 8
@@ -148,3 +149,35 @@ class KeyLists:
                 if lane == 0:
                     number = which * sizes.key_tiles + tile
                     ws.mLists[number, 0], ws.mLists[number, 1] = first, listed
+
+
+class KeyTables:
+    """All that tells a backward kernel of a mask or a block mask: made by kernels before it, around preprocessing."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.mask_tiles, self.key_lists = (
+            (MaskTiles(config), KeyLists(config)) if config.features.mask else (None, None)
+        )
+        self.block_tiles = BlockTiles(config) if config.features.block_mask else None
+
+    @cute.jit
+    def begin(self, a: BackwardArguments, stream) -> Workspace:  # type: ignore[no-untyped-def]
+        """The pass's workspace, with the tables of a block mask, or with those of a mask, whose tiles are cut."""
+        ws = Workspace.of(self.config, a, mask_sizes(self.config, a))
+        if const_expr(self.block_tiles is not None):
+            ws = ws._replace(
+                mBits=self.block_tiles(a.blocks, stream),
+                mLists=as_rows(a.blocks.mSpans, 2),
+                mEntries=as_rows(a.blocks.mEntries, 3),
+                mAdding=a.mContributors,
+            )
+        if const_expr(self.mask_tiles is not None):
+            self.mask_tiles(a, ws.mCodes, ws.mBits, stream)
+        return ws
+
+    @cute.jit
+    def finish(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
+        """The lists of a mask, behind preprocessing, which orders additions."""
+        if const_expr(self.key_lists is not None):
+            self.key_lists(a, ws, stream)

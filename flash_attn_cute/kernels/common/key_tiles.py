@@ -185,6 +185,10 @@ class ToldTiles:
         """By one thread: what is to be told has been written."""
         cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to all other roles
 
+    def num_steps(self, config: Any, a: BackwardArguments, walk: Int32) -> Int32:
+        """How many blocks a tile walks over, those of all its heads."""
+        return rounds_a_tile(config, a) * self.tile(config, a, walk).blocks.num
+
     @cute.jit
     def has_tile(self, walk: Int32) -> Boolean:
         """Whether there is another tile; the producer tells."""
@@ -195,6 +199,11 @@ class ToldTiles:
 def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
     """How many heads a tile is for."""
     return a.numbers.heads_a_tile if config.features.grouped else 1
+
+
+def rounds_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
+    """How often a tile walks over its blocks: once a head; under a mask once, as they are those of all heads."""
+    return 1 if config.features.listed else heads_a_tile(config, a)
 
 
 def num_key_tiles(config: Any, a: BackwardArguments) -> Int32:

@@ -4,7 +4,7 @@ Every element is read once, whatever its strides, and never by the kernels that 
 batch entries or heads share costs nothing but a select where it hides something, and tiles that it hides cost nothing.
 Windows and ends of sequences are written into the bits, too, so those kernels look at no edge. A block mask brings
 lists, and tiles that say all that there is to say, row by row; only these are put into another order, and not even
-these where a thread has a row of scores.
+these where a thread has a query's scores.
 """
 
 import math
@@ -34,13 +34,22 @@ class _Tiles:
 
     @cute.jit
     def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
-        """A tile's bits, in the order of a thread's scores: of a row, or of two, 8 apart, pairs of columns 8 apart."""
+        """A tile's bits, in the order of a thread's scores: of a row, or of two, 8 apart, pairs of columns 8 apart.
+
+        ``sRows``: (query, 32 keys).
+        """
         t = self.tile
         columns_a_row = t.columns // 4  # of a thread
         for first in cutlass.range(thread // 128, t.warpgroups, _WARPS // 4, unroll=1):
             within = thread % 128
             words = cute.make_rmem_tensor(t.words, Int32)
-            if const_expr(t.row_a_thread):
+            if const_expr(t.row_a_thread and t.rows_are_keys):
+                words.fill(0)
+                key, column = 128 * (first // t.sharing) + within, first % t.sharing * t.columns
+                for c in cutlass.range_constexpr(t.columns):
+                    bit = sRows[column + c, key // 32] >> (key % 32) & 1
+                    words[c // 32] = words[c // 32] | bit << c % 32
+            elif const_expr(t.row_a_thread):
                 for w in cutlass.range_constexpr(t.words):
                     words[w] = sRows[128 * first + within, w]
             else:

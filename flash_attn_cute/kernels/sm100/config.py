@@ -13,8 +13,10 @@ from flash_attn_cute.kernels.mask_tile import MaskTile
 HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
-LACKING_BACKWARD = ("MASK", "BIAS", "BLOCK_MASK")  # features of calls that there are no gradients of yet
+LACKING_BACKWARD = ("BIAS",)  # features of calls that there are no gradients of yet
 PART_ROWS = 128  # of a product: the lanes of tensor memory
+CTAS = 2  # of a pair, whose products are computed together
+SECOND = 1  # the rank of that which is not the leader
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
 
@@ -46,16 +48,32 @@ class ForwardConfig:
     tile_d: int  # one of ``HEAD_DIMS``
     features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
-    q_parts: int  # of a tile of queries, with 128 of them and a softmax warpgroup each
+    q_parts: int  # of a CTA's queries, with 128 of them and a softmax warpgroup each
     tile_n: int  # keys a block
     k_stages: int  # blocks of keys in shared memory
     v_stages: int  # and of values
     o_in_q: bool  # O leaves through the place of its part of Q, as there is no other
+    ctas_a_tile: int = 1  # each with as many parts; of a block, two have half of the keys each, and half of v's columns
+
+    @property
+    def queries(self) -> int:
+        """Of a tile, that a CTA has."""
+        return self.q_parts * PART_ROWS
 
     @property
     def tile_m(self) -> int:
         """Queries of a tile."""
-        return self.q_parts * PART_ROWS
+        return self.ctas_a_tile * self.queries
+
+    @property
+    def keys_shared(self) -> int:
+        """Keys of a block that a CTA has in shared memory."""
+        return self.tile_n // self.ctas_a_tile
+
+    @property
+    def columns_shared(self) -> int:
+        """Columns of v that a CTA has in shared memory."""
+        return self.tile_dv // self.ctas_a_tile
 
     @property
     def mask_tile(self) -> MaskTile:
@@ -94,8 +112,8 @@ class ForwardConfig:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
-        if self.features.listed:  # who walks over lists has more to keep
-            return Registers(softmax=200, epilogue=72, others=40)
+        if self.ctas_a_tile == 2:  # whose producers also keep what they are told, and their own share of each block
+            return Registers(softmax=192, epilogue=72, others=56)
         return Registers(softmax=200, epilogue=72, others=40)
 
     # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
@@ -117,7 +135,8 @@ class ForwardConfig:
     @property
     def bytes_shared(self) -> int:
         """Of shared memory, at most: Q, K, V, two pieces of O on its way out, and what guards them."""
-        numbers = self.tile_m * self.tile_d + self.tile_n * (self.k_stages * self.tile_d + self.v_stages * self.tile_dv)
+        blocks = self.tile_n * (self.k_stages * self.tile_d + self.v_stages * self.tile_dv)
+        numbers = self.queries * self.tile_d + blocks // self.ctas_a_tile
         if not self.o_in_q:
             numbers += O_STAGES * PART_ROWS * O_COLUMNS
         return 2 * numbers + _BARRIERS_AND_STATS
@@ -140,16 +159,32 @@ class _ForwardTile(NamedTuple):
     k_stages: int
     v_stages: int
     o_in_q: bool = False
+    ctas_a_tile: int = 1
+    queries: int = 0  # of a sequence, at least
+    case: Case = Case()
+
+    def fits(self, columns: int, columns_v: int, features: Features, queries: int) -> bool:
+        """Whether it serves a call. Of v's columns each CTA has 64, or a multiple of it."""
+        fits_v = self.tile_dv >= columns_v and columns_v % (64 * self.ctas_a_tile) == 0
+        return self.tile_d == columns and fits_v and self.queries <= queries and self.case.fits(features)
 
 
-# Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q of all parts, K and V. With 64 keys
-# a block products of scores wait for shared memory, but where it has no room for two blocks of 128 they would have to
-# wait for global memory, block by block.
+# The first row that fits is chosen. Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q
+# of all parts, K and V. With 64 keys a block products of scores wait for shared memory, but where it has no room for
+# two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
+# the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
+# tile may be empty, and under a right bound a tile's first queries see too little of its blocks.
+# Of a left bound the model knows nothing: a pair of two parts may walk over many more blocks than a window has.
+_TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
     _ForwardTile(128, 128, 2, 128, 2, 2),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case(without=f"left right {_TENSORS}")),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, case=Case("right", without=f"left {_TENSORS}")),
     _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
     _ForwardTile(192, 192, 1, 64, 2, 4),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=256, case=Case(without=f"right {_TENSORS}")),
+    _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case("right", without=_TENSORS)),
     _ForwardTile(256, 256, 1, 64, 2, 2),
 )
 
@@ -161,9 +196,10 @@ def forward_config(
     features: Features,
     *,
     group: int = 1,
+    queries: int = 0,
     target: str = TARGETS[10, 0],
 ) -> ForwardConfig:
-    """The configuration that serves a call.
+    """The configuration that serves a call whose sequences have so many queries, on average.
 
     ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
     """
@@ -172,7 +208,7 @@ def forward_config(
     features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
-    tile = next(t for t in _FORWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
+    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries))
     config = ForwardConfig(
         target=target,
         dtype=dtype,
@@ -184,6 +220,7 @@ def forward_config(
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         o_in_q=tile.o_in_q,
+        ctas_a_tile=tile.ctas_a_tile,
     )
     assert config.bytes_shared <= SHARED_MEMORY
     return config
@@ -211,7 +248,6 @@ class BackwardConfig(BackwardSizes):
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "backward"
     counts_additions: ClassVar[bool] = True
-    reorders_bits: ClassVar[bool] = False
 
     target: str  # one of ``TARGETS``
     dtype: str  # one of ``DTYPES``
@@ -235,6 +271,20 @@ class BackwardConfig(BackwardSizes):
     def stages(self) -> int:
         """Blocks of queries in flight."""
         return self.q_stages
+
+    @property
+    def mask_tile(self) -> MaskTile:
+        """How a mask is cut: a thread has a key, and half of a block's queries."""
+        return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True, row_a_thread=True, sharing=COMPUTE_WARPGROUPS)
+
+    @property
+    def reorders_bits(self) -> bool:
+        """Whether the tiles of a block mask are put into the order of threads."""
+        return self.features.block_mask
+
+    def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
+        """As in ``BackwardSizes``."""
+        return self.mask_tile.parts(lists, blocks)
 
     @property
     def registers(self) -> BackwardRegisters:
@@ -388,11 +438,12 @@ class _BackwardTile(NamedTuple):
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
 # walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
-# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing.
+# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing. Lists are those of
+# 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left listed")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),

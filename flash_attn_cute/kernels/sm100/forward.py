@@ -1,4 +1,4 @@
-"""Attention forward on Blackwell.
+"""Attention forward on Blackwell, by single CTAs. ``forward_pair`` has the same roles in pairs of them.
 
 Roles (a CTA of 512 threads works on tiles of queries of one head, one after the other; a tile has one or two parts of
 128 queries, which is what a product has lanes for):
@@ -80,42 +80,38 @@ zeros, so NaN behind it cannot reach P V, and are not written.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.assembly import bit_mask, opaque
+from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.block_lists import UNSEEN, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
-from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
+from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.config import (
-    ENTRY_STAGES,
-    O_COLUMNS,
-    PART_ROWS,
-    TILE_STAGES,
-    WALK_FIELDS,
-    ForwardConfig,
-)
-from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, ForwardConfig
+from flash_attn_cute.kernels.sm100.forward_shared import Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     add_bias_in_memory,
     cap_in_memory,
     hide_by_bits_in_memory,
     hide_in_memory,
+    hides_some,
+    within_interval,
+    words_of,
 )
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
@@ -124,7 +120,7 @@ _COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
 _STEP = 16  # keys that a product sums over
 
 
-class _Mmas(NamedTuple):
+class Mmas(NamedTuple):
     """Products, called by their results."""
 
     S: cute.TiledMma
@@ -140,6 +136,7 @@ class ForwardSm100:
         self.row_tables = RowTables(config)
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
+        self.commit = commit
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -149,7 +146,7 @@ class ForwardSm100:
         mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
         layouts = layouts_of(c, dtype)
         self.Storage = storage_of(c, dtype, layouts)
-        mmas = _Mmas(
+        mmas = Mmas(
             S=tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM),
             O=tiled_mma(dtype, OperandMajorMode.MN, c.tile_dv, tcgen05.OperandSource.TMEM),
         )
@@ -171,7 +168,7 @@ class ForwardSm100:
     @cute.kernel
     def kernel(
         self,
-        mmas: _Mmas,
+        mmas: Mmas,
         tma: Tma,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
@@ -183,24 +180,8 @@ class ForwardSm100:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
-        layouts = layouts_of(c, self.dtype)
-        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        rings = Rings.at(c, storage.barriers.data_ptr())
-        layout_of_entries = cute.make_layout((1 + c.q_parts, ENTRY_STAGES))
-        layout_of_walk = cute.make_layout((WALK_FIELDS, c.q_parts))
-        frame.begin(c, tma, rings, storage.holder.data_ptr(), warp_idx)
-        shared = Shared(
-            sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
-            sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
-            sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
-            sO=None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
-            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
-            entries=storage.entries.get_tensor(layout_of_entries) if const_expr(c.features.listed) else None,
-            walk=storage.walk.get_tensor(layout_of_walk) if const_expr(c.features.listed) else None,
-            stats=storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),
-            rings=rings,
-            holder=storage.holder.data_ptr(),
-        )
+        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
+        frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < 4 * c.q_parts:
             cute.arch.setmaxregister_increase(c.registers.softmax)
             self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
@@ -215,11 +196,20 @@ class ForwardSm100:
                 self.mma(mmas, shared)
             elif warp_idx == frame.PRODUCER_WARP:
                 self.producer(a, tables, tma, shared)
-        frame.end(shared, warp_idx)
+        frame.end(shared, warp_idx, c.ctas_a_tile)
+
+    def _shared(self, storage: Any) -> Shared:
+        """What a CTA has of it."""
+        return Shared.of(self.config, self.dtype, storage)
 
     @cute.jit
-    def mma(self, mmas: _Mmas, shared: Shared) -> None:
-        """One warp: issues all products, those of a block's scores ahead of those with the weights before it."""
+    def mma(self, mmas: Mmas, shared: Shared) -> None:
+        """One warp, which issues all products."""
+        self.multiply(mmas, shared)
+
+    @cute.jit
+    def multiply(self, mmas: Mmas, shared: Shared) -> None:
+        """All products, those of a block's scores ahead of those with the weights before it."""
         c, tiles = self.config, shared.rings.tiles
         products = _Products.of(c, mmas, shared)
         progress = _Progress(c.blocks_ahead, c.q_parts)
@@ -288,11 +278,11 @@ class ForwardSm100:
                 else:
                     products.start_O(unit, v, part, (most, steps), Boolean(True))
                 if const_expr(c.q_parts == 1):
-                    commit(rings.added.full(v))  # to softmax warps
+                    self.commit(rings.added.full(v))  # to softmax warps
                 if ends_tile:
-                    commit(rings.outputs.full(o + part))  # to the epilogue
+                    self.commit(rings.outputs.full(o + part))  # to the epilogue
                 if const_expr(part == c.q_parts - 1):
-                    commit(rings.v.empty(v))  # to the producer
+                    self.commit(rings.v.empty(v))  # to the producer
             if const_expr(has_scores):
                 unit = c.q_parts * k + part
                 if const_expr(part == 0):
@@ -310,11 +300,11 @@ class ForwardSm100:
                         products.start_S(unit, k, part)
                 else:
                     products.start_S(unit, k, part)
-                commit(rings.scores.full(unit))  # to the part's softmax warps
+                self.commit(rings.scores.full(unit))  # to the part's softmax warps
                 if is_last:
-                    commit(rings.q.empty(q + part))  # to the producer
+                    self.commit(rings.q.empty(q + part))  # to the producer
                 if const_expr(part == c.q_parts - 1):
-                    commit(rings.k.empty(k))  # to the producer
+                    self.commit(rings.k.empty(k))  # to the producer
         progress.v[0] = v + Int32(position >= 0)
         progress.o[0] = o + c.q_parts * Int32(position >= 0 and ends_tile)
         if const_expr(has_scores):
@@ -418,7 +408,7 @@ class _Products:
     """All products, called by their results; in flight on return."""
 
     config: ForwardConfig
-    mmas: _Mmas
+    mmas: Mmas
     shared: Shared
     memory: cute.Pointer  # tensor memory
     tSrQ: cute.Tensor  # (MMA, 1, MMA_K, part)
@@ -426,18 +416,17 @@ class _Products:
     tOrV: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
 
     @staticmethod
-    def of(config: ForwardConfig, mmas: _Mmas, shared: Shared) -> "_Products":
+    def of(config: ForwardConfig, mmas: Mmas, shared: Shared) -> "_Products":
         """Those of all operands in shared memory."""
-        slice_S, slice_O = mmas.S.get_slice(0), mmas.O.get_slice(0)
-        tSrQ = mmas.S.make_fragment_A(slice_S.partition_A(shared.sQ))
-        tSrK = mmas.S.make_fragment_B(slice_S.partition_B(shared.sK))
-        tOrV = mmas.O.make_fragment_B(slice_O.partition_B(transposed(shared.sV)))
+        tSrQ = mmas.S.make_fragment_A(operand(shared.sQ))
+        tSrK = mmas.S.make_fragment_B(operand(shared.sK))
+        tOrV = mmas.O.make_fragment_B(operand(transposed(shared.sV)))
         return _Products(config, mmas, shared, shared.tensor_memory, tSrQ, tSrK, tOrV)
 
     def start_S(self, unit: Int32, k: Int32, part: int) -> None:
         """S = Q K^T."""
         mma, rings = self.mmas.S, self.shared.rings
-        layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, self.config.tile_n))).layout
+        layout = mma.make_fragment_C(mma.partition_shape_C((self._rows, self.config.tile_n))).layout
         acc_S = cute.make_tensor(self._columns(self.config.first_S(rings.scores.stage(unit))), layout)
         tSrQ = self.tSrQ[None, None, None, part]
         gemm(mma, acc_S, tSrQ, self.tSrK[None, None, None, rings.k.stage(k)], Boolean(False))
@@ -446,11 +435,16 @@ class _Products:
         """O = P V, or O += P V, of some of the steps of 16 keys."""
         c, mma, rings = self.config, self.mmas.O, self.shared.rings
         first_P = c.first_S(rings.scores.stage(unit))
-        layout_P = mma.make_fragment_A(mma.partition_shape_A((PART_ROWS, c.tile_n))).layout
+        layout_P = mma.make_fragment_A(mma.partition_shape_A((self._rows, c.tile_n))).layout
         tOrP = cute.make_tensor(cute.recast_ptr(self._columns(first_P), dtype=DTYPES[c.dtype]), layout_P)
-        layout_O = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, c.tile_dv))).layout
+        layout_O = mma.make_fragment_C(mma.partition_shape_C((self._rows, c.tile_dv))).layout
         acc_O = cute.make_tensor(self._columns(c.first_O(part)), layout_O)
         gemm(mma, acc_O, tOrP, self.tOrV[None, None, None, rings.v.stage(v)], accumulates, steps)
+
+    @property
+    def _rows(self) -> int:
+        """Of a product."""
+        return PART_ROWS * self.config.ctas_a_tile
 
     def _columns(self, first: Int32 | int) -> cute.Pointer:
         return self.memory + first
@@ -493,21 +487,11 @@ class _Rows:
         ring.wait_full(block_step)  # from the producer
         block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
         ring.release(block_step)  # to it
-        bits = cute.make_rmem_tensor(config.mask_tile.words, Int32)
-        bits.fill(-1)
-        if code >= 0:
-            cute.autovec_copy(self.tables.mBits[Int64(code), 0, self.thread, None], bits)
-        words = [bits[w] for w in range(config.mask_tile.words)]
+        words = words_of(self.tables.mBits, code, 0, self.thread)
         if const_expr(config.features.intervals):
-            tile = self.tile(config, step)
-            row = cutlass.min(tile.first_query + PART_ROWS * self.part + self.thread, tile.q.length - 1)
-            seen = cute.make_rmem_tensor(2, Int32)
-            number = tile.batch * tile.q.length + row
-            cute.autovec_copy(cute.local_tile(self.arguments.mSeen, (2,), (number,)), seen)
-            for w in cutlass.range_constexpr(config.mask_tile.words):
-                first, end = (seen[j] - (block * config.tile_n + 32 * w) for j in range(2))
-                first = cutlass.max(first, 0)
-                words[w] = words[w] & bit_mask(first, cutlass.max(end - first, 0))
+            tile, m = self.tile(config, step), self.arguments.mSeen
+            row = tile.first_query + PART_ROWS * self.part + self.thread
+            words = within_interval(words, m, tile.batch, tile.q.length, row, block * config.tile_n)
         return block, code, words
 
     @cute.jit
@@ -515,10 +499,7 @@ class _Rows:
         """Whether some row of the warp does not see all of a block."""
         is_cut = code >= 0
         if const_expr(config.features.intervals):
-            every = words[0]
-            for w in cutlass.range_constexpr(1, len(words)):
-                every = every & words[w]
-            is_cut = cute.arch.vote_any_sync(every != -1)
+            is_cut = hides_some(words)
         return is_cut
 
     def cap(self, config: ForwardConfig, place: Int32) -> None:

@@ -1,7 +1,7 @@
 """Shared memory of the forward kernel (``forward``): what lies where, and what guards it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -22,11 +22,11 @@ from flash_attn_cute.kernels.sm100.mma import swizzled
 
 
 class Layouts(NamedTuple):
-    """Of operands, and of pieces of O on their way out."""
+    """Of operands, and of pieces of O on their way out. A CTA of a pair has half of K's rows, and of V's columns."""
 
     sQ: cute.ComposedLayout  # (128, d, part)
-    sK: cute.ComposedLayout  # (tile_n, d, stage)
-    sV: cute.ComposedLayout  # (tile_n, d_v, stage)
+    sK: cute.ComposedLayout  # (keys, d, stage)
+    sV: cute.ComposedLayout  # (tile_n, columns, stage)
     sO: cute.ComposedLayout  # (128, 64, stage)
 
 
@@ -35,8 +35,8 @@ def layouts_of(config: ForwardConfig, dtype: type) -> Layouts:
     c = config
     return Layouts(
         sQ=swizzled(dtype, (PART_ROWS, c.tile_d, c.q_parts)),
-        sK=swizzled(dtype, (c.tile_n, c.tile_d, c.k_stages)),
-        sV=swizzled(dtype, (c.tile_n, c.tile_dv, c.v_stages)),
+        sK=swizzled(dtype, (c.keys_shared, c.tile_d, c.k_stages)),
+        sV=swizzled(dtype, (c.tile_n, c.columns_shared, c.v_stages)),
         sO=swizzled(dtype, (PART_ROWS, O_COLUMNS, O_STAGES)),
     )
 
@@ -102,10 +102,10 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
-        tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
         entries: cute.struct.MemRange[Int32, num_entries]
         walk: cute.struct.MemRange[Int32, num_fields]
         stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
+        tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES * config.ctas_a_tile], 16]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
@@ -120,8 +120,8 @@ class Shared:
     """Shared memory and what guards it."""
 
     sQ: cute.Tensor  # (128, d, part)
-    sK: cute.Tensor  # (tile_n, d, stage)
-    sV: cute.Tensor  # (tile_n, d_v, stage)
+    sK: cute.Tensor  # (keys, d, stage)
+    sV: cute.Tensor  # (tile_n, columns, stage)
     sO: cute.Tensor | None  # (128, 64, stage); None, if O leaves through the place of Q
     tiles: cute.Tensor  # (field, tile stage)
     entries: cute.Tensor | None  # (block and its code for each part, stage), under a mask
@@ -129,6 +129,11 @@ class Shared:
     stats: cute.Tensor  # (row, sum and reference, part)
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
+
+    @staticmethod
+    def of(config: ForwardConfig, dtype: type, storage: Any) -> "Shared":
+        """Of a CTA, on the kernel's side."""
+        return Shared(**fields_of(config, dtype, storage, Rings.at(config, storage.barriers.data_ptr())))
 
     @property
     def tensor_memory(self) -> cute.Pointer:
@@ -140,3 +145,24 @@ class Shared:
         if self.sO is not None:
             return self.sO[None, None, number % O_STAGES]
         return cute.local_tile(self.sQ[None, None, part], (PART_ROWS, O_COLUMNS), (0, piece))
+
+
+def fields_of(config: ForwardConfig, dtype: type, storage: Any, rings: Rings) -> dict[str, Any]:
+    """The fields of ``Shared``."""
+    c, layouts = config, layouts_of(config, dtype)
+    entries = walk = None
+    if c.features.listed:
+        entries = storage.entries.get_tensor(cute.make_layout((1 + c.q_parts, ENTRY_STAGES)))
+        walk = storage.walk.get_tensor(cute.make_layout((WALK_FIELDS, c.q_parts)))
+    return {
+        "sQ": storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
+        "sK": storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
+        "sV": storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
+        "sO": None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
+        "tiles": storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
+        "entries": entries,
+        "walk": walk,
+        "stats": storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),
+        "rings": rings,
+        "holder": storage.holder.data_ptr(),
+    }

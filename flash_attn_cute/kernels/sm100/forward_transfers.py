@@ -72,12 +72,12 @@ class Producer:
                     start += k_start
                     head_k = told.head // heads_a_key_head
                     gK = tma.K.at(start, stop, head_k, told.batch)
-                    self._load(tma.K, gK, shared.sK, rings.k, block_step)
+                    self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
                     if i == 0:
                         self._load_Q(told, tma.Q, shared, q_step)
                         q_step += c.q_parts
                     gV = tma.V.at(start, stop, head_k, told.batch)
-                    self._load(tma.V, gV, shared.sV, rings.v, block_step)
+                    self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                     block_step += 1
         rings.tiles.wait_empty(step)
         with cute.arch.elect_one():
@@ -101,15 +101,27 @@ class Producer:
             start = tile.first_query + PART_ROWS * part
             stop = cutlass.max(cutlass.min(start + PART_ROWS, tile.q.length), start)
             gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
-            self._load(tQ, gQ, shared.sQ, shared.rings.q, step + part)
+            self._load(tQ, gQ, shared, shared.sQ, shared.rings.q, step + part)
 
     @cute.jit
-    def _load(self, tiles: RowTiles, gX: cute.Tensor, sX: cute.Tensor, ring: cutlass.Constexpr, step: Int32) -> None:
+    def _load(
+        self,
+        tiles: RowTiles,
+        gX: cute.Tensor,
+        shared: Shared,
+        sX: cute.Tensor,
+        ring: cutlass.Constexpr,
+        step: Int32,
+    ) -> None:
         ring.wait_empty(step)  # from the tensor cores: products with what was there are done
-        with cute.arch.elect_one():
-            num_bytes = 2 * tiles.tile_rows * tiles.tile_columns
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+        self._announce(2 * tiles.tile_rows * tiles.tile_columns, shared, ring.full(step))
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
+
+    @cute.jit
+    def _announce(self, num_bytes: cutlass.Constexpr, shared: Shared, barrier: cute.Pointer) -> None:
+        """So many bytes are to come."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
 
 
 class Epilogue:

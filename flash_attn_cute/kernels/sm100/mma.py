@@ -10,6 +10,7 @@ from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 _BOTH = 0b11  # CTAs of a pair
+_STEP = 16  # of what is summed over, that an instruction takes
 _AT_ONCE = 4  # steps whose products are issued one after the other, or 2 of other than a multiple of 4
 
 
@@ -38,6 +39,11 @@ def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
 def transposed(x: cute.Tensor) -> cute.Tensor:
     """The same tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
+
+
+def operand(x: cute.Tensor) -> cute.Tensor:
+    """A CTA's part of an operand in shared memory, by instructions: (MMA, 1, MMA_K, ...)."""
+    return cute.tiled_divide(x, (cute.size(x, mode=[0]), _STEP))
 
 
 @cute.jit

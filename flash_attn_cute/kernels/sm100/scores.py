@@ -4,12 +4,14 @@ Rows are queries, or in the backward pass keys. All are seldom or never asked fo
 are in tensor memory, and write them back: registers are short.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import bit_mask, fma, shifted_right, unpack
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -56,6 +58,45 @@ def hide_by_bits(scores: list[Float32], scale_log2: Float32, visible: Int32) -> 
     """Scores of 32 columns, but those whose bits are 0, by selection."""
     nothing = hidden(scale_log2)
     return [cutlass.select_(visible & 1 << i != 0, score, nothing) for i, score in enumerate(scores)]
+
+
+@cute.jit
+def words_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32 | int, thread: Int32) -> list[Int32]:
+    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word): all ones if the tile is seen whole."""
+    words = cute.make_rmem_tensor(mBits.shape[3], Int32)
+    words.fill(-1)
+    if code >= 0:
+        cute.autovec_copy(mBits[Int64(code), warpgroup, thread, None], words)
+    return [words[w] for w in range(cute.size(words))]
+
+
+def within_interval(
+    words: list[Int32], mSeen: cute.Tensor, entry: Int32 | int, length: Int32, row: Int32, first_column: Int32
+) -> list[Int32]:
+    """Bits of a row, but those that are not in the interval of columns that it sees.
+
+    Args:
+        words: of 32 columns each.
+        mSeen: the first and the one behind the last, of all rows of all entries of the batch, flattened.
+        entry: which.
+        length: its rows; rows behind the last one see what that does.
+        row: its number among them.
+        first_column: the position of the first one of the first word.
+    """
+    seen = cute.make_rmem_tensor(2, Int32)
+    number = entry * length + cutlass.min(row, length - 1)
+    cute.autovec_copy(cute.local_tile(mSeen, (2,), (number,)), seen)
+    found = []
+    for w, word in enumerate(words):
+        first, end = (seen[j] - (first_column + _COLUMNS * w) for j in range(2))
+        first = cutlass.max(first, 0)
+        found.append(word & bit_mask(first, cutlass.max(end - first, 0)))
+    return found
+
+
+def hides_some(words: list[Int32]) -> Boolean:
+    """Whether a bit of some row of the warp is 0."""
+    return cute.arch.vote_any_sync(functools.reduce(operator.and_, words) != -1)
 
 
 def cap_in_memory(place: Int32, columns: int, scale: Float32) -> None:

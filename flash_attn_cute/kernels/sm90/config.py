@@ -55,6 +55,7 @@ class ForwardConfig(Sm90Config):
     """What a compiled forward kernel is made for."""
 
     pass_name: ClassVar[PassName] = "forward"
+    ctas_a_tile: ClassVar[int] = 1
 
     tile_dv: int  # columns of v
     tile_m: int  # rows of a tile, 64 a warpgroup
@@ -175,8 +176,14 @@ _FORWARD_TILES = (
 )
 
 
-def forward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1) -> ForwardConfig:
-    """The configuration that serves a call: its kernel's tiles, and what is compiled into it."""
+def forward_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, queries: int = 0
+) -> ForwardConfig:
+    """The configuration that serves a call: its kernel's tiles, and what is compiled into it.
+
+    ``queries``, how many a sequence has, is for other architectures.
+    """
+    del queries
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))

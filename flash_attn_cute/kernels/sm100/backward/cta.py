@@ -41,6 +41,8 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     dq       1 or 2  parts     1, commit of dQ, or of a part  4, drain: it is read
     pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
     dv, dk   1       tiles     1, commit of the last one      4 a warpgroup that has pieces, compute: dV, or dK, is read
+    entries  8       steps     1, producer                    8, compute: it is read; under a mask alone
+    turns    8       steps     1, producer                    2, adding warps: likewise
 
 Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier. Where dQ is
 transposed, a piece is 32 queries of 64 columns.
@@ -70,7 +72,10 @@ What is read or overwritten by another proxy or thread, and what orders it:
     dQ in the workspace                         ``common.turns``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
-Windows and ends are looked at only in steps that an edge crosses. How sums and stats lie in the workspace is ``sums``'
+Windows and ends are looked at only in steps that an edge crosses. Under a mask a tile's walk is one over lists of
+blocks of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer tells compute warps
+which it is, and where the bits are that hide its scores (``common.block_lists``), and adding warps where its dQ is
+added, and when. Bits are read while scores are computed. How sums and stats lie in the workspace is ``sums``'
 business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
@@ -89,7 +94,7 @@ from flash_attn_cute.kernels.common.assembly import opaque, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles, zero_unseen_keys
+from flash_attn_cute.kernels.common.key_tiles import num_key_tiles, rounds_a_tile, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope
@@ -106,7 +111,14 @@ from flash_attn_cute.kernels.sm100.config import (
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
-from flash_attn_cute.kernels.sm100.scores import cap_in_memory, hide_in_memory
+from flash_attn_cute.kernels.sm100.scores import (
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+    hides_some,
+    within_interval,
+    words_of,
+)
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
@@ -184,7 +196,7 @@ class BackwardCtaSm100:
         if warp_idx < _COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(c.registers.drain)
             self.transfers.drain(a, shared, thread)
-            if const_expr(f.packed or f.left or f.right):  # else every key is seen
+            if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is seen
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
         elif warp_idx < frame.MMA_WARP:
@@ -214,7 +226,7 @@ class BackwardCtaSm100:
         products = Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
             rings.k.wait_full(walk)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
@@ -273,11 +285,11 @@ class BackwardCtaSm100:
         """A compute warpgroup: half of every step's queries, then dK and dV of the tile."""
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address)
+        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for _ in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._step(work, walk, i, step)
                     step += 1
@@ -308,11 +320,12 @@ class BackwardCtaSm100:
         Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
         """
         c, shared, rings = self.config, work.shared, work.shared.rings
+        listed = self._listed(work, walk, step) if c.features.listed else None  # while scores are computed
         rings.q.wait_full(step)  # from the producer: lse
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        self._change(work, walk, i, place)
+        self._change(work, walk, i, place, listed)
         weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
@@ -335,11 +348,38 @@ class BackwardCtaSm100:
         rings.do.release(step)  # to the producer: delta is read
 
     @cute.jit
-    def _change(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
-        """Caps scores, and hides those that an edge does if it crosses the block, where they are in tensor memory."""
+    def _listed(self, work: "Work", walk: Int32, step: Int32) -> tuple[Boolean, list[Int32]]:
+        """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
+        c = self.config
+        m_block, code = work.shared.entries.read(step)
+        words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
+        if const_expr(c.features.intervals):
+            tile = work.shared.tile_again(c, work.arguments, walk)
+            first_query = m_block * c.tile_m + c.queries * work.warpgroup
+            words = within_interval(
+                words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
+            )
+            is_cut = hides_some(words)
+        return is_cut, words
+
+    @cute.jit
+    def _change(
+        self, work: "Work", walk: Int32, i: Int32, place: Int32, listed: tuple[Boolean, list[Int32]] | None = None
+    ) -> None:
+        """Caps scores, and hides those that a mask, or an edge of the block, does, where they are in tensor memory."""
+        if const_expr(self.config.features.softcap):
+            cap_in_memory(place, self.config.queries, work.scales.tanh)
+        if const_expr(listed is not None):
+            is_cut, words = listed
+            if is_cut:
+                hide_by_bits_in_memory(place, work.scales.log2, words)
+        else:
+            self._hide_by_edges(work, walk, i, place)
+
+    @cute.jit
+    def _hide_by_edges(self, work: "Work", walk: Int32, i: Int32, place: Int32) -> None:
+        """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
         c, f = self.config, self.config.features
-        if const_expr(f.softcap):
-            cap_in_memory(place, c.queries, work.scales.tanh)
         tile = work.shared.tile_again(c, work.arguments, walk)
         m_block = tile.blocks.nth(i)
         is_cut = tile.blocks.crosses_left(m_block)
@@ -528,6 +568,7 @@ class Work:
     warpgroup: Int32
     thread: Int32  # of the warpgroup: its key
     address: Int32  # of this thread's row in tensor memory
+    bits: cute.Tensor | None  # of a mask
 
     def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
         """Lse or delta of four of the warpgroup's queries."""

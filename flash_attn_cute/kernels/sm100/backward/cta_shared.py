@@ -1,6 +1,6 @@
 """Shared memory of the backward kernel (``cta``): what lies where, and what guards it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,6 +12,7 @@ from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     DQ_STAGES,
+    ENTRY_STAGES,
     SHARED_MEMORY,
     TILE_STAGES,
     BackwardConfig,
@@ -19,6 +20,7 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
 ADDING_WARPS = 2  # which take steps in turn
+_NUMBERS = 2  # Int32 that the producer tells of an entry of a list, and of where dQ is added
 
 
 class Layouts(NamedTuple):
@@ -67,6 +69,8 @@ class Rings(RingSet):
     pieces_odd: Ring
     dv: Ring
     dk: Ring
+    entries: Ring | None = field(default=None, kw_only=True)  # under a mask
+    turns: Ring | None = field(default=None, kw_only=True)
 
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
@@ -75,7 +79,8 @@ class Rings(RingSet):
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
         several |= {"scores": c.walks, "dp": 2 - c.walks, "dq": c.parts_dQ}  # two walks have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
-        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1}
+        told = dict.fromkeys(("entries", "turns"), ENTRY_STAGES) if c.features.listed else {}
+        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1, **told}
 
     def init(self, config: BackwardConfig) -> None:
         """Before all else, by one thread."""
@@ -93,6 +98,10 @@ class Rings(RingSet):
             ring.init(full=drain, empty=1)
         for ring, pieces in ((self.dv, config.pieces_dV), (self.dk, config.pieces_dK)):
             ring.init(full=1, empty=4 * min(pieces, COMPUTE_WARPGROUPS))  # a commit; the warps that have read it
+        if self.entries is not None:
+            self.entries.init(full=1, empty=compute)
+        if self.turns is not None:
+            self.turns.init(full=1, empty=ADDING_WARPS)
 
     def pieces(self, step: Int32) -> Ring:
         """Those of dQ's pieces of steps that an adding warp has: every other one."""
@@ -115,12 +124,15 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     c = config
     num_barriers = 2 * sum(Rings.stages(c).values())
+    num_told = _NUMBERS * ENTRY_STAGES if c.features.listed else 0
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
+        entries: cute.struct.MemRange[Int32, num_told]
+        turns: cute.struct.MemRange[Int32, num_told]
         lse: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -132,6 +144,30 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
+
+
+@dataclass(frozen=True)
+class Told:
+    """Numbers that the producer tells others of, step by step."""
+
+    ring: Ring
+    numbers: cute.Tensor  # (number, stage)
+
+    @cute.jit
+    def tell(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
+        """By the producer: those of a step, when all have read what was here."""
+        self.ring.wait_empty(step)  # from those who read
+        with cute.arch.elect_one():
+            for i, number in enumerate(numbers):
+                self.numbers[i, self.ring.stage(step)] = number
+            cute.arch.mbarrier_arrive(self.ring.full(step))  # to them
+
+    def read(self, step: Int32) -> tuple[Int32, ...]:
+        """By a warp, once: those of a step."""
+        self.ring.wait_full(step)  # from the producer
+        found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(_NUMBERS))
+        self.ring.release(step)  # to it
+        return found
 
 
 @dataclass(frozen=True)
@@ -150,6 +186,10 @@ class Shared(ToldTiles):
     tiles: Ring
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
+    # Under a mask, a step's block of queries and its code, to compute warps; and which block of dQ, counted over all
+    # heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
+    entries: Told | None
+    turns: Told | None
 
     rank = 0  # of the CTA, among those of a tile
 
@@ -157,6 +197,7 @@ class Shared(ToldTiles):
     def of(config: BackwardConfig, dtype: type, storage: Any) -> "Shared":
         """Of a CTA, on the kernel's side."""
         c, rings = config, Rings.at(config, storage.barriers.data_ptr())
+        told = cute.make_layout((_NUMBERS, ENTRY_STAGES))
         return Shared(
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
@@ -166,6 +207,8 @@ class Shared(ToldTiles):
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
+            entries=Told(rings.entries, storage.entries.get_tensor(told)) if c.features.listed else None,
+            turns=Told(rings.turns, storage.turns.get_tensor(told)) if c.features.listed else None,
         )
 
     @property

@@ -8,7 +8,8 @@ from cutlass.cute.nvgpu import cpasync
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
+from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles, rounds_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
@@ -32,19 +33,28 @@ class Transfers:
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
-        walk, step = Int32(0), Int32(0)
+        walk, step, dq_step = Int32(0), Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
                 shared.tell_of(tile, walk)
                 self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
                 heads = heads_a_tile(c, a)
-                first_of_last_walk = step + (c.walks - 1) * heads * tile.blocks.num
+                first_of_last_walk = step + (c.walks - 1) * rounds_a_tile(c, a) * tile.blocks.num
                 for nth in cutlass.range(c.walks * heads, unroll=1):
-                    for i in cutlass.range(tile.blocks.num, unroll=1):
-                        head, m_block = tile.head + nth, tile.blocks.nth(i)
-                        if const_expr(c.walks > 1):
-                            head = tile.head + nth % heads
+                    head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
+                    if const_expr(c.walks > 1):
+                        head = tile.head + nth % heads
+                    if const_expr(c.features.listed):
+                        first, num_blocks = list_of(c, a, ws, tile.batch, head, tile.block)
+                    for i in cutlass.range(num_blocks, unroll=1):
+                        m_block = tile.blocks.nth(i)
+                        if const_expr(c.features.listed):
+                            m_block, code, turn = entry_of(c, ws, first + i)
+                            shared.entries.tell(step, (m_block, code))
+                            if step >= first_of_last_walk:
+                                shared.turns.tell(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
+                                dq_step += 1
                         lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
                         self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
                         if step == first_of_last_walk:  # in the first of two, V's place is where dV leaves through
@@ -106,7 +116,7 @@ class Transfers:
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         step, walk = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
             for _ in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(c.parts_dQ):
@@ -151,16 +161,25 @@ class Transfers:
         c = self.config
         step, walk = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(shared.tile_again(c, a, walk).blocks.num, unroll=1):
+                    block, turn = Int32(0), Int32(0)
+                    if const_expr(c.features.listed):
+                        block, turn = shared.turns.read(step)
                     if step % ADDING_WARPS == which:
-                        tile = shared.tile_again(c, a, walk)
-                        m_block = tile.blocks.nth(i)
-                        block = (tile.head + nth) * ws.mdQaccum.shape[1] + tile.first_block + m_block
-                        self._add_block(ws, shared, which, step, block, tile.turn(c, m_block))
+                        if const_expr(not c.features.listed):
+                            tile = shared.tile_again(c, a, walk)
+                            m_block = tile.blocks.nth(i)
+                            block = self._block_of_dQ(ws, tile, tile.head + nth, m_block)
+                            turn = tile.turn(c, m_block)
+                        self._add_block(ws, shared, which, step, block, turn)
                     step += 1
             shared.tiles.release(walk)  # to the producer
             walk += 1
+
+    def _block_of_dQ(self, ws: Workspace, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
+        """Which a block of a head's queries is, counted over all heads."""
+        return head * ws.mdQaccum.shape[1] + tile.first_block + m_block
 
     @cute.jit
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:

@@ -3,8 +3,8 @@
 import cutlass.cute as cute
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
-from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
 from flash_attn_cute.kernels.sm100.backward.two_walks import BackwardTwoWalksSm100
@@ -16,13 +16,14 @@ class BackwardPassSm100:
 
     def __init__(self, config: BackwardConfig):
         self.config = config
-        self.preprocess = Preprocess(config)
+        self.tables, self.preprocess = KeyTables(config), Preprocess(config)
         kernels = {(1, 1): BackwardCtaSm100, (2, 1): BackwardTwoWalksSm100, (1, 2): BackwardPairSm100}
         self.main = kernels[config.walks, config.ctas_a_tile](config)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels."""
-        ws = Workspace.of(self.config, arguments, None)
+        ws = self.tables.begin(arguments, stream)
         self.preprocess(arguments, ws, stream)
+        self.tables.finish(arguments, ws, stream)
         self.main(arguments, ws, stream)

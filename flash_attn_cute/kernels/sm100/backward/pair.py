@@ -73,7 +73,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile, num_key_tiles
+from flash_attn_cute.kernels.common.key_tiles import num_key_tiles
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
@@ -81,7 +81,6 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import COLUMNS, BackwardCtaSm100, Mmas, Work, halves
 from flash_attn_cute.kernels.sm100.backward.pair_shared import (
-    CTAS,
     HALF,
     OUT,
     PairShared,
@@ -89,10 +88,8 @@ from flash_attn_cute.kernels.sm100.backward.pair_shared import (
     storage_of,
 )
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, SCORE_COLUMNS, BackwardConfig
-from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, swizzled, tiled_mma, transposed
-
-_K_STEP = 16  # of what is summed over, that an instruction takes
+from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, SCORE_COLUMNS, BackwardConfig
+from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, swizzled, tiled_mma, transposed
 
 
 class BackwardPairSm100(BackwardCtaSm100):
@@ -160,7 +157,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         products = _Products.of(c, mmas, shared)
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the leader's producer
             rings.k.wait_full(walk)  # from producers
             for i in cutlass.range(num_steps, unroll=1):
@@ -228,7 +225,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         c, exchange = self.config, shared.rings.exchange
         walk, step = Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the leader's producer
             for _ in cutlass.range(num_steps, unroll=1):
                 exchange.wait_full(step)  # from the leader's compute warps
@@ -306,14 +303,14 @@ class _Products:
             config=config,
             mmas=mmas,
             memory=shared.tensor_memory,
-            tSrK=mmas.S.make_fragment_A(_operand(shared.sK[None, None, 0])),
-            tSrQ=mmas.S.make_fragment_B(_operand(shared.sQ)),
-            tPrV=mmas.S.make_fragment_A(_operand(shared.sV[None, None, 0])),
-            tPrdO=mmas.S.make_fragment_B(_operand(shared.sdO)),
-            tVrdO=mmas.dV.make_fragment_B(_operand(transposed(shared.sdO_columns))),
-            tKrQ=mmas.dV.make_fragment_B(_operand(transposed(shared.sQ_columns))),
-            tQrdS=mmas.dQ.make_fragment_A(_operand(dS)),
-            tQrK=mmas.dQ.make_fragment_B(_operand(transposed(shared.sK_columns))),
+            tSrK=mmas.S.make_fragment_A(operand(shared.sK[None, None, 0])),
+            tSrQ=mmas.S.make_fragment_B(operand(shared.sQ)),
+            tPrV=mmas.S.make_fragment_A(operand(shared.sV[None, None, 0])),
+            tPrdO=mmas.S.make_fragment_B(operand(shared.sdO)),
+            tVrdO=mmas.dV.make_fragment_B(operand(transposed(shared.sdO_columns))),
+            tKrQ=mmas.dV.make_fragment_B(operand(transposed(shared.sQ_columns))),
+            tQrdS=mmas.dQ.make_fragment_A(operand(dS)),
+            tQrK=mmas.dQ.make_fragment_B(operand(transposed(shared.sK_columns))),
         )
 
     def start_S(self) -> None:
@@ -347,9 +344,3 @@ class _Products:
         """A CTA's part of some rows and columns, from a column of tensor memory on, as a product's result."""
         layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
         return cute.make_tensor(self.memory + first, layout)
-
-
-def _operand(x: cute.Tensor) -> cute.Tensor:
-    """A CTA's part of an operand in shared memory, by instructions: (MMA, 1, MMA_K)."""
-    rows = cute.size(x, mode=[0])
-    return cute.tiled_divide(x, (rows, _K_STEP))

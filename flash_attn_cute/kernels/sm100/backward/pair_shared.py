@@ -13,19 +13,19 @@ from flash_attn_cute.kernels.common.ring import LedRing, Ring
 from flash_attn_cute.kernels.sm100.backward.cta_shared import ADDING_WARPS, Rings, Shared, tensors_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
+    CTAS,
     DQ_STAGES,
     PART_ROWS,
+    SECOND,
     SHARED_MEMORY,
     TILE_STAGES,
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
-CTAS = 2
 HALF = PART_ROWS // CTAS  # queries of a block, of which a CTA computes dQ
 STATS_STAGES = 2  # blocks whose lse and delta are in shared memory
 OUT = CTAS  # the place of dS that is to be sent
-SECOND = 1  # the rank of the CTA that is not the leader
 
 
 class PairLayouts(NamedTuple):
@@ -151,6 +151,8 @@ class PairShared(Shared):
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
+            entries=None,
+            turns=None,
             rank=rank,
         )
 

@@ -12,8 +12,8 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
-from flash_attn_cute.kernels.sm100.backward.pair_shared import CTAS, HALF, PairShared
-from flash_attn_cute.kernels.sm100.config import PART_ROWS
+from flash_attn_cute.kernels.sm100.backward.pair_shared import HALF, PairShared
+from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
 
 
 class PairTransfers(Transfers):

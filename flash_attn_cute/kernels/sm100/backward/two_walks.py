@@ -26,8 +26,8 @@ Rings that are not as in ``cta``:
     scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
     dq       2       parts     1, commit of a part of dQ      4, drain: it is read
     dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
-Steps are those of both walks; those of the drain and of the adding warps are the second one's. (In the code ``walk``
-is the number of a tile among the CTA's, as in ``cta``.)
+Steps are those of both walks, also where they are entries of lists; those of the drain and of the adding warps are the
+second one's. (In the code ``walk`` is the number of a tile among the CTA's, as in ``cta``.)
 
     first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
                    compute           P0     P1      P2
@@ -58,7 +58,7 @@ from cutlass import Int32
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
-from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
+from flash_attn_cute.kernels.common.key_tiles import rounds_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles
@@ -79,7 +79,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         products = Products.of(c, mmas, shared)
         walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
         while shared.has_tile(walk):
-            num_steps = heads_a_tile(c, a) * shared.tile(c, a, walk).blocks.num
+            num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
             rings.k.wait_full(walk)  # from the producer
             self._first_walk(products, shared, walk, step, number, num_steps)
@@ -102,7 +102,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
-                before = _before(i)
+                before = _plus(i, -1)
                 rings.do.wait_full(step + before)  # from the producer
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
@@ -128,7 +128,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
-            before = _before(i)
+            before = _plus(i, -1)
             dq_before = c.parts_dQ * (dq_step + before)
             if i > 0:
                 rings.scores.wait_empty(gradients)  # from compute warps: dS of the step before is there, S was read
@@ -172,11 +172,11 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         """A compute warpgroup: half of every step's queries; dV behind the first walk, dK behind the second."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        work = Work(a, shared, scales, warpgroup, thread, address)
+        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
         walk, step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_blocks = shared.tile(c, a, walk).blocks.num
-            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for _ in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     self._to_weights(work, walk, i, step, number, self._first_column(rings.scores, number))
                     rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
@@ -184,16 +184,16 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, walk, (DV,))
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
-            for _ in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for _ in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     weights = self._to_weights(work, walk, i, step, number, first_S, stores=False)
-                    self._to_gradients(work, weights, step, rings.scores, number + 1, first_dP)
+                    self._to_gradients(work, weights, step, rings.scores, _plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, walk, (DK,))
             shared.tiles.release(walk)  # to the producer
             walk += 1
 
 
-def _before(i: Int32) -> Int32:
-    """The number of the step before. Opaque, so that its stages are found like others, and the lint can follow."""
-    return opaque(i - 1)
+def _plus(number: Int32, distance: int) -> Int32:
+    """That of another step or product. Opaque, so that its stages are found like others, and the lint can follow."""
+    return opaque(number + distance)

@@ -7,9 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.block_lists import as_rows
-from flash_attn_cute.kernels.common.key_lists import KeyLists, mask_sizes
-from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
+from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster import BackwardClusterSm90
@@ -26,8 +24,7 @@ class BackwardPassSm90:
         self.config = c = config
         packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c, permuted)
-        self.mask_tiles, self.key_lists = (MaskTiles(c), KeyLists(c)) if c.features.mask else (None, None)
-        self.block_tiles = BlockTiles(c)
+        self.tables = KeyTables(c)
         self.main: BackwardCtaSm90 | BackwardClusterSm90
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
@@ -44,19 +41,9 @@ class BackwardPassSm90:
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels."""
-        a, w = arguments, Workspace.of(self.config, arguments, mask_sizes(self.config, arguments))
-        if const_expr(self.config.features.block_mask):
-            w = w._replace(
-                mBits=self.block_tiles(a.blocks, stream),
-                mLists=as_rows(a.blocks.mSpans, 2),
-                mEntries=as_rows(a.blocks.mEntries, 3),
-                mAdding=a.mContributors,
-            )
-        if const_expr(self.mask_tiles is not None):
-            self.mask_tiles(a, w.mCodes, w.mBits, stream)
+        a, w = arguments, self.tables.begin(arguments, stream)
         self.preprocess(a, w, stream)
-        if const_expr(self.key_lists is not None):
-            self.key_lists(a, w, stream)
+        self.tables.finish(a, w, stream)
         self.main(a, w, stream)
         if const_expr(self.postprocess is not None):
             self.postprocess(

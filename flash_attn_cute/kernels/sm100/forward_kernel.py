@@ -1,0 +1,11 @@
+"""Which forward kernel serves a configuration."""
+
+from flash_attn_cute.kernels.sm100.config import ForwardConfig
+from flash_attn_cute.kernels.sm100.forward import ForwardSm100
+from flash_attn_cute.kernels.sm100.forward_pair import ForwardPairSm100
+
+
+def forward_kernel(config: ForwardConfig) -> ForwardSm100:
+    """That of one CTA a tile, or of a pair of them."""
+    kernels = {1: ForwardSm100, 2: ForwardPairSm100}
+    return kernels[config.ctas_a_tile](config)

@@ -1,0 +1,101 @@
+"""Shared memory of a CTA of a pair (``forward_pair``): what guards it, and how both are told of tiles."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from flash_attn_cute.kernels.common.assembly import copy_to_cta
+from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
+from flash_attn_cute.kernels.common.ring import LedRing
+from flash_attn_cute.kernels.sm100.config import CTAS, SECOND, TILE_STAGES, ForwardConfig
+from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, fields_of
+
+_FIRST_KEY = TILE_FIELDS - 1  # the field in which producers are told where keys begin
+
+
+@dataclass(frozen=True)
+class PairRings(Rings):
+    """All barriers of a CTA; see ``forward_pair`` for who fills and empties what, and whose barriers count."""
+
+    @classmethod
+    def at(cls, config: ForwardConfig, barriers: cute.Pointer) -> "PairRings":
+        """One after the other."""
+        rings = super().at(config, barriers)
+        led = {name: getattr(rings, name) for name in ("tiles", "scores", "weights", "outputs")}
+        return replace(rings, **{name: LedRing(ring.barriers, ring.stages) for name, ring in led.items()})
+
+    def init(self, config: ForwardConfig) -> None:
+        """Before all else, by one thread. Both CTAs do so alike, though for many rings only the leader counts."""
+        softmax, epilogue, mma, producer = 4 * config.q_parts, 4, 1, 1  # warps
+        # An arrival, and of the second CTA the bytes that it announces.
+        self.tiles.init(full=1, empty=mma + CTAS * (softmax + epilogue + producer))
+        for ring in (self.q, self.k, self.v):
+            ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
+        self.scores.init(full=1, empty=CTAS * 4)  # a commit; the warps of a part
+        self.weights.init(full=CTAS * 4, empty=1)
+        self.outputs.init(full=1, empty=CTAS * epilogue)  # a commit
+        self.stats.init(full=4, empty=epilogue)
+        if self.added is not None:
+            self.added.init(full=1, empty=1)  # a commit
+
+
+@dataclass(frozen=True)
+class PairShared(Shared):
+    """Shared memory of a CTA and what guards it."""
+
+    rank: Int32  # of the CTA: the leader is 0
+    tiles_sent: cute.Tensor  # (field, tile stage), the leader's: as the second CTA is told
+
+    @staticmethod
+    def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
+        """Of a CTA, on the kernel's side."""
+        rings = PairRings.at(config, storage.barriers.data_ptr())
+        told = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
+        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=told[None, None, SECOND])
+
+    @property
+    def is_leader(self) -> Boolean:
+        """Whether it is the CTA that chooses tiles and issues products."""
+        return self.rank != SECOND
+
+    @cute.jit
+    def tell_of(self, tile: QueryTile, queries: int, step: Int32) -> None:
+        """By the leader's producer: tells both CTAs of a tile, each of its own as many queries."""
+        ring = self.rings.tiles
+        ring.wait_empty(step)  # from all other roles of both: they are done with the stage's last tile
+        with cute.arch.elect_one():
+            own, sent = (fields[None, ring.stage(step)] for fields in (self.tiles, self.tiles_sent))
+            for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + queries)):
+                replace(tile, first_query=first_query).write(fields)
+                fields[_FIRST_KEY] = tile.k.start
+            self._tell(step)
+
+    @cute.jit
+    def tell_of_end(self, step: Int32) -> None:
+        """Likewise: there is no other tile."""
+        ring = self.rings.tiles
+        ring.wait_empty(step)  # as above
+        with cute.arch.elect_one():
+            for fields in (self.tiles, self.tiles_sent):
+                fields[0, ring.stage(step)] = Int32(-1)
+            self._tell(step)
+
+    def _tell(self, step: Int32) -> None:
+        """By one thread: what is to be told has been written, and the second CTA's goes there."""
+        full, stage = self.rings.tiles.full(step), self.rings.tiles.stage(step)
+        source, target = (fields[None, stage].iterator for fields in (self.tiles_sent, self.tiles))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        copy_to_cta(Int32(SECOND), target, source, 4 * TILE_FIELDS, full)
+        cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def expect(self, step: Int32) -> None:
+        """By the second CTA's producer: it is to be told of another tile."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.rings.tiles.full(step), 4 * TILE_FIELDS)
+
+    def first_key(self, step: Int32) -> Int32:
+        """Where a tile's keys begin, in the tensor."""
+        return self.tiles[_FIRST_KEY, self.rings.tiles.stage(step)]

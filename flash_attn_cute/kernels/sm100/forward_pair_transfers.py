@@ -1,0 +1,76 @@
+"""What brings tiles to a pair of CTAs (see ``forward_pair``); O leaves each as it does a single one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.block_lists import Tables
+from flash_attn_cute.kernels.common.query_tiles import QueryTile
+from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.sm100.config import CTAS
+from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
+from flash_attn_cute.kernels.sm100.forward_transfers import Producer, Tma
+
+
+class PairProducer(Producer):
+    """A warp of each CTA: loads its part of all that is needed, in the order in which it is. The leader's chooses."""
+
+    @cute.jit
+    def __call__(self, a: ForwardArguments, tables: Tables | None, tma: Tma, shared: PairShared) -> None:  # type: ignore[override]
+        """All tiles of the pair."""
+        c, rings, rank = self.config, shared.rings, shared.rank
+        heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
+        step, q_step, block_step = Int32(0), Int32(0), Int32(0)
+        first, _, _ = cute.arch.block_idx()
+        index = self._tell_next(a, shared, first // CTAS, step)
+        rings.tiles.wait_full(step)
+        while shared.tiles[0, rings.tiles.stage(step)] >= 0:
+            tile = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step)])
+            first_key, head_k = shared.first_key(step), tile.head // heads_a_key_head
+            rings.tiles.release(step)  # to the leader's producer
+            for i in cutlass.range(tile.blocks.num, unroll=1):
+                start = tile.blocks.nth(i) * c.tile_n
+                own = start + c.keys_shared * rank
+                # Keys of the second CTA may be none: an empty box arrives as zeros.
+                own_end = cutlass.max(cutlass.min(own + c.keys_shared, tile.k.length), own)
+                gK = tma.K.at(first_key + own, first_key + own_end, head_k, tile.batch)
+                self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
+                if i == 0:
+                    self._load_Q(tile, tma.Q, shared, q_step)
+                    q_step += c.q_parts
+                stop = first_key + cutlass.min(start + c.tile_n, tile.k.length)
+                gV = tma.V.at(first_key + start, stop, head_k, tile.batch, rank)
+                self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
+                block_step += 1
+            step += 1
+            index = self._tell_next(a, shared, index, step)
+            rings.tiles.wait_full(step)
+        rings.v.wait_empty(block_step - 1 + c.v_stages)  # the last commit that arrives here: until then the CTA lives
+
+    @cute.jit
+    def _tell_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
+        """The leader's tells all roles of both CTAs of the first tile from ``index`` on that is work, or of the end.
+
+        Returns the tile that may be the next one.
+        """
+        if shared.is_leader:
+            num_tiles, is_told = self.tiles.num(a), Boolean(False)
+            while index < num_tiles and not is_told:
+                tile = self.tiles.at(a, None, index)
+                index = take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0] // CTAS)
+                is_told = self.tiles.is_work(tile)
+                if is_told:
+                    shared.tell_of(tile, self.config.queries, step)
+            if not is_told:
+                shared.tell_of_end(step)
+        else:
+            shared.expect(step)
+        return index
+
+    @cute.jit
+    def _announce(self, num_bytes: cutlass.Constexpr, shared: PairShared, barrier: cute.Pointer) -> None:  # type: ignore[override]
+        """By the leader: the bytes of both, which arrive at its barrier."""
+        if shared.is_leader:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, CTAS * num_bytes)
