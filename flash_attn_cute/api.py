@@ -16,24 +16,30 @@ Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _says_where_to_look(function: _Function) -> _Function:
-    """The function, with a TypeError that names the integrations where it is given arguments that it does not have."""
+def says_where_to_look(hint: str) -> Callable[[_Function], _Function]:
+    """Makes a function end its TypeError with a hint where it is given arguments that it does not have."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except TypeError as error:
-            if (
-                error.__traceback__ is None or error.__traceback__.tb_next is not None
-            ):  # the function's own, from within
-                raise
-            raise TypeError(
-                f"{error}; flash_attn_cute.integrations has functions with the arguments of flash-attn, of PyTorch's "
-                "scaled_dot_product_attention and varlen_attn, and of Transformer Engine"
-            ) from None
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except TypeError as error:
+                if (
+                    error.__traceback__ is None or error.__traceback__.tb_next is not None
+                ):  # the function's own, from within
+                    raise
+                raise TypeError(f"{error}; {hint}") from None
 
-    return call  # type: ignore[return-value]
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+_OTHER_ARGUMENTS = (
+    "flash_attn_cute.integrations has functions with the arguments of flash-attn, of PyTorch's "
+    "scaled_dot_product_attention and varlen_attn, and of Transformer Engine"
+)
 
 
 @overload
@@ -108,7 +114,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_says_where_to_look
+@says_where_to_look(_OTHER_ARGUMENTS)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -284,7 +290,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_says_where_to_look
+@says_where_to_look(_OTHER_ARGUMENTS)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.distributed import (
     Sharding,
     context_parallel,
+    context_parallel_attn_varlen_func,
     context_parallel_unshard,
     gather,
     rank_of,
 )
+from flash_attn_cute.integrations.transformers import register
 from flash_attn_cute.integrations.varlen import varlen_attn
 from tests import ranks
 
@@ -145,6 +148,28 @@ def calls_by_pytorch() -> None:
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
 
 
+def models_of_transformers() -> None:
+    """Packed by the offsets of all rows, with windows."""
+    register()
+    lengths = [40, 3, 30]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 40, "max_length_k": 40}
+    sizes = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=9)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="flash_attn_cute").double()
+    ids, positions = torch.randint(11, (1, 73)), torch.cat([torch.arange(n) for n in lengths])[None]
+    expected = model(ids, position_ids=positions, use_cache=False, **packed).logits
+    grads = torch.autograd.grad(expected.sin().sum(), list(model.parameters()))
+    sharding = Sharding.balanced(offsets, dist.get_world_size(), causal=True)
+    with context_parallel(None, buffers=[ids, positions], buffer_seq_dims=[1, 1], sharding=sharding):
+        logits = model(ids, position_ids=positions, use_cache=False, **packed).logits
+        parts = torch.autograd.grad(logits.sin().sum(), list(model.parameters()))
+    torch.testing.assert_close(gather(logits, sharding, dim=1), expected, rtol=0, atol=1e-10)
+    for part, grad in zip(parts, grads, strict=True):
+        dist.all_reduce(part)
+        torch.testing.assert_close(part, grad, rtol=0, atol=1e-10)
+
+
 def what_is_refused() -> None:
     """Calls that cannot run over ranks, and the backward pass of what a restored buffer is part of."""
     x, rows = torch.randn(1, 40, 2, 8), 10
@@ -177,7 +202,9 @@ def what_is_refused() -> None:
 
 # One start of the processes for all.
 def test_over_ranks(tmp_path: Path) -> None:
-    ranks.run([training_steps, packed_documents, calls_by_pytorch, what_is_refused], 4, tmp_path)
+    ranks.run(
+        [training_steps, packed_documents, calls_by_pytorch, models_of_transformers, what_is_refused], 4, tmp_path
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,6 +255,21 @@ def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message:
     with pytest.raises(error, match=message), context_parallel(None, **given):
         pytest.fail("the context has been entered")
     assert buffers == [x.shape for x in given.get("buffers", ()) if isinstance(x, Tensor)]
+
+
+def test_offsets_in_place_of_a_sharding() -> None:
+    x, offsets = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    call: Any = context_parallel_attn_varlen_func
+    with pytest.raises(TypeError, match=r"sharding: expected a Sharding, which Sharding\.balanced makes of cu_seqlens"):
+        call(x, x, x, offsets)
+    for wrong in (
+        lambda: call(x, x, x, offsets, offsets, 4, 4),
+        lambda: call(x, x, x, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
+    ):
+        with pytest.raises(
+            TypeError, match=r"argument.*; a sharding, .* takes the place of cu_seqlens and max_seqlen$"
+        ):
+            wrong()
 
 
 def test_unshard_takes_a_dimension_a_buffer() -> None:

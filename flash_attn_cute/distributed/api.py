@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import ops, validate
+from flash_attn_cute.api import says_where_to_look
 from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
@@ -15,6 +16,8 @@ from flash_attn_cute.spec import Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+_SHARDING = "a sharding, which Sharding.balanced makes of cu_seqlens, takes the place of cu_seqlens and max_seqlen"
 
 
 @overload
@@ -101,6 +104,7 @@ def context_parallel_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@says_where_to_look(_SHARDING)
 def context_parallel_attn_func(
     q: Tensor,
     k: Tensor,
@@ -262,6 +266,7 @@ def context_parallel_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@says_where_to_look(_SHARDING)
 def context_parallel_attn_varlen_func(
     q: Tensor,
     k: Tensor,

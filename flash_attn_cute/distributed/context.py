@@ -182,7 +182,10 @@ def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:
     """Whether packed sequences are the documents of a sharding; what is on a GPU is waited for only by request."""
     expected = len(sharding.cu_seqlens)
     if offsets.shape[0] != expected:
-        raise ValueError(f"{name}: expected the {expected} offsets of the sharding, got {offsets.shape[0]}")
+        raise ValueError(
+            f"{name}: expected the {expected} offsets of the sharding, got {offsets.shape[0]}; "
+            "calls within context_parallel are told where documents are in all rows"
+        )
     if torch.compiler.is_compiling() or (offsets.is_cuda and not settings.check_data()):
         return
     if tuple(offsets.tolist()) != sharding.cu_seqlens:
