@@ -112,19 +112,5 @@ def select(
     )
 
 
-def check_gradients(backend: Backend, spec: AttentionSpec) -> None:
-    """Refuses a call whose gradients are required and that a backend has none of.
-
-    Raises:
-        ValueError: it is such a call.
-    """
-    limits = backend.gradient_limits(spec)
-    if limits:
-        raise ValueError(
-            f"backend: expected one that has gradients of this call, as some are required, got {backend.name!r}, "
-            f"which has none: {'; '.join(limits)}"
-        )
-
-
 def _refusals(passed_over: dict[str, tuple[str, ...]]) -> str:
     return ", ".join(f"{name} cannot: {'; '.join(lacking)}" for name, lacking in passed_over.items())

@@ -81,7 +81,6 @@ def attention(
 
     Raises:
         NotImplementedError: an input carries a tangent of forward-mode differentiation.
-        ValueError: gradients are required, and the backend has none of such a call.
     """
     if _replacement is not None:
         return _replacement(inputs, options, backend)
@@ -90,15 +89,12 @@ def attention(
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in leaves):
         raise NotImplementedError(_NO_TANGENTS)
     if watched:
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
-            dispatch.check_gradients(dispatch.BACKENDS[backend], spec)
         _tell_flop_counters()
         inputs = _shard(inputs)
         run = _TransformedForward.apply if _is_transformed() else torch.ops.flash_attn_cute.forward
         result: tuple[Tensor, Tensor] = run(*_flatten(inputs, options, backend))
         return result
     if torch.is_grad_enabled() and _any_requires_grad(*leaves) and not _below_autograd():
-        dispatch.check_gradients(dispatch.BACKENDS[backend], spec)
         return _record(*leaves, (inputs, options, spec, backend))
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
 
@@ -275,7 +271,6 @@ def _run_backward(
     need_dbias: bool,
     need_dsink: bool,
 ) -> Gradients:
-    dispatch.check_gradients(backend, spec)  # once more, for who asks without requiring them ahead of the call
     run = backend.backward
     if settings.nvtx():
         run = profiling.marked(f"backward {backend.name}", run)

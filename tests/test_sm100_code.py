@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import BlockMask, explain, flash_attn_func, ops
-from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute import explain, flash_attn_func
 from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
@@ -492,21 +491,11 @@ def test_warming_is_for_all_lengths() -> None:
         assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 
-def test_warming_leaves_out_gradients_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BLOCK_MASK",))
-    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
+def test_warming_of_a_bias_compiles_its_gradient() -> None:
     arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
-    for feature, passes in (("block_mask", {"forward"}), ("bias", {"forward", "backward", "bias_gradient"})):
+    for feature, more in (("block_mask", set()), ("bias", {"bias_gradient"})):
         given = command.parser().parse_args([*arguments, "--features", feature])
-        assert {c.pass_name for c in command.configurations(given)} == passes
-
-
-def test_an_architecture_may_lack_gradients() -> None:
-    features = Features(mask=True, bias=True, block_mask=True)
-    assert all(architecture.has_gradients(features) for architecture in ARCHITECTURES.values())
-    lacking = ARCHITECTURES["sm100"]._replace(lacking_backward=("BIAS",))
-    assert not lacking.has_gradients(features)
-    assert lacking.has_gradients(dataclasses.replace(features, bias=False))
+        assert {c.pass_name for c in command.configurations(given)} == {"forward", "backward"} | more
 
 
 def test_heads_of_a_group_never_share_a_tile() -> None:
@@ -526,23 +515,9 @@ def test_only_those_who_ask_get_it() -> None:
         flash_attn_func(q, q, q, backend="sm100")
 
 
-def test_gradients_are_planned_as_far_as_there_are_some() -> None:
+def test_gradients_are_planned() -> None:
     q, v = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (256, 200))
     assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
     mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
     assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
     assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is not None
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_gradients_of_features_are_refused_by_the_forward_call(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CuteBackend, "limits", lambda self, spec, inputs: ())
-    monkeypatch.setattr(CuteBackend, "forward", lambda *given: pytest.fail("launched"))
-    monkeypatch.setattr(ops, "is_watched", lambda tensors: watched)
-    q = torch.zeros(1, 8, 2, 192, dtype=torch.bfloat16)
-    backend = BACKENDS["sm100"]
-    assert isinstance(backend, CuteBackend)
-    monkeypatch.setattr(backend, "architecture", backend.architecture._replace(lacking_backward=("BIAS",)))
-    bias, blocks = torch.zeros(8, 8, dtype=q.dtype), BlockMask.causal(8, 8)
-    with pytest.raises(ValueError, match=r"which has none: bias$"):
-        flash_attn_func(q.requires_grad_(), q, q, block_mask=blocks, bias=bias, backend="sm100")

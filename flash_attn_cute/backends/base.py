@@ -53,10 +53,6 @@ class Backend(Protocol):
         """
         ...
 
-    def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Reasons why it has no gradients of a call that it can serve; empty if none."""
-        ...
-
     def is_made_for(self, device: torch.device) -> bool:
         """Whether it has been written for that device, and users are told if it cannot serve a call there."""
         ...

@@ -77,8 +77,6 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
         for architecture, name in itertools.product(_on_all_gpus(chosen.architecture), _passes(chosen)):
             if name == "bias_gradient" and not features.bias:
                 continue
-            if name == "backward" and not chosen.passes and not architecture.has_gradients(features):
-                continue
             configure = architecture.passes[name].configure
             options: list[dict[str, int]] = [{}]
             if name == "forward":

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
-from flash_attn_cute.kernels.features import Features, PassName
+from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.sm90 import config as sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
 
@@ -43,12 +43,7 @@ class Architecture(NamedTuple):
     max_head_dim: int
     passes: dict[PassName, Pass]
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
-    lacking_backward: tuple[str, ...] = ()  # names of features of calls that it has no gradients of
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
-
-    def has_gradients(self, features: Features) -> bool:
-        """Whether it has a backward pass for calls with these features."""
-        return not any(getattr(features, name.lower()) for name in self.lacking_backward)
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
         """The same with kernels for GPUs of one compute capability, where it has several."""

@@ -90,11 +90,6 @@ class CuteBackend:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
-    def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """See ``Backend.gradient_limits``."""
-        lacking = {Feature[name] for name in self.architecture.lacking_backward}
-        return tuple(feature.value for feature in spec.required if feature in lacking)
-
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
         if self._is_supposed or device.type != "cuda":
@@ -133,7 +128,7 @@ class CuteBackend:
             shapes = _forward_shapes(given.q.shape, k_shape, _num_sequences(given), few_queries, layout)
             forward = _for_people(plan.plan_forward(self.architecture, spec, shapes, num_sms))
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1
-        if has_queries and has_keys and not no_sequences and not self.gradient_limits(spec):
+        if has_queries and has_keys and not no_sequences:
             repacked = _runs_packed(spec, inputs) and not spec.packed
             layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
             given = as_packed(inputs) if repacked else inputs

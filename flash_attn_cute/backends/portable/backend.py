@@ -26,10 +26,6 @@ class PortableBackend:
         """No reason to decline: it serves every valid call."""
         return ()
 
-    def gradient_limits(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """None: it has those of every valid call."""
-        return ()
-
     def is_made_for(self, device: torch.device) -> bool:
         """For none; it serves where others do not."""
         return False
