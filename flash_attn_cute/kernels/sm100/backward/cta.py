@@ -72,11 +72,6 @@ What is read or overwritten by another proxy or thread, and what orders it:
     dQ in the workspace                         ``common.turns``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
-A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
-queries, read ahead of the wait for their scores, and is added to these in tensor memory, before some are hidden. Behind
-a softcap it is read and added when they are weighed. Where every score has a bias of its own, dS is its gradient, and
-is stored from registers; else ``bias_gradient`` follows.
-
 Windows and ends are looked at only in steps that an edge crosses. Under a mask a tile's walk is one over lists of
 blocks of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer tells compute warps
 which it is, and where the bits are that hide its scores (``common.block_lists``), and adding warps where its dQ is
@@ -84,7 +79,6 @@ added, and when. Bits are read while scores are computed. How sums and stats lie
 business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,18 +90,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
-from flash_attn_cute.kernels.common.assembly import fma, opaque, pack, unpack
-from flash_attn_cute.kernels.common.blocks import Edges
+from flash_attn_cute.kernels.common.assembly import opaque, pack
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.key_tiles import num_key_tiles, rounds_a_tile, zero_unseen_keys
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
@@ -118,22 +110,10 @@ from flash_attn_cute.kernels.sm100.config import (
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
-from flash_attn_cute.kernels.sm100.scores import (
-    BiasColumn,
-    add_in_memory,
-    cap_in_memory,
-    hide_by_bits_in_memory,
-    hide_in_memory,
-    hides_some,
-    within_interval,
-    words_of,
-)
 
 _COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
-_DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
-COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 class Mmas(NamedTuple):
@@ -152,6 +132,7 @@ class BackwardCtaSm100:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.transfers = Transfers(config)
+        self.scores = Scores(config)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
@@ -307,247 +288,17 @@ class BackwardCtaSm100:
             walk += 1
 
     @cute.jit
-    def _step(self, work: "Work", walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+    def _step(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c = self.config
-        block = self._block(work, walk, nth, i, step)
-        weights = self._to_weights(work, block, step, step, c.first_S)
-        self._to_gradients(work, weights, block, step, work.shared.rings.dp, step, c.first_dP)
-
-    def _block(self, work: "Work", walk: Int32, nth: Int32, i: Int32, step: Int32) -> "Block":
-        """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
-        return Block(walk, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
-
-    def _to_weights(
-        self,
-        work: "Work",
-        block: "Block",
-        step: Int32,
-        number: Int32,
-        first: Int32 | int,
-        *,
-        stores: bool = True,
-    ) -> list[Int32]:
-        """A step's scores, which have a number in their ring and a first column, to weights.
-
-        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
-        """
-        c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
-        listed = self._listed(work, block) if f.listed else None  # while scores are computed
-        bias = later = None
-        if f.bias and f.softcap:
-            later = partial(self._read_bias, work, block, num=COLUMNS)  # not all at once: registers are short
-        elif f.bias:
-            bias = self._read_bias(work, block, 0, c.queries)
-        rings.q.wait_full(step)  # from the producer: lse
-        rings.scores.wait_full(number)  # from the tensor cores
-        tensor_memory.after_sync()
-        place = work.address + (first + c.queries * work.warpgroup)
-        self._change(work, block, place, listed, bias)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
-        tensor_memory.before_sync()
-        rings.scores.release(number)  # to the mma warp: P is there, or S was read
-        rings.q.release(step)  # to the producer: lse is read
-        return weights
-
-    def _to_gradients(
-        self,
-        work: "Work",
-        weights: list[Int32],
-        block: "Block",
-        step: Int32,
-        ring: Ring,
-        number: Int32,
-        first: Int32 | int,
-    ) -> None:
-        """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
-        c, shared, rings = self.config, work.shared, work.shared.rings
-        rings.do.wait_full(step)  # from the producer: delta
-        ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
-        tensor_memory.after_sync()
-        place = work.address + (first + c.queries * work.warpgroup)
-        gradients = self._differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        tensor_memory.before_sync()
-        ring.release(number)  # to the mma warp: dS is there
-        rings.do.release(step)  # to the producer: delta is read
-        if c.features.dbias:
-            self._store_dbias(work, gradients, block)
-
-    def _read_bias(self, work: "Work", block: "Block", first: int, num: int) -> Callable[[], list[Float32]]:
-        """What is added to the scores of some of the warpgroup's queries: begun here, as it takes long to come.
-
-        Returns what waits for it.
-        """
-        column, first_query = self._column(work, work.arguments.mBias, block)
-        return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
-
-    @cute.jit
-    def _store_dbias(self, work: "Work", gradients: cutlass.Constexpr, block: "Block") -> None:
-        """A step's gradients of scores, rounded, where every score has a bias of its own."""
-        tile = work.shared.tile_again(self.config, work.arguments, block.walk)
-        if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
-            column, first = self._column(work, work.arguments.mdBias, block)
-            for n in cutlass.range_constexpr(len(gradients)):
-                column.write(first + n * COLUMNS, gradients[n])
-
-    def _column(self, work: "Work", mX: cute.Tensor, block: "Block") -> tuple[BiasColumn, Int32]:
-        """Of the bias or its gradient, that of this thread's key, and the warpgroup's first query of a step.
-
-        Behind the last key stands that.
-        """
-        c, a = self.config, work.arguments
-        tile = work.shared.tile_again(c, a, block.walk)
-        key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
-        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
-        column = BiasColumn.of(gX, key, tile.q.length)
-        return column, block.m_block(tile) * c.tile_m + c.queries * work.warpgroup
-
-    @cute.jit
-    def _listed(self, work: "Work", block: "Block") -> tuple[Boolean, list[Int32]]:
-        """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
-        c = self.config
-        m_block, code = block.told[:2]
-        words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
-        if const_expr(c.features.intervals):
-            tile = work.shared.tile_again(c, work.arguments, block.walk)
-            first_query = m_block * c.tile_m + c.queries * work.warpgroup
-            words = within_interval(
-                words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
-            )
-            is_cut = hides_some(words)
-        return is_cut, words
-
-    @cute.jit
-    def _change(
-        self,
-        work: "Work",
-        block: "Block",
-        place: Int32,
-        listed: tuple[Boolean, list[Int32]] | None = None,
-        bias: cutlass.Constexpr = None,
-    ) -> None:
-        """What is done to scores where they are in tensor memory: to cap them, to add a bias, and to hide some.
-
-        Those that a mask hides, or an edge of the block, NaN of a bias included. Behind a softcap, whose derivative
-        takes what tanh gave, the bias is added later.
-        """
-        c, f = self.config, self.config.features
-        if const_expr(f.softcap):
-            cap_in_memory(place, c.queries, work.scales.tanh)
-        elif const_expr(f.bias):
-            add_in_memory(place, work.scales.bias, bias())
-        if const_expr(listed is not None):
-            is_cut, words = listed
-            if is_cut:
-                hide_by_bits_in_memory(place, work.scales.log2, words)
-        else:
-            self._hide_by_edges(work, block, place)
-
-    @cute.jit
-    def _hide_by_edges(self, work: "Work", block: "Block", place: Int32) -> None:
-        """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
-        c, f = self.config, self.config.features
-        tile = work.shared.tile_again(c, work.arguments, block.walk)
-        m_block = block.m_block(tile)
-        is_cut = tile.blocks.crosses_left(m_block)
-        if const_expr(f.hides_last_queries):
-            is_cut = is_cut or tile.blocks.crosses_right(m_block)
-        if is_cut:
-            hide_in_memory(
-                place,
-                c.queries,
-                work.scales.log2,
-                tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
-                m_block * c.tile_m + c.queries * work.warpgroup,
-                tile.q.length,
-                tile.window,
-                Edges(left=f.right, right=f.left),
-                tile.k.length,
-            )
-
-    def _weigh(self, work: "Work", place: Int32, lse: cute.Tensor, stores: bool, later: Any) -> list[Int32]:
-        """Scores to weights, in their place if it ``stores`` them; returns what ``_to_weights`` does.
-
-        ``later`` reads a bias that they are yet to have, or is None.
-        """
-        found: list[Int32] = []
-        for first in range(0, self.config.queries, COLUMNS):
-            bias = None if later is None else later(first)
-            scores = tensor_memory.load(place + first, COLUMNS)
-            added = None if bias is None else bias()
-            weights, times_slope = self._weights(work, scores, first, lse, added)
-            if stores:
-                tensor_memory.store(place + first // 2, weights)
-            found += times_slope
-        return found
-
-    def _weights(
-        self, work: "Work", scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
-    ) -> tuple[list[Int32], list[Int32]]:
-        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap.
-
-        ``added``: a bias that they are yet to have.
-        """
-        weights, times_slope, scale = [], [], work.scales.log2
-        nothing = hidden(scale)
-        for j in range(0, len(scores), 2):
-            if j % 4 == 0:
-                four = work.four(lse, first + j)
-            x, y = (scores[j], scores[j + 1]), (four[j % 4], four[j % 4 + 1])
-            if self.config.features.bias:  # as ``weight_of``
-                biased = x
-                if added is not None:  # what is hidden stays so
-                    sums = (fma(s, work.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
-                    biased = tuple(cutlass.select_(s != nothing, t, nothing) for s, t in zip(x, sums, strict=True))
-                exponents = cute.arch.mul_packed_f32x2(cute.arch.sub_packed_f32x2(biased, y), (scale, scale))
-                pair = [cute.math.exp2(e, fastmath=True) for e in exponents]
-            else:
-                # Negated: what is negated again is an operand of the next instruction.
-                exponents = cute.arch.fma_packed_f32x2(x, (-scale, -scale), y)
-                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
-            weights.append(pack(*pair, self.dtype))
-            if self.config.features.softcap:  # scores are infinite where the weights are 0
-                pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
-                times_slope.append(pack(*pair, self.dtype))
-            else:
-                times_slope.append(weights[-1])
-        return weights, times_slope
-
-    def _place_of_dS(self, work: "Work") -> tuple[cute.Tensor, Int32 | int]:
-        """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
-        c, sdS = self.config, work.shared.sdS
-        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
-            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
-        return sdS, c.queries * work.warpgroup
-
-    def _differentiate(self, work: "Work", place: Int32, weights: list[Int32], delta: cute.Tensor) -> list[cute.Tensor]:
-        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
-
-        Returns them, rounded, some queries after the other.
-        """
-        found = []
-        sdS, column = self._place_of_dS(work)
-        for first in range(0, self.config.queries, COLUMNS):
-            gradients = tensor_memory.load(place + first, COLUMNS)
-            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
-            packed = cute.recast_tensor(rounded, Int32)
-            for j in range(0, COLUMNS, 2):
-                if j % 4 == 0:
-                    four = work.four(delta, first + j)
-                pair = weights[(first + j) // 2]
-                w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
-                x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
-                packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
-            tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
-            write_row(rounded, sdS, work.thread, column + first)
-            found.append(rounded)
-        return found
+        block = self.scores.block(work, walk, nth, i, step)
+        weights = self.scores.to_weights(work, block, step, step, c.first_S)
+        self.scores.to_gradients(work, weights, block, step, work.shared.rings.dp, step, c.first_dP)
 
     @cute.jit
     def _put_out(
         self,
-        work: "Work",
+        work: Work,
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -570,7 +321,7 @@ class BackwardCtaSm100:
     @cute.jit
     def _pieces(
         self,
-        work: "Work",
+        work: Work,
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -596,7 +347,7 @@ class BackwardCtaSm100:
     @cute.jit
     def _piece(
         self,
-        work: "Work",
+        work: Work,
         ws: Workspace,
         tma: BackwardTiles,
         walk: Int32,
@@ -647,48 +398,6 @@ class BackwardCtaSm100:
                 start, stop = tile.keys_of(shared.rank, PART_ROWS)
                 t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
             cute.arch.cp_async_bulk_commit_group()
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a thread of a compute warpgroup has all the time."""
-
-    arguments: BackwardArguments
-    shared: Shared
-    scales: ScoreScales
-    warpgroup: Int32
-    thread: Int32  # of the warpgroup: its key
-    address: Int32  # of this thread's row in tensor memory
-    bits: cute.Tensor | None  # of a mask
-
-    def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
-        """Lse or delta of four of the warpgroup's queries."""
-        four = cute.make_rmem_tensor(4, Float32)
-        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
-        cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
-        return four
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whose scores a step has: a tile's, and the i-th block of queries of its nth head.
-
-    Of the tile what it is, is read again where it matters, and not kept in registers. What has been told has to be, and
-    is opaque, or the compiler keeps all that follows from it, too.
-    """
-
-    walk: Int32
-    nth: Int32
-    i: Int32
-    told: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
-
-    def m_block(self, tile: KeyTile) -> Int32:
-        """The block of queries."""
-        return tile.blocks.nth(self.i) if self.told is None else opaque(self.told[0])
-
-    def head(self, tile: KeyTile) -> Int32:
-        """Their head."""
-        return tile.head + self.nth if self.told is None else opaque(self.told[2])
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import COLUMNS, BackwardCtaSm100, Mmas, Work, halves
+from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Mmas, halves
+from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.pair_shared import (
     HALF,
     OUT,
@@ -98,6 +99,7 @@ class BackwardPairSm100(BackwardCtaSm100):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.transfers = PairTransfers(config)
+        self.scores = _PairScores(config)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
@@ -241,7 +243,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
         stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
-        self._change(work, self._block(work, walk, nth, i, step), place)
+        self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
         scores = tensor_memory.load(place, c.queries)
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp: S is read
@@ -249,7 +251,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         weights, place = [], work.address + (c.first_S + _BETWEEN * work.warpgroup)
         for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
             some = scores[first : first + COLUMNS]
-            in_pairs, times_slope = self._weights(work, some, first, shared.lse[None, stage])
+            in_pairs, times_slope = self.scores.weights(work, some, first, shared.lse[None, stage])
             tensor_memory.store(place + first // 2, in_pairs)
             weights += times_slope
         tensor_memory.before_sync()
@@ -258,7 +260,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
         tensor_memory.after_sync()
         place = work.address + (c.first_dP + c.queries * work.warpgroup)
-        self._differentiate(work, place, weights, shared.delta[None, stage])
+        self.scores.differentiate(work, place, weights, shared.delta[None, stage])
         tensor_memory.before_sync()
         if work.warpgroup == shared.rank:
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -267,7 +269,11 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.dp.release(step)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
 
-    def _place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
+
+class _PairScores(Scores):
+    """Those of a CTA of a pair."""
+
+    def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
         """Of the CTA's own queries where it multiplies them, of the other's where they are sent from."""
         rank = work.shared.rank
         place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))

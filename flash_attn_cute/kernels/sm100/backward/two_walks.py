@@ -64,7 +64,8 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products, Work
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products
+from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.mma import commit
 
@@ -178,8 +179,8 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
             num_blocks = shared.tile(c, a, walk).blocks.num
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    block = self._block(work, walk, nth, i, step)
-                    self._to_weights(work, block, step, number, self._first_column(rings.scores, number))
+                    block = self.scores.block(work, walk, nth, i, step)
+                    self.scores.to_weights(work, block, step, number, self._first_column(rings.scores, number))
                     rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
                     rings.do.release(step)  # to the producer: delta is not asked for
                     step, number = step + 1, number + 1
@@ -187,9 +188,9 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    block = self._block(work, walk, nth, i, step)
-                    weights = self._to_weights(work, block, step, number, first_S, stores=False)
-                    self._to_gradients(work, weights, block, step, rings.scores, _plus(number, 1), first_dP)
+                    block = self.scores.block(work, walk, nth, i, step)
+                    weights = self.scores.to_weights(work, block, step, number, first_S, stores=False)
+                    self.scores.to_gradients(work, weights, block, step, rings.scores, _plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, walk, (DK,))
             shared.tiles.release(walk)  # to the producer

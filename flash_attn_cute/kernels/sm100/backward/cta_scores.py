@@ -1,0 +1,329 @@
+"""What a compute warpgroup makes of the scores of a step: weights, and with their gradients those of scores.
+
+A thread has a key, and its scores of half of a step's queries. They are changed where they are in tensor memory, and
+read from there some at a time.
+
+A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
+queries, read ahead of the wait for their scores, and is added to these in tensor memory, before some are hidden. Behind
+a softcap it is read and added when they are weighed. Where every score has a bias of its own, dS is its gradient, and
+is stored from registers; else ``bias_gradient`` follows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.assembly import fma, opaque, pack, unpack
+from flash_attn_cute.kernels.common.blocks import Edges
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_tiles import KeyTile
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score import ScoreScales, capped_slope, hidden
+from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    PART_ROWS,
+    BackwardConfig,
+)
+from flash_attn_cute.kernels.sm100.mma import write_row
+from flash_attn_cute.kernels.sm100.scores import (
+    BiasColumn,
+    add_in_memory,
+    cap_in_memory,
+    hide_by_bits_in_memory,
+    hide_in_memory,
+    hides_some,
+    within_interval,
+    words_of,
+)
+
+COLUMNS = 32  # of tensor memory that a compute thread reads at once
+_DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a thread of a compute warpgroup has all the time."""
+
+    arguments: BackwardArguments
+    shared: Shared
+    scales: ScoreScales
+    warpgroup: Int32
+    thread: Int32  # of the warpgroup: its key
+    address: Int32  # of this thread's row in tensor memory
+    bits: cute.Tensor | None  # of a mask
+
+    def four(self, stats: cute.Tensor, first: int) -> cute.Tensor:
+        """Lse or delta of four of the warpgroup's queries."""
+        four = cute.make_rmem_tensor(4, Float32)
+        place = cute.size(stats) // (4 * COMPUTE_WARPGROUPS) * self.warpgroup + first // 4
+        cute.autovec_copy(cute.local_tile(stats, (4,), (place,)), four)
+        return four
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whose scores a step has: a tile's, and the i-th block of queries of its nth head.
+
+    Of the tile what it is, is read again where it matters, and not kept in registers. What has been told has to be, and
+    is opaque, or the compiler keeps all that follows from it, too.
+    """
+
+    walk: Int32
+    nth: Int32
+    i: Int32
+    told: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
+
+    def m_block(self, tile: KeyTile) -> Int32:
+        """The block of queries."""
+        return tile.blocks.nth(self.i) if self.told is None else opaque(self.told[0])
+
+    def head(self, tile: KeyTile) -> Int32:
+        """Their head."""
+        return tile.head + self.nth if self.told is None else opaque(self.told[2])
+
+
+class Scores:
+    """Those of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    def block(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
+        """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
+        return Block(walk, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
+
+    def to_weights(
+        self,
+        work: Work,
+        block: Block,
+        step: Int32,
+        number: Int32,
+        first: Int32 | int,
+        *,
+        stores: bool = True,
+    ) -> list[Int32]:
+        """A step's scores, which have a number in their ring and a first column, to weights.
+
+        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
+        """
+        c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
+        listed = self._listed(work, block) if f.listed else None  # while scores are computed
+        bias = later = None
+        if f.bias and f.softcap:
+            later = partial(self._read_bias, work, block, num=COLUMNS)  # not all at once: registers are short
+        elif f.bias:
+            bias = self._read_bias(work, block, 0, c.queries)
+        rings.q.wait_full(step)  # from the producer: lse
+        rings.scores.wait_full(number)  # from the tensor cores
+        tensor_memory.after_sync()
+        place = work.address + (first + c.queries * work.warpgroup)
+        self.change(work, block, place, listed, bias)
+        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
+        tensor_memory.before_sync()
+        rings.scores.release(number)  # to the mma warp: P is there, or S was read
+        rings.q.release(step)  # to the producer: lse is read
+        return weights
+
+    def to_gradients(
+        self,
+        work: Work,
+        weights: list[Int32],
+        block: Block,
+        step: Int32,
+        ring: Ring,
+        number: Int32,
+        first: Int32 | int,
+    ) -> None:
+        """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
+        rings.do.wait_full(step)  # from the producer: delta
+        ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
+        tensor_memory.after_sync()
+        place = work.address + (first + c.queries * work.warpgroup)
+        gradients = self.differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        ring.release(number)  # to the mma warp: dS is there
+        rings.do.release(step)  # to the producer: delta is read
+        if c.features.dbias:
+            self._store_dbias(work, gradients, block)
+
+    def _read_bias(self, work: Work, block: Block, first: int, num: int) -> Callable[[], list[Float32]]:
+        """What is added to the scores of some of the warpgroup's queries: begun here, as it takes long to come.
+
+        Returns what waits for it.
+        """
+        column, first_query = self._column(work, work.arguments.mBias, block)
+        return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
+
+    @cute.jit
+    def _store_dbias(self, work: Work, gradients: cutlass.Constexpr, block: Block) -> None:
+        """A step's gradients of scores, rounded, where every score has a bias of its own."""
+        tile = work.shared.tile_again(self.config, work.arguments, block.walk)
+        if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
+            column, first = self._column(work, work.arguments.mdBias, block)
+            for n in cutlass.range_constexpr(len(gradients)):
+                column.write(first + n * COLUMNS, gradients[n])
+
+    def _column(self, work: Work, mX: cute.Tensor, block: Block) -> tuple[BiasColumn, Int32]:
+        """Of the bias or its gradient, that of this thread's key, and the warpgroup's first query of a step.
+
+        Behind the last key stands that.
+        """
+        c, a = self.config, work.arguments
+        tile = work.shared.tile_again(c, a, block.walk)
+        key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
+        gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
+        column = BiasColumn.of(gX, key, tile.q.length)
+        return column, block.m_block(tile) * c.tile_m + c.queries * work.warpgroup
+
+    @cute.jit
+    def _listed(self, work: Work, block: Block) -> tuple[Boolean, list[Int32]]:
+        """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
+        c = self.config
+        m_block, code = block.told[:2]
+        words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
+        if const_expr(c.features.intervals):
+            tile = work.shared.tile_again(c, work.arguments, block.walk)
+            first_query = m_block * c.tile_m + c.queries * work.warpgroup
+            words = within_interval(
+                words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
+            )
+            is_cut = hides_some(words)
+        return is_cut, words
+
+    @cute.jit
+    def change(
+        self,
+        work: Work,
+        block: Block,
+        place: Int32,
+        listed: tuple[Boolean, list[Int32]] | None = None,
+        bias: cutlass.Constexpr = None,
+    ) -> None:
+        """What is done to scores where they are in tensor memory: to cap them, to add a bias, and to hide some.
+
+        Those that a mask hides, or an edge of the block, NaN of a bias included. Behind a softcap, whose derivative
+        takes what tanh gave, the bias is added later.
+        """
+        c, f = self.config, self.config.features
+        if const_expr(f.softcap):
+            cap_in_memory(place, c.queries, work.scales.tanh)
+        elif const_expr(f.bias):
+            add_in_memory(place, work.scales.bias, bias())
+        if const_expr(listed is not None):
+            is_cut, words = listed
+            if is_cut:
+                hide_by_bits_in_memory(place, work.scales.log2, words)
+        else:
+            self._hide_by_edges(work, block, place)
+
+    @cute.jit
+    def _hide_by_edges(self, work: Work, block: Block, place: Int32) -> None:
+        """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
+        c, f = self.config, self.config.features
+        tile = work.shared.tile_again(c, work.arguments, block.walk)
+        m_block = block.m_block(tile)
+        is_cut = tile.blocks.crosses_left(m_block)
+        if const_expr(f.hides_last_queries):
+            is_cut = is_cut or tile.blocks.crosses_right(m_block)
+        if is_cut:
+            hide_in_memory(
+                place,
+                c.queries,
+                work.scales.log2,
+                tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread,
+                m_block * c.tile_m + c.queries * work.warpgroup,
+                tile.q.length,
+                tile.window,
+                Edges(left=f.right, right=f.left),
+                tile.k.length,
+            )
+
+    def _weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any) -> list[Int32]:
+        """Scores to weights, in their place if it ``stores`` them; returns what ``to_weights`` does.
+
+        ``later`` reads a bias that they are yet to have, or is None.
+        """
+        found: list[Int32] = []
+        for first in range(0, self.config.queries, COLUMNS):
+            bias = None if later is None else later(first)
+            scores = tensor_memory.load(place + first, COLUMNS)
+            added = None if bias is None else bias()
+            weights, times_slope = self.weights(work, scores, first, lse, added)
+            if stores:
+                tensor_memory.store(place + first // 2, weights)
+            found += times_slope
+        return found
+
+    def weights(
+        self, work: Work, scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
+    ) -> tuple[list[Int32], list[Int32]]:
+        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap.
+
+        ``added``: a bias that they are yet to have.
+        """
+        weights, times_slope, scale = [], [], work.scales.log2
+        nothing = hidden(scale)
+        for j in range(0, len(scores), 2):
+            if j % 4 == 0:
+                four = work.four(lse, first + j)
+            x, y = (scores[j], scores[j + 1]), (four[j % 4], four[j % 4 + 1])
+            if self.config.features.bias:  # as ``weight_of``
+                biased = x
+                if added is not None:  # what is hidden stays so
+                    sums = (fma(s, work.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
+                    biased = tuple(cutlass.select_(s != nothing, t, nothing) for s, t in zip(x, sums, strict=True))
+                exponents = cute.arch.mul_packed_f32x2(cute.arch.sub_packed_f32x2(biased, y), (scale, scale))
+                pair = [cute.math.exp2(e, fastmath=True) for e in exponents]
+            else:
+                # Negated: what is negated again is an operand of the next instruction.
+                exponents = cute.arch.fma_packed_f32x2(x, (-scale, -scale), y)
+                pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
+            weights.append(pack(*pair, self.dtype))
+            if self.config.features.softcap:  # scores are infinite where the weights are 0
+                pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
+                times_slope.append(pack(*pair, self.dtype))
+            else:
+                times_slope.append(weights[-1])
+        return weights, times_slope
+
+    def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
+        """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
+        c, sdS = self.config, work.shared.sdS
+        if c.queries == _DS_COLUMNS:  # else both warpgroups' are in the same rows
+            return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
+        return sdS, c.queries * work.warpgroup
+
+    def differentiate(self, work: Work, place: Int32, weights: list[Int32], delta: cute.Tensor) -> list[cute.Tensor]:
+        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
+
+        Returns them, rounded, some queries after the other.
+        """
+        found = []
+        sdS, column = self.place_of_dS(work)
+        for first in range(0, self.config.queries, COLUMNS):
+            gradients = tensor_memory.load(place + first, COLUMNS)
+            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
+            packed = cute.recast_tensor(rounded, Int32)
+            for j in range(0, COLUMNS, 2):
+                if j % 4 == 0:
+                    four = work.four(delta, first + j)
+                pair = weights[(first + j) // 2]
+                w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
+                x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
+                packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
+            tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
+            write_row(rounded, sdS, work.thread, column + first)
+            found.append(rounded)
+        return found
