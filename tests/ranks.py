@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(seconds=60)
 def run(
     functions: Sequence[Callable[[], None]], num_ranks: int, folder: Path, backend: str = "gloo", **environment: str
 ) -> None:
-    """Runs functions of a module, one after the other, on so many ranks; fails with what a rank raised.
+    """Runs functions, one after the other, on so many ranks; fails with what a rank raised.
 
     Args:
         functions: what every rank runs, after it has joined the group of all.
@@ -32,16 +32,16 @@ def run(
         backend: "gloo", or "nccl", with which each rank has the GPU of its number for the current one.
         environment: variables that the ranks are to see.
     """
-    names = [function.__qualname__ for function in functions]
+    names = [f"{function.__module__}:{function.__qualname__}" for function in functions]
     where = [backend, str(num_ranks), str(folder)]
-    command = [sys.executable, "-m", "tests.ranks", *where, functions[0].__module__, *names]
+    command = [sys.executable, "-m", "tests.ranks", *where, *names]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _main(backend: str, num_ranks: int, folder: Path, module: str, *names: str) -> int:
-    functions = [getattr(import_module(module), name) for name in names]
+def _main(backend: str, num_ranks: int, folder: Path, *names: str) -> int:
+    functions = [getattr(import_module(module), name) for module, name in (x.split(":") for x in names)]
     # A process that has asked for GPUs cannot fork.
     context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
     arguments = [(functions, backend, rank, num_ranks, folder) for rank in range(num_ranks)]
