@@ -317,6 +317,21 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert len(re.findall(r"\bSTG\.E\.U16\b", sass)) == queries * c.features.dbias
 
 
+# A bias, read ahead, and what a softcap keeps for later: registers are a few too few. Bytes that a thread spills.
+SPILLING = {
+    "float32-bias-everything": (backward(128, bias=True, float32_bias=True, **BACKWARD_EVERYTHING), 8),
+    "bias-mask-everything": (backward(128, bias=True, mask=True, **MASKED_BACKWARD), 32),
+}
+
+
+@pytest.mark.parametrize(("config", "spilled"), SPILLING.values(), ids=SPILLING)
+def test_spills_that_are_known(config: BackwardConfig, spilled: int, tmp_path: Path) -> None:
+    kernels = machine_code(config, tmp_path, spilled)
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    assert "STL" in kernels["BackwardCta"][0], "no longer: move it to those without spills"
+
+
 def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_path: Path) -> None:
     """No spills; two products; nothing is added in memory; tensor memory is allocated and freed."""
     c = compiled_bias_gradient
