@@ -73,10 +73,15 @@ __device__ inline uint32_t launch_number() {
   asm volatile("mov.u64 %0, %%gridid;" : "=l"(v));
   return (uint32_t)v;
 }
+// The two halves are read one by one: one read of both may have a new low half beside an old high one.
 __device__ inline uint64_t nanoseconds() {
-  uint64_t v;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
-  return v;
+  uint32_t low, high, before;
+  do {
+    asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(before));
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(low));
+    asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(high));
+  } while (high != before);
+  return (uint64_t)high << 32 | low;
 }
 __device__ inline uint32_t rank_in_cluster() {
   uint32_t v;

@@ -27,7 +27,7 @@ FAULTS = {
     9: "no tensor memory is allocated, or too many CTAs share a multiprocessor",
     10: "tcgen05.dealloc, and the last tcgen05.mma of thread {a} has no tcgen05.commit behind it",
     11: "tcgen05.commit by another thread of the warp than thread {a}, whose tcgen05.mma it does not cover",
-    12: "the kernel does not end: waits for the mbarrier at {a:#x}, parity {b}",
+    12: "the kernel does not end: waits for the mbarrier at {a:#x}, parity {b}; {c} products and commits are left",
     13: "a pair of CTAs: rank {a}, or the peer has not allocated the same columns",
     14: "a TMA load that signals {a:#x} is not done on {b:#x}, {c} bytes",
 }

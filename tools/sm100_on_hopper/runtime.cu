@@ -226,7 +226,8 @@ __device__ __noinline__ bool help(Queue* queue, uint32_t lanes) {
 // Whether a CTA has been running for too long; then the kernel ends with a fault.
 __device__ void watch(Queue* queue, uint32_t site, uint32_t a, uint32_t b) {
   if (nanoseconds() - load(&queue->started) < (uint64_t)load(&sm100_limit_ms) * 1000000) return;
-  if (is_first_lane(__activemask())) fault(kHang, site, a, b, 0);
+  uint32_t left = load(&queue->reserved) - (uint32_t)(load(&queue->claim) >> 32);
+  if (is_first_lane(__activemask())) fault(kHang, site, a, b, left);
   give_up();
 }
 
