@@ -374,7 +374,7 @@ def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cases = {case["name"]: case for case in content["cases"]}
     assert list(cases) == [f"{passes} {row.name}" for row in TINY_SPARSE_ROWS for passes in ("forward", "backward")]
     i, j = torch.arange(512)[:, None], torch.arange(512)
-    ids = sparse._document_ids(2, 512)
+    ids = sparse.document_ids(2, 512)
     assert [len(entry.unique()) for entry in ids] == [3, 3]
     pairs = {
         "window": 4 * int(((j <= i) & (i - j < 200)).sum()),

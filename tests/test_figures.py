@@ -8,6 +8,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
+
+from benchmarks.suites import sparse
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -127,6 +130,18 @@ def test_block_masks() -> None:
         if best:
             order, figure = best.split()
             assert figure == rate(case, f"{OURS} deterministic {order}"), row
+
+
+@pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
+def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
+    """What was measured is within 15 % of what the model says, in every order."""
+    batch, cpu = max(1, sparse.TOKENS // row.seqlen), torch.device("cpu")
+    ids = sparse.document_ids(batch, row.seqlen) if row.kind == "documents" else None
+    measured = record("sparse-cuda-bfloat16")[f"backward {row.name}"]
+    contenders = {"no order": OURS, "default": f"{OURS} deterministic"}
+    for order, time in sparse.modelled(sparse.shown_by(row, batch, ids, cpu).mask, batch, cpu).items():
+        took = median(measured[contenders.get(order, f"{OURS} deterministic {order}")])
+        assert took == pytest.approx(time, rel=0.15), order
 
 
 def test_the_cost_of_determinism() -> None:

@@ -222,8 +222,8 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
     batch = max(1, TOKENS // row.seqlen)
     shape = (batch, row.seqlen, HEADS, D)
     q, k, v, dout = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for _ in range(4))
-    ids = _document_ids(batch, row.seqlen).to(device) if row.kind == "documents" else None
-    shown = _shown(row, batch, ids, device)
+    ids = document_ids(batch, row.seqlen).to(device) if row.kind == "documents" else None
+    shown = shown_by(row, batch, ids, device)
     for x in (q, k, v):
         x.requires_grad_(passes != "forward")
     detail = f"q, k and v {shape}, {shown.mask.build(device)}"
@@ -247,6 +247,12 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
 
 def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
     """What the model says of the backward pass: its time without an order of additions, and under some orders."""
+    times = modelled(mask, batch, device)
+    return "on the model " + ", ".join(f"{order} {time:.0f} us" for order, time in times.items())
+
+
+def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, float]:
+    """Microseconds of the backward pass on the model: with "no order", if it can be without, and under some orders."""
     times: dict[str, float] = {}
     for order in ("default", "spt", "permutation"):
         ordered = mask.with_order(order)
@@ -254,13 +260,13 @@ def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
         steps = plan.steps(tables.rows, mask.sizes).cpu().expand(batch, HEADS, -1, -1)
         work = Pass(steps, machine=machine_of(mask.seqlen_q, ordered.waits_little))
         launch = tables.order.cpu().expand(work.order_shape)
-        if not times:
-            times["no order"] = work.play(launch, ordered=False).makespan
-        times[order] = work.play(launch).makespan
-    return "on the model " + ", ".join(f"{order} {time:.0f} us" for order, time in times.items())
+        if order == "default" and not ordered.waits_little:  # others have an order even if nobody asks
+            times["no order"] = work.around(ordered=False) + work.play(launch, ordered=False).makespan
+        times[order] = work.around() + work.play(launch).makespan
+    return times
 
 
-def _document_ids(batch: int, seqlen: int) -> Tensor:
+def document_ids(batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen), int64: as many documents in each batch entry, of uneven lengths, none of them empty."""
     count = max(1, seqlen * DOCUMENTS // 8192)
     draw = torch.Generator().manual_seed(0)
@@ -269,7 +275,8 @@ def _document_ids(batch: int, seqlen: int) -> Tensor:
     return starts.scatter_(1, cuts, 1).cumsum(1)
 
 
-def _shown(row: Row, batch: int, ids: Tensor | None, device: torch.device) -> Shown:
+def shown_by(row: Row, batch: int, ids: Tensor | None, device: torch.device) -> Shown:
+    """The mask of a row; ``ids`` (batch, seqlen) are those of its documents."""
     n, every = row.seqlen, batch * HEADS
     if row.kind == "window":
         mask = BlockMask.window(n, n, left=WINDOW - 1, right=0)
@@ -480,11 +487,11 @@ def _cute_dilated() -> tuple[Any, list[Tensor]]:
 
 def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCase]:
     n = TABLES_LENGTH
-    ids = _document_ids(1, n).to(device)
+    ids = document_ids(1, n).to(device)
     draw = torch.Generator().manual_seed(0)
     blocks = n // BLOCK
     indices = torch.rand(1, HEADS, blocks, blocks, generator=draw).topk(min(32, blocks), -1).indices.to(device)
-    documents = _shown(Row("documents", "documents", n), 1, ids, device)
+    documents = shown_by(Row("documents", "documents", n), 1, ids, device)
     flex = documents.mask.to_flex()
     flex.mask_mod = documents.mod
     scattered = BlockMask.from_blocks(_random_blocks(Row("random", "random", n, share=0.125)).to(device)).build()
@@ -495,7 +502,7 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
     def peers(mod: Mod) -> Callable[[], object]:
         return lambda: create_block_mask(mod, None, None, n, n, device=device, _compile=True)
 
-    window = _shown(Row("window", "window", n), 1, None, device)
+    window = shown_by(Row("window", "window", n), 1, None, device)
     making: dict[str, tuple[Callable[[], BlockTables], Callable[[], object] | None]] = {
         "window": (built(lambda: BlockMask.window(n, n, left=WINDOW - 1, right=0)), peers(window.mod)),
         "causal": (built(lambda: BlockMask.causal(n, n)), peers(lambda b, h, i, j: i >= j)),

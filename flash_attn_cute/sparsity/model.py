@@ -19,6 +19,9 @@ draws can only wait: orders found for more heads are better there, too.
 Orders are found and compared in a pass in full swing: sections are played side by side, each by CTAs that come free one
 after the other, as they would from the section before.
 
+A pass is more than its tiles: a call, what is read ahead of them and, where dQ is not rounded by whoever adds last,
+what is written before and read behind them. That is counted in bytes of memory.
+
 It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch.
 """
 
@@ -40,6 +43,8 @@ _CANDIDATES = 8  # tiles that list scheduling chooses among
 _LATER = 1e-4  # us that a tile may wait more for each place that it comes earlier: of those that do not wait the first
 _LEAST_HEADS = 16
 _TILES_TO_COMPARE = 1024  # of a mask, at the least: eight for each CTA
+_ROWS = 128  # queries of a block
+_NARROW, _WIDE = 256, 512  # bytes of a row of 128 columns, in 16 bits and in float32
 
 
 class Machine(NamedTuple):
@@ -52,6 +57,8 @@ class Machine(NamedTuple):
     hand_over: float = 2.0
     sums: int = 1  # of a block of queries, to which tiles add in turn
     steps_ahead: int = 2  # a CTA draws its next ticket when so many steps are left to it
+    call: float = 35.0
+    bytes_a_us: float = 4.2e6  # of memory
 
 
 H200 = Machine()
@@ -121,6 +128,20 @@ class Pass:
                 section.play(n, *device.draw(len(section.masks)))
             told.append(section.told(first))
         return Timeline(*(np.concatenate(x).tolist() for x in zip(*told, strict=True)))
+
+    def around(self, *, ordered: bool = True) -> float:
+        """Microseconds that a pass takes beside its tiles.
+
+        Out and its gradient are read for delta. Sums of dQ that are added to in no order are zeroed, and those, or
+        several of them, are read in the end and rounded; a single one in an order is rounded by whoever adds last.
+        """
+        a_row = 2 * _NARROW
+        if not ordered:
+            a_row += 2 * _WIDE + _NARROW
+        elif self.machine.sums > 1:
+            a_row += self.machine.sums * _WIDE + _NARROW
+        rows = len(self.mask_of_head) * self.blocks_q * _ROWS
+        return self.machine.call + rows * a_row / self.machine.bytes_a_us
 
     def cta_times(self, orders: Sequence[Tensor], *, ordered: bool = True) -> list[float]:
         """What tiles take of CTAs in a pass in full swing, under each of several launch orders: microseconds in all.
