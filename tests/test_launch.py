@@ -107,7 +107,8 @@ def test_found_orders_wait_less() -> None:
     for group in (1, 4, 16):
         work = model.Pass(visible, group, model.H200._replace(ctas=30, section=3))
         start = last_first(visible)[:, ::group]
-        found = work.schedule(start, 3)
+        (found,) = work.schedule(start, [3])
+        assert all(map(torch.equal, work.schedule(start, [2, 3]), (*work.schedule(start, [2]), found)))
         assert torch.equal(found.sort(-1).values, torch.arange(32).expand_as(found))
         if group < 16:  # no order is good for so many masks
             assert work.play(found).makespan < work.play(start).makespan
@@ -161,7 +162,7 @@ def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
 def test_permutations_are_faster_where_masks_are_irregular() -> None:
     """By both the model and the simulation, of one sum a block: random blocks, an eighth of them, a mask a head."""
     visible = scattered(128, 128, 0.125, 1)
-    found = model.Pass(visible).schedule(spt(visible), 8)
+    (found,) = model.Pass(visible).schedule(spt(visible), [8])
     for time_of in (simulated, lambda visible, order: model.Pass(visible).play(order).makespan):
         times = [time_of(visible, order) for order in (found, spt(visible), last_first(visible))]
         assert times[0] < 0.95 * times[1] < 0.95 * times[2]

@@ -56,7 +56,7 @@ def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q
         if work.cta_times([last_first])[0] <= _GOOD_ENOUGH * unordered:
             return last_first
     twice = 1 << (2 * machine.section - 1).bit_length()  # as many heads as are in flight, or some more
-    orders = [last_first, spt, *(work.schedule(spt, heads) for heads in (twice, 2 * twice))]
+    orders = [last_first, spt, *work.schedule(spt, (twice, 2 * twice))]
     times = work.cta_times(orders)
     plain = min((0, 1), key=times.__getitem__)
     best = min(range(len(orders)), key=times.__getitem__)

@@ -125,7 +125,7 @@ class Pass:
         for first in range(0, len(self.mask_of_head), size):
             section = _Section(self, self.mask_of_head[first : first + size], device, ordered)
             for n in every[section.masks // self.group].T:
-                section.play(n, *device.draw(len(section.masks)))
+                section.play(n, *device.draw(section.heads))
             told.append(section.told(first))
         return Timeline(*(np.concatenate(x).tolist() for x in zip(*told, strict=True)))
 
@@ -154,23 +154,32 @@ class Pass:
         masks = np.resize(np.arange(self.num_masks), sections * size)
         device = _Device(self.machine, len(orders) * sections, self.tiles.mean_time)
         section = _Section(self, np.tile(masks, len(orders)), device, ordered)
+        drawn = device.first_of([size] * (len(orders) * sections))
         for n in every[:, masks // self.group].transpose(2, 0, 1).reshape(self.blocks_k, -1):
-            section.play(n, *device.draw(size))
+            section.play(n, *device.draw(drawn))
         spent = np.stack([self.machine.tile + end - start for _, _, start, end, _ in section.played]).sum(0)
         times: list[float] = spent.reshape(len(orders), -1).sum(1).tolist()
         return times
 
-    def schedule(self, order: Tensor, heads_at_once: int) -> Tensor:
-        """A launch order found by list scheduling in a given one, in a pass in full swing, so many heads at once."""
-        heads_at_once = min(heads_at_once, self.machine.ctas)
-        sections = -(-self.num_masks // heads_at_once)
-        device = _Device(self.machine, sections, self.tiles.mean_time)
-        section = _Section(self, np.resize(np.arange(self.num_masks), sections * heads_at_once), device)
-        choice = _Choice(section, order.flatten(0, 1).numpy(), section.masks // self.group)
+    def schedule(self, order: Tensor, heads_at_once: Sequence[int]) -> list[Tensor]:
+        """Orders found by list scheduling in a given one, in a pass in full swing, each with so many heads at once.
+
+        They are found side by side, which takes hardly more calls of numpy than one.
+        """
+        at_once = [min(heads, self.machine.ctas) for heads in heads_at_once]
+        sections = [-(-self.num_masks // heads) for heads in at_once]
+        device = _Device(self.machine, sum(sections), self.tiles.mean_time)
+        masks = [np.resize(np.arange(self.num_masks), heads * n) for heads, n in zip(at_once, sections, strict=True)]
+        section = _Section(self, np.concatenate(masks), device)
+        queue = order.flatten(0, 1).numpy()
+        of_head = np.concatenate([i * len(queue) + of // self.group for i, of in enumerate(masks)])
+        choice = _Choice(section, np.tile(queue, (len(at_once), 1)), of_head)
+        drawn = device.first_of([heads for heads, n in zip(at_once, sections, strict=True) for _ in range(n)])
         for rank in range(self.blocks_k):
-            ctas, start = device.draw(heads_at_once)
+            ctas, start = device.draw(drawn)
             section.play(choice.next(rank, start), ctas, start)
-        return torch.from_numpy(np.stack(choice.chosen, 1)).int().view(self.order_shape)
+        found = torch.from_numpy(np.stack(choice.chosen, 1)).int()
+        return list(found.view(len(at_once), *self.order_shape))
 
 
 class _Tiles:
@@ -207,10 +216,16 @@ class _Device:
         self.free = self.draws.copy()
         self.first = np.arange(lanes)[:, None] * machine.ctas
 
-    def draw(self, heads: int) -> tuple[Numbers, Numbers]:
-        """Those that draw next, one for each head, and when they begin their tiles: (lanes * heads,) each."""
-        first = self.draws.argmin(1, keepdims=True) if heads == 1 else self.draws.argsort(1, kind="stable")[:, :heads]
-        ctas = (first + self.first).ravel()
+    def first_of(self, heads: Sequence[int]) -> Numbers:
+        """Where those stand that draw first for so many heads of each lane, if CTAs of a lane are in that order."""
+        return np.concatenate([first + np.arange(n) for (first,), n in zip(self.first, heads, strict=True)])
+
+    def draw(self, places: Numbers) -> tuple[Numbers, Numbers]:
+        """Who draws next for each head, at the places of ``first_of``, and begins its tile when: (heads,) each."""
+        if len(places) == len(self.draws):  # one of each lane
+            ctas = self.draws.argmin(1) + self.first[:, 0]
+        else:
+            ctas = (self.draws.argsort(1, kind="stable") + self.first).take(places)
         return ctas, self.free.take(ctas) + self.tile
 
     def finish(self, ctas: Numbers, draws: Numbers, ends: Numbers) -> None:
