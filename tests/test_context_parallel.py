@@ -19,10 +19,11 @@ from flash_attn_cute.distributed.groups import Place
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
-from flash_attn_cute.distributed.passes import Context, prepared
+from flash_attn_cute.distributed.passes import Context, Merged, forward, prepared
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
 from tests import oracle, ranks
+from tests.checks import random_call
 from tests.over_ranks.all_cases import every_case
 from tests.over_ranks.block_masks import block_masks
 from tests.over_ranks.disagreements import disagreements
@@ -149,6 +150,27 @@ def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | N
         _, spec, inputs = prepared(Context(options, None, None), call, q, rows.k, rows.v)
         assert dispatch.select(spec, inputs, "sm90", dispatch.supposing("sm90")).name == "sm90"
         assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 for x in (inputs.q, inputs.k, inputs.v))
+
+
+def test_parts_of_out_are_rounded_once() -> None:
+    """Merged from parts of the keys, out in bfloat16 is what rounding of the exact one gives, and no worse."""
+    given = random_call([300], [512], nheads=4, nheads_k=2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        q, k, v = given.q, given.k, given.v
+        true, _ = oracle.attention(given.to(torch.float64))
+        merged = Merged(q, v.shape[-1], shared=True)
+        context = Context(Options(None, None, None, 0.0, True, True), "portable", None)
+        for start in range(0, 512, 128):
+            cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (300, 128))
+            call = Call(0, 300, start, start + 128, (None, None), 300, 128, cu_q, cu_k, None, None)
+            merged.add(call, *forward(context, call, q, k, v, is_part=True))
+        out, _ = merged.result(None, ())
+
+    def error(x: torch.Tensor) -> float:
+        return (x - true).square().mean().sqrt().item()
+
+    assert out.dtype == torch.bfloat16
+    assert error(out) == pytest.approx(error(true.bfloat16()), rel=1e-3)
 
 
 SHAPE = model.Shape(32, 8, 128, 128, 2)

@@ -36,6 +36,7 @@ CONFIGS = {
     **{f"d{d}-packed-causal": config(d, right=True, packed=True) for d in HEAD_DIMS},
     **{f"d{d}-everything": config(d, **EVERYTHING) for d in HEAD_DIMS},
     "d192-dv128": config(192, 128, right=True),
+    **{f"d{d}-wide-out": config(d, wide_out=True, packed=True, right=True) for d in (64, 128, 256)},
     "float16": config(128, dtype="float16"),
     **{f"d{d}-group": config(d, group=8, **EVERYTHING) for d in (64, 128, 256)},
     **{f"d{d}-bias": config(d, bias=True, paired_bias=True) for d in HEAD_DIMS},

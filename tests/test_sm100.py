@@ -24,7 +24,7 @@ from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
 from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
-from tests.checks import assert_close, draws, random_call
+from tests.checks import assert_close, bitwise_equal, draws, random_call
 from tests.oracle import Call
 from tests.test_sm100_code import forward_paired
 
@@ -194,6 +194,8 @@ class Pass:
             places["mBias"] = memory.put_last(spread(a.mBias))
         params, tensors = [bytes(32)] * 2, {}
         boxes = {"mQ": PART_ROWS, "mK": config.keys_shared, "mV": config.tile_n, "mO": PART_ROWS}
+        if config.features.wide_out:  # it does not leave by TMA
+            del boxes["mO"]
         for name, box in boxes.items():
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
@@ -308,9 +310,11 @@ def execute(
     lagging: ptx.Lagging | None = None,
     *,
     by_pairs: bool = False,
+    wide_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
+    spec = spec._replace(wide_out=wide_out)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
         backend = Interpreted(by_pairs=by_pairs, draw=draw, changed=changed, lagging=lagging)
@@ -360,6 +364,28 @@ def test_forward(case: str, fuzz_seconds: float) -> None:
     call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, **options})
     for _, draw in draws(case, fuzz_seconds):
         check(call, draw)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "by_pairs", "options"),
+    [
+        ([129, 0, 300], [128, 17, 257], False, {"head_dim": 72, "causal": True}),
+        ([300], [200], False, {"head_dim": 192, "head_dim_v": 128}),  # O has no place but that of Q
+        ([140], [130], False, {"head_dim": 256}),
+        ([300, 20], [130, 0], True, {"head_dim": 256}),
+    ],
+)
+def test_a_wide_out_is_what_is_rounded_else(
+    lengths_q: list[int], lengths_k: list[int], by_pairs: bool, options: dict[str, Any]
+) -> None:
+    call = random_call(lengths_q, lengths_k, **{"nheads": 2, "nheads_k": 1, "dtype": torch.bfloat16, **options})
+    (out, lse), (wide, lse_beside) = (
+        execute(call, random.Random(0), by_pairs=by_pairs, wide_out=is_wide) for is_wide in (False, True)
+    )
+    assert wide.dtype == torch.float32
+    assert (wide != out).any()
+    assert bitwise_equal(wide.bfloat16(), out)
+    assert bitwise_equal(lse_beside, lse)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])  # O is known to be complete in different ways

@@ -78,6 +78,7 @@ FEW = {
     "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
     "d64-mask-everything": chosen(64, mask=True, **MASKED),
     "d128-bias": chosen(128, bias=True, right=True),
+    "d192-dv128-wide-out": chosen(192, 128, wide_out=True, packed=True),
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
     "pair-d256": forward_pair(256, 256),
     "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),

@@ -33,6 +33,7 @@ from tests.checks import (
     run,
 )
 from tests.oracle import Call
+from tests.test_sm100 import as_given
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
 CALLS: dict[str, dict[str, Any]] = {
@@ -52,6 +53,37 @@ CALLS: dict[str, dict[str, Any]] = {
     "no scale": {"softmax_scale": 0.0, "window_size": (90, 20)},
     "negative scale, softcap": {"softmax_scale": -0.3, "softcap": 2.0, "causal": True},
 }
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("lengths_q", "nheads"), [([300, 1, 0, 128], 2), ([7, 5, 3, 1], 4)])  # the latter in groups
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (256, 256)])
+def test_a_wide_out_is_what_is_rounded_else(
+    packed: bool, lengths_q: list[int], nheads: int, head_dim: int, head_dim_v: int
+) -> None:
+    """As ``distributed`` asks for parts that it merges."""
+    lengths_k = [200, 5, 7, 900]
+    if not packed:
+        lengths_q, lengths_k = [lengths_q[0]] * 2, [200] * 2
+    options: dict[str, Any] = {
+        "packed": packed,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "nheads": nheads,
+        "nheads_k": 1,
+    }
+    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
+    inputs, spec = as_given(call)
+    inputs = inputs._replace(max_seqlen_q=max(lengths_q))
+    backend = dispatch.BACKENDS["sm90"]
+    (out, lse), (wide, lse_beside) = (
+        backend.forward(spec._replace(wide_out=is_wide), inputs) for is_wide in (False, True)
+    )
+    assert wide.dtype == torch.float32
+    assert (wide != out).any()
+    assert bitwise_equal(wide.bfloat16(), out)
+    assert bitwise_equal(lse_beside, lse)
 
 
 @needs_hopper

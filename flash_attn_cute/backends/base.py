@@ -58,7 +58,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """New tensors out (like q, last dimension d_v) and lse (``inputs.lse_shape``)."""
+        """New tensors out (like q, last dimension d_v; see ``spec.wide_out``) and lse (``inputs.lse_shape``)."""
         ...
 
     def backward(

@@ -52,7 +52,7 @@ class AllGather:
         keys = self._collect(context, KeyValues.of(k, v))
         merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
         for call in self._calls:
-            merged.add(call, *passes.forward(context, call, q, keys.k, keys.v))
+            merged.add(call, *passes.forward(context, call, q, keys.k, keys.v, is_part=self._shares_queries))
         return merged.result(sink, self._padding)
 
     def backward(

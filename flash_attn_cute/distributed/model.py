@@ -80,10 +80,11 @@ def _ring(layout: Layout, shape: Shape) -> Estimate:
     passing = max(sum(blocks[r - t] for t in range(1, size) if t <= hops[r - t]) for r in range(size)) * key
     keys = max(blocks) * key
     received = passing * (2 * shape.itemsize + 4)
-    # The block, its sums and the next of either; out or dq in float32.
-    buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 4
-    # Out of a step becomes float32, and out of all keys is read and written twice; gradients are read and written.
-    merged = queries * shape.d_v * (24 + shape.itemsize)
+    # The block, its sums and the next of either; out of all keys and of a step in float32.
+    buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 8
+    # Out of a step is written in float32, by threads and not by TMA, which is counted twice, and read; out of all keys
+    # is read and written twice. Gradients are read and written.
+    merged = queries * shape.d_v * (28 - shape.itemsize)
     added = steps * queries * shape.d + passing
     merging = (steps * merged + added * (8 + shape.itemsize)) / MEMORY
     exposed = max(0.0, received / LINK - computing(layout, shape) * steps / size)

@@ -5,9 +5,8 @@ the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14
 gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That is what ring
 attention (Liu et al., arXiv 2310.01889) rests on.
 
-Kernels round out, dQ, dK and dV of every call to the inputs' dtype. Where parts of several calls are merged or summed,
-that is done in float32 and rounded once, but each part has been rounded before. A kernel option to write float32
-would spare that rounding, and the copies to float32.
+Out of several calls is merged in float32, as kernels write it then, and rounded once. dQ, dK and dV they round to the
+inputs' dtype; where those of several calls are summed, that is done in float32 and rounded once more.
 """
 
 from collections.abc import Iterable
@@ -48,10 +47,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone."""
+def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, *, is_part: bool) -> tuple[Tensor, Tensor]:
+    """Out (q_stop - q_start, nheads, d_v) and lse (nheads, q_stop - q_start) of one call, of its keys alone.
+
+    ``is_part``: out is not rounded, as it is to be merged with that of other keys.
+    """
     backend, spec, inputs = prepared(context, call, q, k, v)
-    return backend.forward(spec, inputs)
+    return backend.forward(spec._replace(wide_out=is_part), inputs)
 
 
 def backward(context: Context, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +109,7 @@ class Merged:
             torch.maximum(old_lse, lse, out=old_lse)
             return
         total = torch.logaddexp(old_lse, lse)
-        old_out.mul_(_weight(old_lse, total)).addcmul_(out.to(total.dtype), _weight(lse, total))
+        old_out.mul_(_weight(old_lse, total)).addcmul_(out, _weight(lse, total))
         old_lse.copy_(total)
 
     def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:

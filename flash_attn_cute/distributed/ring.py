@@ -45,7 +45,7 @@ class Ring:
         for t, calls in enumerate(self._calls):
             transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             for call in calls:
-                merged.add(call, *passes.forward(context, call, q, block.k, block.v))
+                merged.add(call, *passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
             transfer.wait()
             block = coming
         return merged.result(sink, self._padding)

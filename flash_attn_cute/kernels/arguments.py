@@ -49,6 +49,7 @@ BYTES = Kind("Uint8", rank=1, align=PART_ALIGN, wide=True)
 FLOAT, INT = Kind("Float32"), Kind("Int32")
 MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
 BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
+OUT = replace(ROWS, float32_if="features.wide_out")
 BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
 
@@ -111,7 +112,7 @@ class ForwardArguments(NamedTuple):
     mQ: Annotated[Any, _ROWS]
     mK: Annotated[Any, _ROWS]
     mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, _ROWS]
+    mO: Annotated[Any, Argument(OUT)]
     mLSE: Annotated[Any, _ROW_NUMBERS]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]

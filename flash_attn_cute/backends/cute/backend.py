@@ -173,10 +173,10 @@ class CuteBackend:
             return (out[0], lse[0]) if spec.packed else (out, lse)
         q, k = inputs.q, inputs.k
         inputs = over_scores(inputs)
-        if spec.head_dim == spec.head_dim_v:  # twice as fast as new_empty
+        if spec.head_dim == spec.head_dim_v and not spec.wide_out:  # twice as fast as new_empty
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
-            out = q.new_empty(*q.shape[:-1], spec.head_dim_v)
+            out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide_out else None)
         if spec.has_seqused and not spec.packed:
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)

@@ -33,7 +33,8 @@ class PortableBackend:
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
         rows_q, rows_k = read_sequences(inputs)
-        out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v)
+        dtype = inputs.lse_dtype if spec.wide_out else None
+        out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v, dtype=dtype)
         lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
         with _own_precision(inputs):
             lists = _lists(inputs)

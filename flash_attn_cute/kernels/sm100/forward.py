@@ -4,8 +4,8 @@ Roles (a CTA of 512 threads works on tiles of queries of one head, one after the
 128 queries, which is what a product has lanes for):
     warps 0 .. 3, 4 .. 7   softmax, a warpgroup a part (the second one idles where there is one part). A thread has a
                            row: scores from tensor memory to registers, weights back, O rescaled when that is due.
-    warps 8 .. 11          epilogue: O divided by the sums, from tensor memory through shared memory to out; lse; zeros
-                           into the padding. A thread has a row of each part.
+    warps 8 .. 11          epilogue: O divided by the sums, from tensor memory through shared memory to out, or at once
+                           if that is float32; lse; zeros into the padding. A thread has a row of each part.
     warp 12                mma: issues all products, and owns tensor memory.
     warp 13                producer: chooses the tiles, loads Q once a tile, K and V block by block.
     warps 14, 15           nothing.
@@ -156,7 +156,9 @@ class ForwardSm100:
             Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            O=make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
+            O=None
+            if const_expr(c.features.wide_out)
+            else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)

@@ -51,6 +51,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
@@ -95,7 +96,9 @@ class ForwardPairSm100(ForwardSm100):
             Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.columns_shared), packed),
-            O=make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
+            O=None
+            if const_expr(c.features.wide_out)
+            else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         pairs = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms // CTAS)

@@ -29,7 +29,7 @@ class Tma(NamedTuple):
     Q: RowTiles
     K: RowTiles
     V: RowTiles
-    O: RowTiles  # noqa: E741
+    O: RowTiles | None  # noqa: E741 (None if it does not leave by TMA)
 
 
 class Producer:
@@ -133,7 +133,13 @@ class Epilogue:
 
     @cute.jit
     def __call__(
-        self, a: ForwardArguments, tO: RowTiles, shared: Shared, mO: cute.Tensor, mLSE: cute.Tensor, thread: Int32
+        self,
+        a: ForwardArguments,
+        tO: RowTiles | None,
+        shared: Shared,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        thread: Int32,
     ) -> None:
         """All tiles of the CTA. A thread has a row of each part."""
         c, rings = self.config, shared.rings
@@ -163,7 +169,7 @@ class Epilogue:
         part: Int32,
         has_keys: cutlass.Boolean,
         o_step: Int32,
-        tO: RowTiles,
+        tO: RowTiles | None,
         shared: Shared,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
@@ -184,7 +190,10 @@ class Epilogue:
         if first_row + thread < stop:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
-            self._store(step, part, o_step, factor, tO, shared, thread)
+            if const_expr(c.features.wide_out):
+                self._store_rows(step, part, o_step, factor, mO, shared, thread)
+            else:
+                self._store(step, part, o_step, factor, tO, shared, thread)
         else:
             gO = mO[None, None, tile.head, tile.batch]
             zero_rows(gO, tile.q.start + first_row, stop - first_row, thread, PART_ROWS)
@@ -222,11 +231,10 @@ class Epilogue:
             for first in cutlass.range_constexpr(0, O_COLUMNS, _COLUMNS):
                 some = tensor_memory.load(address + (piece * O_COLUMNS + first), _COLUMNS)
                 rO = cute.make_rmem_tensor(_COLUMNS, self.dtype)
-                if const_expr(c.leaves_out):  # nothing may have been multiplied: anything may stand there
-                    some = [cutlass.select_(factor != 0.0, x, Float32(0.0)) for x in some]
                 packed = cute.recast_tensor(rO, Int32)
                 for i in cutlass.range_constexpr(_COLUMNS // 2):
-                    packed[i] = pack(some[2 * i] * factor, some[2 * i + 1] * factor, self.dtype)
+                    pair = (self._finished(x, factor) for x in some[2 * i : 2 * i + 2])
+                    packed[i] = pack(*pair, self.dtype)
                 write_row(rO, sO, thread, first)
             cute.arch.fence_proxy("async.shared", space="cta")
             if const_expr(piece == pieces - 1):
@@ -245,3 +253,45 @@ class Epilogue:
             if thread < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 rings.q.release(o_step)  # to the producer: the place of Q is free
+
+    @cute.jit
+    def _store_rows(
+        self,
+        step: Int32,
+        part: Int32,
+        o_step: Int32,
+        factor: Float32,
+        mO: cute.Tensor,
+        shared: Shared,
+        thread: Int32,
+    ) -> None:
+        """A part of O in float32, each row times a factor, by the threads that have the rows."""
+        c, rings, tile = self.config, shared.rings, self._tile(shared, step)
+        address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
+        row = tile.first_query + PART_ROWS * part + thread
+        gO = mO[tile.q.start + row, None, tile.head, tile.batch]
+        num_columns = Int32(0)
+        if row < tile.q.length:
+            num_columns = Int32(gO.shape[0])
+        rings.outputs.wait_full(o_step)  # from the tensor cores: O is complete
+        tensor_memory.after_sync()
+        for first in cutlass.range_constexpr(0, c.tile_dv, _COLUMNS):
+            some = tensor_memory.load(address + first, _COLUMNS)
+            rO = cute.make_rmem_tensor(_COLUMNS, Float32)
+            for i in cutlass.range_constexpr(_COLUMNS):
+                rO[i] = self._finished(some[i], factor)
+            for i in cutlass.range_constexpr(0, _COLUMNS, 4):
+                if first + i < num_columns:
+                    gO_some = cute.local_tile(gO, (4,), ((first + i) // 4,))
+                    cute.autovec_copy(cute.local_tile(rO, (4,), (i // 4,)), gO_some)
+        tensor_memory.before_sync()
+        rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
+        if const_expr(c.o_in_q):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if thread < 32:
+                rings.q.release(o_step)  # to the producer
+
+    def _finished(self, x: Float32, factor: Float32) -> Float32:
+        """An element of O, times the factor of its row."""
+        if self.config.leaves_out:  # nothing may have been multiplied: anything may stand there
+            x = cutlass.select_(factor != 0.0, x, Float32(0.0))
+        return x * factor

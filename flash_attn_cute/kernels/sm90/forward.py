@@ -30,6 +30,8 @@ Tiles of packed sequences load and store through ragged views (``common.tma``): 
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
 zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
 equal size.)
+
+Where tiles have rows of several heads, or out is float32, O leaves from registers, row by row.
 """
 
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
 from flash_attn_cute.kernels.sm90.forward_shared import (
     Entry,
@@ -91,6 +93,7 @@ class ForwardSm90:
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
         self.row_tables = RowTables(config)
+        self.stores_rows = config.group > 1 or config.features.wide_out
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -121,7 +124,7 @@ class ForwardSm90:
             Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            O=make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
+            O=None if const_expr(c.features.wide_out) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)
@@ -147,8 +150,7 @@ class ForwardSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
+            prefetch_descriptors(tma)
         layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         tile_full = storage.tile_barriers.data_ptr()
@@ -207,7 +209,7 @@ class ForwardSm90:
         a: ForwardArguments,
         tables: Tables | None,
         mmas: _Mmas,
-        tO: RowTiles,
+        tO: RowTiles | None,
         shared: Shared,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
@@ -470,15 +472,17 @@ class ForwardSm90:
             for r in cutlass.range_constexpr(2):
                 sinks[r] = work.arguments.mSink[heads[r]].to(Float32)
         work.softmax.finish(work.acc_O, lse, sinks)
-        rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
-        convert(work.acc_O, rO)
-        if const_expr(c.group == 1):
+        rO = work.acc_O
+        if const_expr(not c.features.wide_out):
+            rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
+            convert(work.acc_O, rO)
+        if const_expr(not self.stores_rows):
             self._store_tile(work, tile, rO, first_query, stop)
         for r in cutlass.range_constexpr(2):
             if rows[r] < stop:
                 if thread % 4 == 0:
                     mLSE[tile.q.start + rows[r], heads[r], tile.batch] = lse[r]
-                if const_expr(c.group > 1):
+                if const_expr(self.stores_rows):
                     self._store_row(rO, r, mO[tile.q.start + rows[r], None, heads[r], tile.batch], thread)
         if const_expr(c.features.packed and c.features.zero_padding):
             first = cutlass.max(first_query, tile.q.length)
@@ -539,6 +543,6 @@ class _Work:
     softmax: OnlineSoftmax
     scales: ScoreScales
     shared: Shared
-    tO: RowTiles
+    tO: RowTiles | None
     mO: cute.Tensor
     mLSE: cute.Tensor

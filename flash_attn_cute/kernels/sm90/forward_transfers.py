@@ -20,7 +20,7 @@ class Tma(NamedTuple):
     Q: RowTiles
     K: RowTiles
     V: RowTiles
-    O: RowTiles  # noqa: E741
+    O: RowTiles | None  # noqa: E741 (None if it does not leave by TMA)
 
 
 class Transfers:
