@@ -241,6 +241,14 @@ def commits(by: int, barrier: str, count: int = 1) -> Found:
     return find(by, "tcgen05.commit", count, barrier)
 
 
+def meetings(by: int) -> Found:
+    """Where a warp meets the other CTA of its pair, by an arrival and a wait: as it begins, and as it ends."""
+    return find(by, "barrier.cluster", 4)
+
+
+TOLD = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")  # where a pair's second CTA is told of tiles
+
+
 def both(*changes: Change) -> Change:
     """All of some changes."""
     return lambda c: [edit for change in changes for edit in change(c)]

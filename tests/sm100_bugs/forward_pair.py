@@ -9,28 +9,27 @@ from tests.sm100_bugs.code import (
     SECOND,
     STRIDE,
     TARGET,
+    TOLD,
     A,
     B,
     arrivals,
     both,
     commits,
     find,
+    meetings,
     waits,
 )
-from tests.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs
+from tests.sm100_bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
 
 _SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
 _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
     frozenset((1, first + i) for i in range(4)) for first in (_SOFTMAX, _EPILOGUE)
 )
-_SECOND_LAGS, _FIRST_LAGS = (frozenset((rank, i) for i in range(SECOND)) for rank in (1, 0))
 
 # Products, four steps each of scores; of O two and two, which are also issued without scores behind them.
 _OF_S = find(MMA, "tcgen05.mma", 4, having=r"^\S+\s+\[%r\d+\], %rd")
 _OF_O = find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], \[%r")
 _LOADS_OF_V = find(PRODUCER, "cp.async.bulk.tensor", 2, "v.full")
-_TOLD = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
-_MEETING = "barrier.cluster"
 _TILE_BYTES = 48  # of what is told of a tile
 
 
@@ -87,7 +86,7 @@ FORWARD_PAIR: Bugs = {
         Bug("softmax waits for the next output to be added", waits(_SOFTMAX, "added.full").flipped(PARITY), "rising"),
     ),
     "wrong place": (
-        Bug("the second CTA is told that it has the leader's queries", _TOLD.further(1, -2 * _TILE_BYTES), "d256"),
+        Bug("the second CTA is told that it has the leader's queries", TOLD.further(1, -2 * _TILE_BYTES), "d256"),
         Bug(
             "both CTAs load the first columns of V",
             both(_LOADS_OF_V[:1].rewritten(r"\{%r\d+", "{0"), _LOADS_OF_V[1:].rewritten(r"\{%r\d+", "{64")),
@@ -146,7 +145,7 @@ FORWARD_PAIR: Bugs = {
             arrivals(_EPILOGUE, "outputs.empty").ahead("mapa").rewritten(", 0;", ", 1;"),
             "tiles",
         ),
-        Bug("the second CTA is not told of tiles", _TOLD.left_out(), "d256"),
+        Bug("the second CTA is not told of tiles", TOLD.left_out(), "d256"),
     ),
     "wrong bytes": (
         Bug(
@@ -163,7 +162,7 @@ FORWARD_PAIR: Bugs = {
     "missing fence": (
         Bug(
             "what a tile is is sent without fence.proxy.async",
-            _TOLD[:1].ahead("fence.proxy.async").left_out(),
+            TOLD[:1].ahead("fence.proxy.async").left_out(),
             "d256",
             lint="proxy",
             shows=False,
@@ -179,15 +178,15 @@ FORWARD_PAIR: Bugs = {
     "missing barrier": (
         Bug(
             "the CTAs do not meet before the one arrives at the other's barriers",
-            find(_SOFTMAX, _MEETING, 4)[:2].left_out(),
+            meetings(_SOFTMAX)[:2].left_out(),
             "d256",
-            _SECOND_LAGS,
+            SECOND_LAGS,
         ),
         Bug(
             "a CTA ends, and frees tensor memory, while the other still works",
-            find(_SOFTMAX, _MEETING, 4)[2:].left_out(),
+            meetings(_SOFTMAX)[2:].left_out(),
             "d256",
-            _FIRST_LAGS,
+            FIRST_LAGS,
         ),
     ),
 }

@@ -8,28 +8,27 @@ from tests.sm100_bugs.code import (
     SECOND,
     STRIDE,
     TARGET,
+    TOLD,
     A,
     B,
     arrivals,
     commits,
     find,
+    meetings,
     waits,
 )
-from tests.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, Bug, Bugs
+from tests.sm100_bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
 
 _DRAIN, _COMPUTE = 0, 4  # a warp of each
 _SENDS = SECOND + _COMPUTE  # a warp of the second CTA that has queries of the leader
 _PRODUCER_LAGS, _DRAIN_LAGS, _ADDING_LAGS = frozenset({PRODUCER}), frozenset(range(4)), frozenset({14, 15})
 _COMPUTE_LAGS = frozenset(range(4, 12))
-_SECOND_LAGS, _FIRST_LAGS = (frozenset((rank, i) for i in range(SECOND)) for rank in (1, 0))
 
 # Products, four steps each: of dK and dQ in the loop over steps, and behind it.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)
 _OF_S, _OF_DV = _PRODUCTS[:4], _PRODUCTS[16:20]
 _OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[12:16] + _PRODUCTS[24:]
 _SENT = find(_SENDS, "cp.async.bulk.shared::cluster", barrier="exchange.full")
-_TOLD = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
-_MEETING = "barrier.cluster"
 
 
 PAIR: Bugs = {
@@ -190,7 +189,7 @@ PAIR: Bugs = {
             find(SECOND + MMA, "mapa", 2)[0].rewritten(", 0;", ", 1;"),
             "one",
         ),
-        Bug("the second CTA is not told of tiles", _TOLD.left_out(), "one"),
+        Bug("the second CTA is not told of tiles", TOLD.left_out(), "one"),
     ),
     "wrong bytes": (
         Bug(
@@ -215,7 +214,7 @@ PAIR: Bugs = {
         ),
         Bug(
             "what a tile is is sent without fence.proxy.async",
-            _TOLD[:1].ahead("fence.proxy.async").left_out(),
+            TOLD[:1].ahead("fence.proxy.async").left_out(),
             "one",
             lint="proxy",
             shows=False,
@@ -231,15 +230,15 @@ PAIR: Bugs = {
         ),
         Bug(
             "the CTAs do not meet before the one arrives at the other's barriers",
-            find(_DRAIN, _MEETING, 4)[:2].left_out(),
+            meetings(_DRAIN)[:2].left_out(),
             "one",
-            _SECOND_LAGS,
+            SECOND_LAGS,
         ),
         Bug(
             "a CTA ends while the other still writes to it",
-            find(_DRAIN, _MEETING, 4)[2:].left_out(),
+            meetings(_DRAIN)[2:].left_out(),
             "one",
-            _FIRST_LAGS,
+            FIRST_LAGS,
         ),
     ),
 }

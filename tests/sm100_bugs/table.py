@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.ptx import Lagging
-from tests.sm100_bugs.code import Change
+from tests.sm100_bugs.code import SECOND, Change
 
 PAGE = Path(__file__).parents[2] / "docs" / "blackwell-checks.md"
 LOADS_LAG, STORES_LAG, PRODUCTS_LAG = (frozenset({name}) for name in ("loads", "stores", "products"))
+FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
 
 
 class Bug(NamedTuple):
