@@ -175,16 +175,52 @@ def planned(call: Call) -> tuple[Any, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """What the backend launches in the place of a compiled pass: its main kernel, executed by the interpreter."""
+class Executed:
+    """What the backend launches in the place of a compiled pass: kernels, executed by the interpreter."""
 
-    plan: ForwardPlan
+    plan: Any
     draw: random.Random
-    changed: ptx.Program | None  # instead of the configuration's
+    changed: ptx.Program | None  # instead of the configuration's main kernel
     lagging: ptx.Lagging | None
 
+    def arguments(self, given: dict[str, Tensor], places: dict[str, int]) -> list[bytes]:
+        """Those of the pass as each of its kernels gets them."""
+        config, params = self.plan.config, []
+        strided = {"mMask", "mContributors"}  # the last stride of others is known to be 1
+        if config.pass_name == "backward" or config.features.strided_bias:
+            strided.add("mBias")
+        for name, x in given.items():
+            if name in ("mWorkspace", "mSums", "mTables", "mBits"):
+                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
+            else:
+                strides = x.stride() if name in strided else x.stride()[:-1]
+                params.append(tensor_argument(places[name], x.shape, strides))
+        return params + [
+            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
+        ]
+
+    def run(
+        self,
+        code: ptx.Program,
+        params: list[bytes],
+        memory: Any,
+        tensors: dict[int, ptx.Rows],
+        ctas: int,
+        ctas_a_cluster: int = 1,
+    ) -> None:
+        """Executes a kernel, which changes memory."""
+        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
+        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging, ctas_a_cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(Executed):
+    """A forward pass, but for kernels ahead of the main one."""
+
+    plan: ForwardPlan
+
     def __call__(self, a: ForwardArguments) -> None:
-        """Runs it on the arguments."""
+        """Runs the main kernel on the arguments."""
         config, numbers = self.plan.config, self.plan.numbers
         code = program(config) if self.changed is None else self.changed
         packed, memory, given = config.features.packed, Memory(), tensors_of(a)
@@ -224,33 +260,6 @@ class Pass:
             assert given[name].is_contiguous()
             given[name].copy_(at(everything, places[name], given[name]))
         assert not a.mNextTile[:1].any(), "the counter of tiles is not left as it was"
-
-    def arguments(self, given: dict[str, Tensor], places: dict[str, int]) -> list[bytes]:
-        """``ForwardArguments`` as every kernel of the pass gets them."""
-        params = []
-        for name, x in given.items():
-            if name == "mWorkspace":
-                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
-            else:
-                is_strided = name == "mMask" or (name == "mBias" and self.plan.config.features.strided_bias)
-                strides = x.stride() if is_strided else x.stride()[:-1]
-                params.append(tensor_argument(places[name], x.shape, strides))
-        return params + [
-            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
-        ]
-
-    def run(
-        self,
-        code: ptx.Program,
-        params: list[bytes],
-        memory: Any,
-        tensors: dict[int, ptx.Rows],
-        ctas: int,
-        ctas_a_cluster: int = 1,
-    ) -> None:
-        """Executes a kernel, which changes memory."""
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging, ctas_a_cluster)
 
     def tables_of(self, a: ForwardArguments) -> dict[str, Tensor]:
         """Lists, entries and bits: of a block mask as they are, or made of a mask, with its codes."""

@@ -23,7 +23,7 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, Shapes, plan_backward
 from flash_attn_cute.kernels.arguments import BLOCK, PART_ALIGN, BackwardArguments
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS
 from flash_attn_cute.sparsity.bits import pack, unpack
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
@@ -31,6 +31,7 @@ from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, 
 from tests.oracle import Call
 from tests.test_sm100 import (
     UNSEEN,
+    Executed,
     Memory,
     as_given,
     cut_mask,
@@ -96,14 +97,11 @@ def program(config: Any, kernel: str = "") -> ptx.Program:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What the backend launches in the place of a compiled pass."""
+class Pass(Executed):
+    """A backward pass, but for kernels ahead of the main one."""
 
     plan: BackwardPlan
-    draw: random.Random
     num_ctas: int
-    changed: ptx.Program | None  # instead of the configuration's
-    lagging: ptx.Lagging | None
 
     def __call__(self, a: BackwardArguments) -> None:
         """Runs the main kernel on the arguments."""
@@ -138,7 +136,7 @@ class Pass:
         before_bias, behind = (rest, 1.0) if config.features.bias else (1.0, rest)
         params += [struct.pack("<f", x) for x in (tanh, before_bias, behind * LOG2_E)]
         everything = memory.bytes()
-        self.run(code, params, everything, tensors, self.num_ctas)
+        self.run(code, params, everything, tensors, self.num_ctas, config.ctas_a_tile)
         for name in given.keys() & {"mdQ", "mdK", "mdV", "mdBias", "mNextTile"}:
             x = given[name]
             assert x.is_contiguous()
@@ -171,25 +169,6 @@ class Pass:
                 strides = tuple(math.prod(shape[i:]) for i in range(1, len(sizes) + (name != "mdQaccum")))
                 params.append(tensor_argument(at["mWorkspace"] + places[name], sizes, strides))
         return params
-
-    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
-        """Executes a kernel, which changes memory."""
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-        launched = params, memory, tensors, ctas
-        ptx.run(code, *launched, self.draw, SHARED_MEMORY, self.lagging, self.plan.config.ctas_a_tile)
-
-    def arguments(self, given: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
-        """``BackwardArguments`` as every kernel of the pass gets them."""
-        params = []
-        for name, x in given.items():
-            if name in ("mWorkspace", "mBits"):
-                params.append(struct.pack("<Qq", ptx.address_of(at[name]), len(x)))
-            else:
-                strides = x.stride() if name in ("mMask", "mBias", "mContributors") else x.stride()[:-1]
-                params.append(tensor_argument(at[name], x.shape, strides))
-        return params + [
-            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
-        ]
 
     def tables_of(self, a: BackwardArguments) -> dict[str, Tensor]:
         """What the kernels ahead make of a mask, some of ``TABLES``."""
@@ -273,7 +252,7 @@ class Interpreted(CuteBackend):
         """What ``_plan_backward`` does, without a GPU."""
         plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
         return cute_backend._Launch(
-            Pass(plan, self.draw, self.num_ctas, self.changed, self.lagging), plan, takes_tiles=True
+            Pass(plan, self.draw, self.changed, self.lagging, self.num_ctas), plan, takes_tiles=True
         )
 
 

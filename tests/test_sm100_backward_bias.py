@@ -3,7 +3,6 @@
 import functools
 import random
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +13,13 @@ from torch import Tensor
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, BiasGradientArguments
-from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
 from flash_attn_cute.spec import AttentionSpec
 from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call, rounding_over_keys
 from tests.oracle import Call
-from tests.test_sm100 import Memory, at, spread, table_argument, tensor_argument, tensors_of, text_of
+from tests.test_sm100 import Executed, Memory, at, spread, table_argument, tensor_argument, tensors_of, text_of
 from tests.test_sm100_backward import EVERYTHING, LOG2_E, Interpreted, Pass, check, execute
 from tests.test_sm100_masks import drawn, with_block_mask
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan() -> Iterator[None]:
-    """What is allocated for results holds NaN, not what happens to be there."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @functools.cache
@@ -41,13 +31,10 @@ MAIN, ADD_UP, CUT = "BiasGradientSm100_object_at__TiledMMA", "cutlass_add_up", "
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """What the backend launches in the place of the compiled pass that computes a bias's gradient."""
+class Gradient(Executed):
+    """The pass that computes a bias's gradient, with all its kernels."""
 
     plan: BiasGradientPlan
-    draw: random.Random
-    changed: ptx.Program | None  # instead of the configuration's
-    lagging: ptx.Lagging | None
 
     def __call__(self, a: BiasGradientArguments) -> None:
         """Runs its kernels on the arguments."""
@@ -65,7 +52,7 @@ class Gradient:
                 places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, rows
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
-        arguments = self.arguments(a, places)
+        arguments = self.arguments(given, places)
         heads = a.mQ.shape[-2]
         stats = tensor_argument(
             places["mWorkspace"],
@@ -112,25 +99,6 @@ class Gradient:
         entries, blocks = 1 if n.sums_batch else entries, 1 if n.sums_queries else blocks
         return int(entries * blocks * a.mdBias.shape[1] * -(-a.mdBias.shape[3] // config.tile_n))
 
-    def arguments(self, a: BiasGradientArguments, places: dict[str, int]) -> list[bytes]:
-        """``BiasGradientArguments`` as both kernels get them."""
-        params = []
-        for name, x in tensors_of(a).items():
-            if name in ("mWorkspace", "mSums", "mTables"):
-                params.append(struct.pack("<Qq", ptx.address_of(places[name]), len(x)))
-            else:
-                is_strided = name == "mMask" or (name == "mBias" and self.plan.config.features.strided_bias)
-                params.append(tensor_argument(places[name], x.shape, x.stride() if is_strided else x.stride()[:-1]))
-        return params + [
-            struct.pack("<f" if isinstance(x, float) else "<i", x) for x in self.plan.numbers if x is not None
-        ]
-
-    def run(self, code: ptx.Program, params: list[bytes], memory: Any, tensors: dict[int, ptx.Rows], ctas: int) -> None:
-        """Executes a kernel, which changes memory."""
-        assert len(params) == len(code.param_sizes)
-        params = [param + bytes(size - len(param)) for param, size in zip(params, code.param_sizes, strict=True)]
-        ptx.run(code, params, memory, tensors, ctas, self.draw, SHARED_MEMORY, self.lagging)
-
 
 class Ahead(Pass):
     """Of a backward pass only what it leaves to others."""
@@ -172,7 +140,7 @@ class WithGradient(Interpreted):
         launch = super().prepare(*given)
         if not self.is_alone:
             return launch
-        return launch._replace(kernel=Ahead(launch.plan, self.draw, self.num_ctas, None, None))
+        return launch._replace(kernel=Ahead(launch.plan, self.draw, None, None, self.num_ctas))
 
     def prepare_gradient(
         self, spec: AttentionSpec, q: Any, k: Any, num: int, layout: Any, backward: BackwardPlan, *given: Any
