@@ -24,7 +24,9 @@ from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved, packed_block
 
-PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
+_PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
+PIECE_STAGES = 2  # of 32 pieces each, that roles have been told of
+PIECE_NUMBERS = _PIECE_FIELDS * 32 * PIECE_STAGES  # Int32 in shared memory that describe all of them
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Piece:
     @staticmethod
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
         """From shared memory."""
-        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (fields[i] for i in range(12))
+        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (
+            fields[i] for i in range(_PIECE_FIELDS)
+        )
         q_start, q_length, k_start, k_length = rows
         return Piece(
             head=head,
@@ -78,6 +82,12 @@ class Pieces:
     ring: Ring
     fields: cute.Tensor  # (field, piece of a stage, stage)
     packed: cutlass.Constexpr
+
+    @staticmethod
+    def at(ring: Ring, memory: Any, packed: bool) -> "Pieces":
+        """On the kernel's side: guarded by a ring of ``PIECE_STAGES``, in memory of ``PIECE_NUMBERS``."""
+        layout = cute.make_layout((_PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * _PIECE_FIELDS))
+        return Pieces(ring, memory.get_tensor(layout), packed)
 
     def tell(self, nth: Int32, piece: Piece) -> None:
         """By some lane of warp 0."""
@@ -336,6 +346,18 @@ class PieceMap:
                 q, first_query = SeqRows(Int32(0), q.length, q.slot), Int32(0)
         return RowsOfScores(q, batch, owner.head, first_query, num_rows, 1)
 
+    @cute.jit
+    def rows_of_gradient(
+        self, a: BiasGradientArguments, batch: Int32 | int, q: SeqRows, first_query: Int32
+    ) -> tuple[Int32 | int, Int32, Int32]:
+        """Where a tile that ``sequence`` tells of is in the gradient: entry, first row, and the end of its sequence."""
+        n, entry, first_row, last_row = a.numbers, batch, first_query, q.slot
+        if const_expr(self.config.features.packed):
+            entry = q.start // n.rows_a_slot
+            offset = q.start - entry * n.rows_a_slot
+            first_row, last_row = first_row + offset, last_row + offset
+        return entry if n.sums_batch == 0 else Int32(0), first_row, last_row
+
 
 class PieceTiles(MaskTiles):
     """The mask of all pieces: those of an entry are numbered within it."""
@@ -377,6 +399,12 @@ class PieceTables:
             mBits = self.block_tiles.bits(blocks, stream)
             tables = Tables(mBits, mLists=as_rows(blocks.mSpans, 2), mEntries=as_rows(blocks.mEntries, 2))
         return tables
+
+
+def stats_of(config: Any, a: BiasGradientArguments) -> cute.Tensor:
+    """(lse and delta, head, block, query), which the backward pass has left where its workspace begins."""
+    shape = 2, a.mQ.shape[-2], a.numbers.num_m_blocks, config.stats_m
+    return carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
 
 
 def partial_sums_of(config: Any, a: BiasGradientArguments, ctas: Int32, threads: int) -> cute.Tensor | None:

@@ -42,7 +42,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.bias_pieces import (
-    PIECE_FIELDS,
+    PIECE_NUMBERS,
+    PIECE_STAGES,
     OperandTiles,
     Owner,
     Piece,
@@ -51,6 +52,7 @@ from flash_attn_cute.kernels.common.bias_pieces import (
     PieceTables,
     Tables,
     partial_sums_of,
+    stats_of,
 )
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -60,7 +62,6 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
-from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, BiasGradientConfig
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma
@@ -91,7 +92,8 @@ class Rings(RingSet):
     @staticmethod
     def stages(config: BiasGradientConfig) -> dict[str, int]:
         """Of each, by its name."""
-        return {"pieces": 2, "qk": config.stages, "dov": config.stages, "scores": config.score_stages, "dp": 1}
+        c = config
+        return {"pieces": PIECE_STAGES, "qk": c.stages, "dov": c.stages, "scores": c.score_stages, "dp": 1}
 
     def init(self, config: BiasGradientConfig) -> None:
         """Before all else, by one thread."""
@@ -147,13 +149,12 @@ class BiasGradientSm100:
         class Storage:
             barriers: cute.struct.MemRange[Int64, num_barriers]
             holder: cute.struct.MemRange[Int32, 1]
-            pieces: cute.struct.MemRange[Int32, PIECE_FIELDS * 32 * 2]
+            pieces: cute.struct.MemRange[Int32, PIECE_NUMBERS]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.numbers_a_stage], 1024]
 
         self.Storage = Storage
         numbers = a.numbers
-        shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
-        mStats = carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
+        mStats = stats_of(c, a)
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
         tables, ctas = self.tables(a, stream), self.map.num_owners(a)
         partial_sums = partial_sums_of(c, a, ctas, _THREADS)
@@ -202,11 +203,10 @@ class BiasGradientSm100:
             layout = swizzled(self.dtype, (*shape, c.stages))
             operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, self.dtype), layout.outer))
             place = place + cute.cosize(layout)
-        fields = storage.pieces.get_tensor(cute.make_layout((PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * PIECE_FIELDS)))
         return _Shared(
             operands=operands,
             tile=self._tile(cute.recast_ptr(storage.operands.data_ptr(), dtype=Float32)),
-            pieces=Pieces(rings.pieces, fields, c.features.packed),
+            pieces=Pieces.at(rings.pieces, storage.pieces, c.features.packed),
             rings=rings,
             holder=storage.holder.data_ptr(),
         )
@@ -397,12 +397,7 @@ class BiasGradientSm100:
                 row[0] = total
             self._meet()
         batch, q, _, first_query, _, _ = self.map.sequence(a, owner.entry, owner.block)
-        entry, first_row, last_row = batch, first_query, q.slot
-        if const_expr(c.features.packed):
-            entry = q.start // n.rows_a_slot
-            offset = q.start - entry * n.rows_a_slot
-            first_row, last_row = first_row + offset, last_row + offset
-        entry = entry if n.sums_batch == 0 else Int32(0)
+        entry, first_row, last_row = self.map.rows_of_gradient(a, batch, q, first_query)
         first_key = owner.n_block * c.tile_n
         num_keys = cutlass.min(mdBias.shape[3] - first_key, c.tile_n)
         gX = cute.domain_offset((0, first_key), mdBias[entry, owner.head, None, None])

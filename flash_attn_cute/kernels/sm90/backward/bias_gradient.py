@@ -32,7 +32,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.bias_pieces import (
-    PIECE_FIELDS,
+    PIECE_NUMBERS,
+    PIECE_STAGES,
     OperandTiles,
     Owner,
     Piece,
@@ -41,6 +42,7 @@ from flash_attn_cute.kernels.common.bias_pieces import (
     PieceTables,
     Tables,
     partial_sums_of,
+    stats_of,
 )
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
@@ -51,7 +53,6 @@ from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
-from flash_attn_cute.kernels.common.workspace import carved
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
@@ -94,16 +95,15 @@ class BiasGradientSm90:
             qk_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
             bias_barriers: cute.struct.MemRange[Int64, 2]
-            piece_barriers: cute.struct.MemRange[Int64, 4]
-            pieces: cute.struct.MemRange[Int32, PIECE_FIELDS * 32 * 2]
+            piece_barriers: cute.struct.MemRange[Int64, 2 * PIECE_STAGES]
+            pieces: cute.struct.MemRange[Int32, PIECE_NUMBERS]
             sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
             operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
             bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_rows * c.bias_pitch], 128]
 
         self.Storage = Storage
         numbers = a.numbers
-        shape = 2, a.mQ.shape[-2], numbers.num_m_blocks, c.stats_m
-        stats = carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
+        stats = stats_of(c, a)
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
         tables = self.tables(a, stream)
         ctas = self.map.num_owners(a)
@@ -148,11 +148,7 @@ class BiasGradientSm90:
             c.features.paired_bias,
             c.features.uniform_bias,
         )
-        pieces = Pieces(
-            Ring(storage.piece_barriers.data_ptr(), 2),
-            storage.pieces.get_tensor(cute.make_layout((PIECE_FIELDS, 32, 2), stride=(32, 1, 32 * PIECE_FIELDS))),
-            c.features.packed,
-        )
+        pieces = Pieces.at(Ring(storage.piece_barriers.data_ptr(), PIECE_STAGES), storage.pieces, c.features.packed)
         if warp_idx == 0:
             for rows in tma:
                 cpasync.prefetch_descriptor(rows.atom)
@@ -340,12 +336,7 @@ class BiasGradientSm90:
                 for j in cutlass.range_constexpr(2):
                     row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << j)
                 total[r, 0] = row_sum if lane % 4 == 0 else Float32(0.0)
-        entry, first_row, last_row = batch, first_query, q.slot
-        if const_expr(c.features.packed):
-            entry = q.start // n.rows_a_slot
-            offset = q.start - entry * n.rows_a_slot
-            first_row, last_row = first_row + offset, last_row + offset
-        entry = entry if n.sums_batch == 0 else Int32(0)
+        entry, first_row, last_row = self.map.rows_of_gradient(a, batch, q, first_query)
         first_key = owner.n_block * c.tile_n
         first_column = first_key + coordinates[0, 0][1]
         if n.sums_queries > 0:
