@@ -142,29 +142,35 @@ class ForwardSm100:
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, a, dtype = self.config, arguments, self.dtype
-        packed = c.features.packed
+        packed, ctas = c.features.packed, c.ctas_a_tile
         mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
         layouts = layouts_of(c, dtype)
         self.Storage = storage_of(c, dtype, layouts)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        rows, group = ctas * PART_ROWS, tcgen05.CtaGroup(ctas)  # of a product
         mmas = Mmas(
-            S=tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM),
-            O=tiled_mma(dtype, OperandMajorMode.MN, c.tile_dv, tcgen05.OperandSource.TMEM),
+            S=tiled_mma(dtype, k_major, c.tile_n, tcgen05.OperandSource.SMEM, k_major, rows, group),
+            O=tiled_mma(dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
         )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(group), cpasync.CopyBulkTensorTileS2GOp()
         sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one part and stage
         tma = Tma(
             Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
-            K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
+            K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
+            V=make_row_tiles(load, mV, sV, (c.tile_n, c.columns_shared), packed),
             O=None
             if const_expr(c.features.wide_out)
             else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)
-        ctas = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms)
+        clusters = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms // ctas)
         self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, tables, scales).launch(
-            grid=[ctas, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[ctas * clusters, 1, 1],
+            block=[frame.THREADS, 1, 1],
+            cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

@@ -49,23 +49,13 @@ What orders accesses across both CTAs, beyond what ``forward`` lists:
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
-from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.tma import make_row_tiles
-from flash_attn_cute.kernels.sm100 import frame
-from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, ForwardConfig
+from flash_attn_cute.kernels.sm100.config import ForwardConfig
 from flash_attn_cute.kernels.sm100.forward import ForwardSm100, Mmas
 from flash_attn_cute.kernels.sm100.forward_pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.forward_pair_transfers import PairProducer
-from flash_attn_cute.kernels.sm100.forward_shared import layouts_of, storage_of
-from flash_attn_cute.kernels.sm100.forward_transfers import Tma
-from flash_attn_cute.kernels.sm100.mma import commit_to_both, tiled_mma
+from flash_attn_cute.kernels.sm100.mma import commit_to_both
 
 
 class ForwardPairSm100(ForwardSm100):
@@ -75,40 +65,6 @@ class ForwardPairSm100(ForwardSm100):
         super().__init__(config)
         self.producer = PairProducer(config)
         self.commit = commit_to_both
-
-    @cute.jit
-    def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
-        c, a, dtype = self.config, arguments, self.dtype
-        packed = c.features.packed
-        mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
-        layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
-        k_major, mn_major, both = OperandMajorMode.K, OperandMajorMode.MN, tcgen05.CtaGroup.TWO
-        shared, tensors, rows = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, CTAS * PART_ROWS
-        mmas = Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_n, shared, k_major, rows, both),
-            O=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, rows, both),
-        )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one part and stage
-        tma = Tma(
-            Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
-            K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (c.tile_n, c.columns_shared), packed),
-            O=None
-            if const_expr(c.features.wide_out)
-            else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
-        )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        pairs = cutlass.min(self.producer.tiles.num(a), a.numbers.num_sms // CTAS)
-        self.kernel(mmas, tma, mO, numbers_first(a.mLSE, packed), a, None, scales).launch(
-            grid=[CTAS * pairs, 1, 1],
-            block=[frame.THREADS, 1, 1],
-            cluster=[CTAS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
