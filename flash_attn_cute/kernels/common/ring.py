@@ -8,7 +8,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass._mlir.dialects import nvvm
 
-_LEADER = 0  # the rank of the CTA that issues a pair's products
+from flash_attn_cute.kernels.common.assembly import copy_to_cta
+
+_LEADER, _SECOND = 0, 1  # ranks of a pair's CTAs, of which the first one issues products
 
 
 @cute.jit
@@ -101,6 +103,31 @@ class LedRing(Ring):
     def release(self, step: Int32) -> None:
         """As of ``Ring``."""
         arrive_as_warp(self.empty(step), _LEADER)
+
+    def tell(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
+        """By the thread of a pair's leader that has written a step's fields: both CTAs may read them.
+
+        Args:
+            step: of the ring.
+            fields: (field, stage) of Int32, where each CTA reads them.
+            sent: what the second CTA is to find there, in the leader's memory: ``fields``, or others of that shape.
+        """
+        full, stage = self.full(step), self.stage(step)
+        source, target = (x[None, stage].iterator for x in (sent, fields))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        copy_to_cta(Int32(_SECOND), target, source, _bytes_of(fields), full)
+        cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def expect(self, step: Int32, fields: cute.Tensor) -> None:
+        """By a warp of a pair's second CTA: the leader is to ``tell`` of a step."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), _bytes_of(fields))
+
+
+def _bytes_of(fields: cute.Tensor) -> int:
+    """Those of a step."""
+    return 4 * cute.size(fields, mode=[0])
 
 
 class RingSet:

@@ -6,7 +6,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from flash_attn_cute.kernels.common.assembly import copy_to_cta
 from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
 from flash_attn_cute.kernels.common.ring import LedRing
 from flash_attn_cute.kernels.sm100.config import CTAS, SECOND, TILE_STAGES, ForwardConfig
@@ -70,7 +69,7 @@ class PairShared(Shared):
             for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + queries)):
                 replace(tile, first_query=first_query).write(fields)
                 fields[_FIRST_KEY] = tile.k.start
-            self._tell(step)
+            ring.tell(step, self.tiles, self.tiles_sent)
 
     @cute.jit
     def tell_of_end(self, step: Int32) -> None:
@@ -80,21 +79,7 @@ class PairShared(Shared):
         with cute.arch.elect_one():
             for fields in (self.tiles, self.tiles_sent):
                 fields[0, ring.stage(step)] = Int32(-1)
-            self._tell(step)
-
-    def _tell(self, step: Int32) -> None:
-        """By one thread: what is to be told has been written, and the second CTA's goes there."""
-        full, stage = self.rings.tiles.full(step), self.rings.tiles.stage(step)
-        source, target = (fields[None, stage].iterator for fields in (self.tiles_sent, self.tiles))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        copy_to_cta(Int32(SECOND), target, source, 4 * TILE_FIELDS, full)
-        cute.arch.mbarrier_arrive(full)
-
-    @cute.jit
-    def expect(self, step: Int32) -> None:
-        """By the second CTA's producer: it is to be told of another tile."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.rings.tiles.full(step), 4 * TILE_FIELDS)
+            ring.tell(step, self.tiles, self.tiles_sent)
 
     def first_key(self, step: Int32) -> Int32:
         """Where a tile's keys begin, in the tensor."""

@@ -65,7 +65,7 @@ class PairProducer(Producer):
             if not is_told:
                 shared.tell_of_end(step)
         else:
-            shared.expect(step)
+            shared.rings.tiles.expect(step, shared.tiles)
         return index
 
     @cute.jit

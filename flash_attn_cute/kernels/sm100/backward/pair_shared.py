@@ -163,16 +163,7 @@ class PairShared(Shared):
 
     def _tell(self, walk: Int32) -> None:
         """By one thread of the leader: what is to be told has been written, and goes to the second CTA as well."""
-        fields, full = self.tile_fields[None, self.tiles.stage(walk)].iterator, self.tiles.full(walk)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        copy_to_cta(Int32(SECOND), fields, fields, 4 * NUM_FIELDS, full)
-        cute.arch.mbarrier_arrive(full)
-
-    @cute.jit
-    def expect(self, walk: Int32) -> None:
-        """By the second CTA's producer: it is to be told of another tile."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.tiles.full(walk), 4 * NUM_FIELDS)
+        self.tiles.tell(walk, self.tile_fields, self.tile_fields)
 
     @cute.jit
     def send_dS(self, step: Int32, warp: Int32) -> None:

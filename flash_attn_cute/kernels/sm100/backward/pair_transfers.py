@@ -78,7 +78,7 @@ class PairTransfers(Transfers):
             if not is_told:
                 shared.tell_of_end(walk)
         else:
-            shared.expect(walk)
+            shared.tiles.expect(walk, shared.tile_fields)
 
     @cute.jit
     def _load(
