@@ -52,7 +52,7 @@ from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.tma import make_row_tiles
+from flash_attn_cute.kernels.common.tma import make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
@@ -150,8 +150,7 @@ class BiasGradientSm90:
         )
         pieces = Pieces.at(Ring(storage.piece_barriers.data_ptr(), PIECE_STAGES), storage.pieces, c.features.packed)
         if warp_idx == 0:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
+            prefetch_descriptors(tma)
             with cute.arch.elect_one():
                 pieces.ring.init(full=1, empty=4 * _WARPGROUPS)
                 for ring in (qk, dov):

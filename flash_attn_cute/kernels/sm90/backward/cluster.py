@@ -62,7 +62,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
@@ -207,8 +207,7 @@ class BackwardClusterSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         if warp_idx == 0:
-            for rows in tma:
-                cpasync.prefetch_descriptor(rows.atom)
+            prefetch_descriptors(tma)
         layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         shared = _Shared(
