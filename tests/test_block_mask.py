@@ -306,6 +306,9 @@ def test_of_blocks_that_are_alike_one_is_looked_at(monkeypatch: pytest.MonkeyPat
         (BlockMask.prefix_lm(8192, 8192, 1000), 2 + 64),
         (BlockMask.from_blocks(torch.rand(3, 128, 128) < 0.5, 64), 14),
         (BlockMask.documents(torch.arange(8192) // 4096) & BlockMask.causal(8192, 8192), 1),
+        # Documents that end within blocks: as many as there are distinct ones.
+        (BlockMask.documents(torch.arange(8192) // 1000) & BlockMask.causal(8192, 8192), 32),
+        (BlockMask.documents(torch.arange(8192) // 1000), 54),
     ):
         tables_of(mask)
         assert sum(looked_at) <= most

@@ -194,8 +194,16 @@ class Band(Node):
         return _kinds(no, all_)
 
     def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``."""
-        return blocks.distance
+        """See ``Node``: blocks as far from the diagonal, and all that are visible as a whole."""
+        distance, below = blocks.distance
+        first, last, diagonal = 0, below, blocks.sizes.blocks_q
+        if self.lower is not None:
+            first = max(0, diagonal - (-self.lower - TILE + 1) // TILE)
+        if self.upper is not None:
+            last = diagonal + (self.upper - TILE + 1) // TILE
+        if first <= last:
+            distance = torch.where((distance >= first) & (distance <= last), first, distance)
+        return distance, below
 
     def tiles(self, blocks: Blocks) -> Tensor:
         """See ``Node``: each query sees an interval."""
@@ -299,6 +307,14 @@ class Documents(Node):
         """The least and the largest id of each block of queries and of keys, (batch, blocks) each."""
         return _range_of_blocks(self.ids_q), _range_of_blocks(self.ids_k)
 
+    @functools.cached_property
+    def _runs(self) -> tuple[Tensor, Tensor]:
+        """Of each block of queries and of keys the first one of its run, (batch, blocks) each, int64.
+
+        A run are neighbours that have one document, the same; any other block is one alone.
+        """
+        return _first_of_runs(*self._ranges[0]), _first_of_runs(*self._ranges[1])
+
     def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """See ``Node``; as narrow as it gets where ids never decrease."""
         (least_q, most_q), (least_k, most_k) = self._ranges
@@ -320,11 +336,12 @@ class Documents(Node):
         return _kinds(no, all_)
 
     def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: all blocks within a document; others are like none."""
+        """See ``Node``: all blocks within a document, and those with the same keys, or queries, of another one."""
         b, _ = blocks.entries(self)
         blocks_q, blocks_k = blocks.sizes.blocks_q, blocks.sizes.blocks_k
-        own = (b * blocks_q + blocks.m) * blocks_k + blocks.n + 1
-        return torch.where(self.kinds(blocks) == ALL, 0, own), self.batch * blocks_q * blocks_k + 1
+        m, n = (first[b, block] for first, block in zip(self._runs, (blocks.m, blocks.n), strict=True))
+        number = (b * blocks_q + m) * blocks_k + n + 1
+        return torch.where(self.kinds(blocks) == ALL, 0, number), self.batch * blocks_q * blocks_k + 1
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
@@ -339,6 +356,12 @@ def _range_of_blocks(ids: Tensor) -> tuple[Tensor, Tensor]:
     filled = ids[:, torch.arange(-(-length // TILE) * TILE, device=ids.device).clamp(max=max(length, 1) - 1)]
     by_block = filled.unflatten(1, (-1, TILE)) if length else filled.new_empty(len(ids), 0, TILE)
     return by_block.amin(-1), by_block.amax(-1)
+
+
+def _first_of_runs(least: Tensor, most: Tensor) -> Tensor:
+    goes_on = (least == most)[:, 1:] & (least.diff(dim=1) == 0) & (most.diff(dim=1) == 0)
+    places = torch.arange(least.shape[1], device=least.device)
+    return torch.where(torch.nn.functional.pad(goes_on, (1, 0)), 0, places).cummax(1).values
 
 
 @dataclass(eq=False, repr=False)
