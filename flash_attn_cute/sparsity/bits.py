@@ -57,9 +57,9 @@ def cut(tiles: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Tiles (n, 128, 4) of blocks of which only so many queries and keys exist, (n,) each; 128 and more are all."""
     device = tiles.device
     left = keys[:, None] - 32 * torch.arange(WORDS, device=device)
-    exist = torch.where(left >= 32, -1, (1 << left.clamp(0, 31)) - 1).int()
+    exist = ((1 << left.clamp(0, 31)) - 1).masked_fill(left >= 32, -1).int()
     is_real = torch.arange(TILE, device=device) < queries[:, None]
-    return torch.where(is_real[:, :, None], tiles & exist[:, None], 0)
+    return (tiles & exist[:, None]) * is_real[:, :, None]
 
 
 def kinds(tiles: Tensor) -> Tensor:

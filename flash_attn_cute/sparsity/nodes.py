@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import ALL, NONE, SOME, TILE
+from flash_attn_cute.sparsity.bits import ALL, SOME, TILE
 
 _ELEMENTS_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
 # FlexAttention's: (batch entry, head, query, key) as 0-d integer tensors, to a 0-d bool.
@@ -55,9 +55,13 @@ class Blocks:
     row: Tensor
     n: Tensor
 
-    def part(self, which: Tensor) -> Blocks:
+    def part(self, which: Tensor | slice) -> Blocks:
         """Those at some places."""
         return Blocks(self.sizes, self.row[which], self.n[which])
+
+    def pieces(self, size: int) -> list[Blocks]:
+        """All of them, at most so many at a time; one piece if there are none."""
+        return [self.part(slice(first, first + size)) for first in range(0, max(len(self.n), 1), size)]
 
     @functools.cached_property
     def m(self) -> Tensor:
@@ -150,8 +154,7 @@ class Node:
 
     def tiles(self, blocks: Blocks) -> Tensor:
         """(n, 128, 4), int32: which elements are visible; behind the last query and key it may say anything."""
-        every = torch.arange(len(blocks.n), device=blocks.n.device)
-        return torch.cat([bits.pack(self.elements(blocks.part(some))) for some in every.split(_ELEMENTS_AT_ONCE)])
+        return torch.cat([bits.pack(self.elements(piece)) for piece in blocks.pieces(_ELEMENTS_AT_ONCE)])
 
     def elements(self, blocks: Blocks) -> Tensor:
         """(n, 128, 128), bool: the same one by one."""
@@ -159,7 +162,8 @@ class Node:
 
 
 def _kinds(no: Tensor, all_: Tensor) -> Tensor:
-    return torch.where(no, NONE, torch.where(all_, ALL, SOME)).to(torch.int8)
+    some = ~no  # NONE, SOME and ALL are 0, 1 and 2
+    return some.to(torch.int8) + (some & all_)
 
 
 @dataclass(eq=False, repr=False)
@@ -202,7 +206,7 @@ class Band(Node):
         if self.upper is not None:
             last = diagonal + (self.upper - TILE + 1) // TILE
         if first <= last:
-            distance = torch.where((distance >= first) & (distance <= last), first, distance)
+            distance = distance.masked_fill((distance >= first) & (distance <= last), first)
         return distance, below
 
     def tiles(self, blocks: Blocks) -> Tensor:
@@ -341,7 +345,7 @@ class Documents(Node):
         blocks_q, blocks_k = blocks.sizes.blocks_q, blocks.sizes.blocks_k
         m, n = (first[b, block] for first, block in zip(self._runs, (blocks.m, blocks.n), strict=True))
         number = (b * blocks_q + m) * blocks_k + n + 1
-        return torch.where(self.kinds(blocks) == ALL, 0, number), self.batch * blocks_q * blocks_k + 1
+        return number.masked_fill(self.kinds(blocks) == ALL, 0), self.batch * blocks_q * blocks_k + 1
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
@@ -361,7 +365,7 @@ def _range_of_blocks(ids: Tensor) -> tuple[Tensor, Tensor]:
 def _first_of_runs(least: Tensor, most: Tensor) -> Tensor:
     goes_on = (least == most)[:, 1:] & (least.diff(dim=1) == 0) & (most.diff(dim=1) == 0)
     places = torch.arange(least.shape[1], device=least.device)
-    return torch.where(torch.nn.functional.pad(goes_on, (1, 0)), 0, places).cummax(1).values
+    return places.masked_fill(torch.nn.functional.pad(goes_on, (1, 0)), 0).cummax(1).values
 
 
 @dataclass(eq=False, repr=False)
@@ -414,7 +418,7 @@ class BlockMap(Node):
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return super().tiles(blocks)
         quarters = self._quarters(blocks)
-        words = torch.where(quarters, -1, 0).int()
+        words = -quarters.int()
         return words.repeat_interleave(bits.HALF, 1).repeat_interleave(bits.WORDS // 2, 2)
 
     def elements(self, blocks: Blocks) -> Tensor:

@@ -61,9 +61,9 @@ class _Found:
         blocks = Blocks(sizes, row, n)
         kinds = node.kinds(blocks)
         if sizes.seqlen_q % TILE:
-            kinds = torch.where((blocks.m == sizes.blocks_q - 1) & (kinds == ALL), SOME, kinds)
+            kinds = kinds.masked_fill((blocks.m == sizes.blocks_q - 1) & (kinds == ALL), SOME)
         if sizes.seqlen_k % TILE:
-            kinds = torch.where((n == sizes.blocks_k - 1) & (kinds == ALL), SOME, kinds)
+            kinds = kinds.masked_fill((n == sizes.blocks_k - 1) & (kinds == ALL), SOME)
         tile = torch.full_like(n, FULL)
         partial = (kinds == SOME).nonzero()[:, 0]
         if len(partial):
@@ -82,8 +82,7 @@ class _Found:
             cut_k = (blocks.n == sizes.blocks_k - 1) if sizes.seqlen_k % TILE else 0
             first, number = bits.by_first((4 * alike[0] + 2 * cut_q + cut_k).unique(return_inverse=True))
             blocks = blocks.part(first)
-        every = torch.arange(len(blocks.n), device=blocks.n.device)
-        parts = [self._tiles_of(node, blocks.part(some)) for some in every.split(_TILES_AT_ONCE)]
+        parts = [self._tiles_of(node, piece) for piece in blocks.pieces(_TILES_AT_ONCE)]
         kinds, tile = (torch.cat(x) for x in zip(*parts, strict=True))
         return (kinds, tile) if number is None else (kinds[number], tile[number])
 
@@ -106,7 +105,7 @@ class _Found:
         row, block, tile, tiles = (torch.cat(x) for x in (self.row, self.block, self.tile, self.tiles))
         if len(self.tiles) > 2:  # made in several parts, which may have some in common
             tiles, number = bits.distinct(tiles)
-            tile = torch.where(tile == FULL, FULL, number[tile.clamp(min=0)])
+            tile = number[tile.clamp(min=0)].masked_fill(tile == FULL, FULL)
         edges = torch.searchsorted(row, torch.arange(sizes.batch * sizes.heads * sizes.blocks_q + 1, device=row.device))
         spans = torch.stack((edges[:-1], edges.diff()), 1).int()
         spans = spans.view(sizes.batch, sizes.heads, sizes.blocks_q, 2)
@@ -116,8 +115,8 @@ class _Found:
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:
     """How many blocks of 64 queries see each block of keys: (batch, heads, blocks_k), int64."""
     row, is_used = owners(rows)
-    column = row // max(sizes.blocks_q, 1) * sizes.blocks_k + torch.where(is_used, rows.entries[:, 0], 0)
-    seen = torch.where(is_used, _halves_seen(rows).sum(1), 0)
+    column = row // max(sizes.blocks_q, 1) * sizes.blocks_k + rows.entries[:, 0] * is_used
+    seen = _halves_seen(rows).sum(1) * is_used
     lengths = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_k, dtype=torch.int64, device=row.device)
     return lengths.index_add_(0, column, seen).view(sizes.batch, sizes.heads, sizes.blocks_k)
 
@@ -152,7 +151,7 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
 
     # Turns are counted from the end of a row, whose entries are in the reverse of the order of launches, or brought
     # into it: what is used stays ahead of what is not, and the row where it is.
-    column = row // max(blocks_q, 1) * blocks_k + torch.where(is_used, block, 0)
+    column = row // max(blocks_q, 1) * blocks_k + block * is_used
     turn, by_half = _turns(adds, row, start, start + count, _reverse(order, row, column, is_used, sizes))
     by_half = by_half.T.reshape(sizes.batch, sizes.heads, 2 * blocks_q)
     contributors = by_half[..., : -(-sizes.seqlen_q // HALF)].contiguous()
@@ -164,7 +163,7 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
     m = row % max(blocks_q, 1)
     whole = torch.stack((m, tile, turn[2]), 1)[by_column]
     half = torch.arange(2, dtype=torch.int32, device=device)
-    halves = torch.stack((2 * m[:, None] + half, torch.where(kinds == ALL, FULL, tile[:, None]), turn[:2].T), 2)[
+    halves = torch.stack((2 * m[:, None] + half, tile[:, None].masked_fill(kinds == ALL, FULL), turn[:2].T), 2)[
         by_column
     ]  # (entries, 2, 3)
 
