@@ -73,7 +73,8 @@ __device__ inline uint32_t launch_number() {
   asm volatile("mov.u64 %0, %%gridid;" : "=l"(v));
   return (uint32_t)v;
 }
-// The two halves are read one by one: one read of both may have a new low half beside an old high one.
+// The two halves are read one by one. When both were read at once, and several processes shared the GPU, some CTAs were
+// ended for a time that had not passed; perhaps a new low half had come beside an old high one.
 __device__ inline uint64_t nanoseconds() {
   uint32_t low, high, before;
   do {
