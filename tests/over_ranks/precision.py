@@ -21,8 +21,8 @@ def low_precision() -> None:
         assert_precise_and_repeated(case, Leaves.of(case, dtype), repetitions=3)
 
 
-def messages_of_two_dtypes() -> None:
-    """Of a key's gradient some ranks have several parts, which they sum in float32, and others one, in bfloat16."""
+def one_part_and_several() -> None:
+    """Of a key's gradient some ranks have several parts, and others one."""
     documents = [70, 230, 1, 211]
     options = {"causal": True, "window_size": (64, None), "deterministic": True}
     case = Case(documents, documents, options, sink=True, through_lse=True)

@@ -69,7 +69,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -119,6 +119,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
         columns = c.tile_d // CTAS
         keys, keys_by_columns, out = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, columns, O_COLUMNS))
+        leaves_wide = c.features.wide  # from registers
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, layouts.sQ, (HALF, c.tile_d), packed),
             Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, columns), packed),
@@ -127,8 +128,8 @@ class BackwardPairSm100(BackwardCtaSm100):
             K=make_row_tiles(load, mK, keys, (PART_ROWS, c.tile_d), packed),
             K_columns=make_row_tiles(load, mK, keys_by_columns, (PART_ROWS, columns), packed),
             V=make_row_tiles(load, mV, keys, (PART_ROWS, c.tile_d), packed),
-            dK=make_row_tiles(store, mdK, out, (PART_ROWS, O_COLUMNS), packed),
-            dV=make_row_tiles(store, mdV, out, (PART_ROWS, O_COLUMNS), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, out, (PART_ROWS, O_COLUMNS), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, out, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         pairs = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // CTAS)
