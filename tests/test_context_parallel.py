@@ -28,7 +28,7 @@ from tests.over_ranks.all_cases import every_case
 from tests.over_ranks.block_masks import block_masks
 from tests.over_ranks.disagreements import disagreements
 from tests.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
-from tests.over_ranks.precision import low_precision, on_gpus, one_part_and_several
+from tests.over_ranks.precision import as_precise_as_one, low_precision, on_gpus, one_part_and_several
 from tests.over_ranks.programs import (
     backward_without_a_group,
     benchmark,
@@ -53,7 +53,7 @@ ON_RANKS = {
         example,
         benchmark,
     ],
-    3: [every_case],
+    3: [every_case, as_precise_as_one],
     4: [every_case, one_part_and_several, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
     8: [every_case],
 }

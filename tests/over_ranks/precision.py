@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn_cute.distributed.layout import Layout, side_by_side
 from flash_attn_cute.distributed.parts import is_shared, parts_of
 from tests import checks, oracle
-from tests.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, expected_here, shardings, together
+from tests.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, alone, expected_here, shardings, together
 
 
 def low_precision() -> None:
@@ -30,6 +30,22 @@ def one_part_and_several() -> None:
     layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (64, 0))
     assert len({shares_keys(layout, rank) for rank in range(sharding.num_ranks)}) == 2
     assert_precise_and_repeated(case, Leaves.of(case, torch.bfloat16), repetitions=1)
+
+
+def as_precise_as_one() -> None:
+    """Gradients are as far from the truth as those of one process: their parts are not rounded."""
+    documents = [450, 3, 260]
+    case = Case(documents, documents, {"causal": True}, nheads=6, nheads_k=6, d=32, d_v=32, sink=True)
+    leaves = Leaves.of(case, torch.bfloat16)
+    truth, one = by_oracle(case, leaves, torch.float64), alone(case, leaves)
+    sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
+    true = expected_here(case, truth, sharding, None, dist.get_rank())
+    for way in WAYS:
+        got = together(case, leaves, sharding, None, **way)
+        for name in ("dq", "dk", "dv"):
+            squares = (got[name] - true[name]).square().sum()
+            dist.all_reduce(squares)
+            assert squares.sqrt() < 1.05 * (one[name] - truth[name]).norm(), (name, way)
 
 
 def shares_keys(layout: Layout, rank: int) -> bool:
