@@ -350,7 +350,8 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
-        ([65, 0, 20], [130, 17, 5], False, {"head_dim": 72, "nheads": 3}),  # of a head alone
+        ([65, 0, 20], [130, 17, 5], False, {"head_dim": 72, "nheads": 3}),
+        ([300, 5], [100, 30], False, {"head_dim": 64, "seqused": False}),  # the second's are written first
         ([40, 3], [140, 60], False, {"head_dim": 192, "head_dim_v": 128}),
         ([70], [90], False, {"head_dim": 256, "head_dim_v": 200, "packed": False}),
         ([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}),
