@@ -28,7 +28,7 @@ from tests.over_ranks.all_cases import every_case
 from tests.over_ranks.block_masks import block_masks
 from tests.over_ranks.disagreements import disagreements
 from tests.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
-from tests.over_ranks.precision import as_precise_as_one, low_precision, on_gpus, one_part_and_several
+from tests.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
 from tests.over_ranks.programs import (
     backward_without_a_group,
     benchmark,
@@ -67,6 +67,12 @@ def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path) -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path: Path) -> None:
     ranks.run([on_gpus], 2, tmp_path, backend="nccl")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run([on_a_gpu], num_ranks, tmp_path, backend="shared")
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:

@@ -56,14 +56,24 @@ def shares_keys(layout: Layout, rank: int) -> bool:
 
 def on_gpus() -> None:
     """The same with kernels and NCCL."""
-    documents, device = [1800, 3, 700, 0, 1025], torch.device("cuda", dist.get_rank())
+    kernels(repetitions=200)
+
+
+def on_a_gpu() -> None:
+    """The same with kernels of ranks that share a GPU."""
+    kernels(repetitions=10)
+
+
+def kernels(repetitions: int) -> None:
+    """With those of the current GPU."""
+    documents, device = [1800, 3, 700, 0, 1025], torch.device("cuda", torch.cuda.current_device())
     for d, options in ((64, {}), (128, {"window_size": (300, None)}), (256, {"softcap": 20.0})):
         given: dict[str, Any] = {"causal": True, "deterministic": True, **options}
         case = Case(documents, documents, given, d=d, d_v=d, sink=True, through_lse=True, padding=70)
         leaves = Leaves.of(case, torch.bfloat16)
         for name, x in vars(leaves).items():
             setattr(leaves, name, x.detach().to(device).requires_grad_(x.requires_grad))
-        assert_precise_and_repeated(case, leaves, repetitions=200)
+        assert_precise_and_repeated(case, leaves, repetitions)
 
 
 def assert_precise_and_repeated(case: Case, leaves: Leaves, repetitions: int) -> None:
