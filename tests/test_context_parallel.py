@@ -1,5 +1,6 @@
 """Attention over several ranks gives what one process gives."""
 
+import json
 import random
 import weakref
 from itertools import accumulate, pairwise, product
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import work
 from benchmarks.suites import context_parallel as suite
 from flash_attn_cute import dispatch
 from flash_attn_cute.distributed import (
@@ -206,6 +208,17 @@ def test_parts_of_gradients_are_not_rounded() -> None:
 
     for name, x in many.items():
         assert (x - true[name]).square().mean().sqrt() < 1.02 * (one[name] - true[name]).square().mean().sqrt()
+
+
+def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: every rank of either method is timed, and none fails."""
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 64)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
+    given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]
+    assert suite.main(given) == 0
+    found = json.loads((tmp_path / "context_parallel-alone-cpu-float32.json").read_text())
+    everyone = {suite.ONE, *(f"{kind}, rank {rank}" for kind in suite.KINDS for rank in range(3))}
+    assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
 
 
 SHAPE = model.Shape(32, 8, 128, 128, 2)
