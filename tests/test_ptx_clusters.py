@@ -116,7 +116,8 @@ def test_faults(body: str, message: str) -> None:
     assert any(message in text for text in found), found
 
 
-PLACE, ROW = 1024, 128  # of an operand in shared memory, and bytes of its rows
+PLACE = 1024  # of an operand in shared memory
+SWIZZLES = {128: 2, 64: 4}  # bytes of its rows: what its descriptor says
 
 
 def pair() -> list[Cta]:
@@ -127,21 +128,44 @@ def pair() -> list[Cta]:
     return cluster.ctas
 
 
-def put(cta: Cta, place: int, x: Array) -> int:
+def put(cta: Cta, place: int, x: Array, row_bytes: int = 128) -> int:
     """Rows of 16 numbers into shared memory; returns their descriptor."""
-    addresses = SHARED + place + np.arange(len(x))[:, None] * ROW + np.arange(16) * 2
-    cta.shared.view("u2")[swizzled(addresses)] = x.astype(np.float16).view("u2")
-    return (SHARED + place) >> 4 | 1 << 16 | (8 * ROW >> 4) << 32 | 1 << 46 | 2 << 61
+    addresses = SHARED + place + np.arange(len(x))[:, None] * row_bytes + np.arange(16) * 2
+    cta.shared.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
+    return (SHARED + place) >> 4 | 1 << 16 | (8 * row_bytes >> 4) << 32 | 1 << 46 | SWIZZLES[row_bytes] << 61
 
 
+def put_columns(cta: Cta, place: int, x: Array, row_bytes: int) -> int:
+    """The same with the rows of 16 numbers as columns, as many of them contiguous as a row has bytes for."""
+    contiguous = row_bytes // 2
+    row, k = np.arange(len(x))[:, None], np.arange(16)
+    addresses = SHARED + place + row // contiguous * 16 * row_bytes + k * row_bytes + row % contiguous * 2
+    cta.shared.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
+    leading, stride = 16 * row_bytes, 8 * row_bytes
+    return (SHARED + place) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[row_bytes] << 61
+
+
+@pytest.mark.parametrize("row_bytes", SWIZZLES)
+def test_operands_by_columns(row_bytes: int) -> None:
+    """Of 96 rows, as no more than 64 are contiguous."""
+    random_numbers = np.random.default_rng(0)
+    a, b = (random_numbers.integers(-4, 5, (n, 16)).astype(np.float32) for n in (128, 96))
+    cta = pair()[0]
+    of_a, of_b = put(cta, PLACE, a), put_columns(cta, 1 << 16, b, row_bytes)
+    cta.products.append(Product(8, of_a, False, of_b, 128 // 16 << 24 | 96 // 8 << 17 | 1 << 16 | 1 << 4, False, False))
+    tensor.advance(cta, 1)
+    assert np.array_equal(cta.tensor_memory.view(np.float32)[:, 8 : 8 + 96], a @ b.T)
+
+
+@pytest.mark.parametrize("row_bytes", SWIZZLES)
 @pytest.mark.parametrize("rows", [128, 256])
-def test_products_of_a_pair(rows: int) -> None:
+def test_products_of_a_pair(rows: int, row_bytes: int) -> None:
     """Each CTA has half of the rows, and half of B's columns. Of 64 rows the columns' halves are in other lanes."""
     random_numbers = np.random.default_rng(0)
     a, b = (random_numbers.integers(-4, 5, (n, 16)).astype(np.float32) for n in (rows, 64))
     ctas = pair()
     for cta, left, right in zip(ctas, np.split(a, 2), np.split(b, 2), strict=True):
-        of_a, of_b = put(cta, PLACE, left), put(cta, 1 << 16, right)
+        of_a, of_b = put(cta, PLACE, left, row_bytes), put(cta, 1 << 16, right, row_bytes)
     kind = rows // 16 << 24 | 64 // 8 << 17 | 1 << 4
     ctas[0].products += [Product(8, of_a, False, of_b, kind, accumulates, True) for accumulates in (False, True)]
     tensor.advance(ctas[0], 2)

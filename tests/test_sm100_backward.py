@@ -116,15 +116,17 @@ class Pass(Executed):
         params: list[bytes] = [bytes(32)] * 4
         tensors: dict[int, ptx.Rows] = {}
         queries = config.tile_m // config.ctas_a_tile
+        boxes = [("mQ", queries, 64), ("mdO", queries, 64)]
         by_tma = "mK", "mV", *(() if config.features.wide else ("mdK", "mdV"))
-        boxes = [("mQ", queries), ("mdO", queries), *((name, PART_ROWS) for name in by_tma)]
-        if config.ctas_a_tile == 2:  # by columns as well
-            boxes += [(name, PART_ROWS) for name in ("mQ", "mdO", "mK")]
-        for name, rows in boxes:
+        boxes += [(name, PART_ROWS, 64) for name in by_tma]
+        if config.ctas_a_tile == 2:  # by columns as well, of d = 192 half of which are 3 times 32
+            columns = 32 if config.tile_d == 192 else 64
+            boxes += [("mQ", config.tile_m, columns), ("mdO", config.tile_m, 64), ("mK", PART_ROWS, 64)]
+        for name, rows, columns in boxes:
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
             tensors[len(params)] = ptx.Rows(
-                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, rows
+                at[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, rows, columns
             )
             params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
         for name in ("mdK", "mdV"):
@@ -331,6 +333,18 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "grouped-causal": ([130], [270], {"packed": False, "nheads": 4, "nheads_k": 1, "causal": True}),
     "packed-float16": ([129, 0, 20], [257, 17, 100], {"nheads": 1, "causal": True, "dtype": torch.float16}),
     "everything": ([140, 1], [290, 0], {**EVERYTHING, "head_dim_v": 72, "nheads": 2, "nheads_k": 1}),
+    "d192-dv128": ([150], [300], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d192-dv128-causal": ([70], [270], {"packed": False, "head_dim": 192, "nheads": 4, "nheads_k": 1, "causal": True}),
+    "d192-dv128-packed": (
+        [65, 0, 20],
+        [257, 17, 100],
+        {"head_dim": 192, "nheads": 1, "causal": True, "dtype": torch.float16},
+    ),
+    "d160-dv96-everything": (
+        [100, 1],
+        [290, 0],
+        {**EVERYTHING, "head_dim": 160, "head_dim_v": 96, "nheads": 2, "nheads_k": 1},
+    ),
 }
 
 
@@ -338,7 +352,8 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
     """Two pairs of CTAs: keys of a tile's second CTA may be none, and blocks of queries may have none for it."""
     lengths_q, lengths_k, options = PAIRS[case]
-    call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 128, **options})
+    options = {"dtype": torch.bfloat16, "head_dim": 128, "head_dim_v": 128, **options}
+    call = random_call(lengths_q, lengths_k, **options)
     stop = time.monotonic() + fuzz_seconds
     for number in itertools.count():
         backend = Interpreted(random.Random(f"{case} {number}"), num_ctas=4, by_pairs=True)
@@ -355,6 +370,7 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
         ([40, 3], [140, 60], False, {"head_dim": 192, "head_dim_v": 128}),
         ([70], [90], False, {"head_dim": 256, "head_dim_v": 200, "packed": False}),
         ([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}),
+        ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 128}),
     ],
 )
 def test_wide_gradients_are_what_is_rounded_else(
@@ -383,20 +399,24 @@ def test_wide_gradients_are_what_is_rounded_else(
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "head_dim", "several"),
-    [(100, 300, 64, (1, 3)), (65, 140, 192, (1, 3)), (100, 300, 128, (2, 4))],
-    ids=["d64", "d192", "pairs"],
+    ("queries", "keys", "head_dims", "by_pairs"),
+    [
+        (100, 300, (64, 64), False),
+        (65, 140, (192, 192), False),
+        (100, 300, (128, 128), True),
+        (65, 300, (192, 128), True),
+    ],
+    ids=["d64", "d192", "pairs", "pairs-d192-dv128"],
 )
-def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, several: tuple[int, int]) -> None:
+def test_schedules_give_the_same_bits(queries: int, keys: int, head_dims: tuple[int, int], by_pairs: bool) -> None:
     """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""
-    call = random_call([queries], [keys], packed=False, head_dim=head_dim, nheads=4, nheads_k=1, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"packed": False, "nheads": 4, "nheads_k": 1, "dtype": torch.bfloat16}
+    call = random_call([queries], [keys], head_dim=head_dims[0], head_dim_v=head_dims[1], **options)
     out, lse = oracle.attention(call.to(torch.float64))
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, *others = (
-        execute(
-            call, Interpreted(random.Random(n), num_ctas, by_pairs=head_dim == 128), lse.detach().float(), dout, None
-        )
-        for n, num_ctas in enumerate(several)
+        execute(call, Interpreted(random.Random(n), num_ctas, by_pairs=by_pairs), lse.detach().float(), dout, None)
+        for n, num_ctas in enumerate((2, 4) if by_pairs else (1, 3))
     )
     for other in others:
         assert all(bitwise_equal(first[name], other[name]) for name in first)

@@ -306,8 +306,8 @@ def test_shared_biases(case: str, fuzz_seconds: float) -> None:
 
 def test_schedules_give_the_same_bits() -> None:
     """Of shared biases, split between CTAs or not: the same number of them each time."""
-    for options, num_sms in (({"bias": (1, 1, 1)}, 1), ({"bias": (1, 0, 1)}, 4)):
-        call = drawn_call([140] * 2, [150] * 2, **options)
+    for bias, num_sms in (((1, 1, 1), 1), ((1, 0, 1), 4)):
+        call = drawn_call([140] * 2, [150] * 2, bias=bias)
         out, lse = oracle.attention(call.to(torch.float64))
         dout = poisoned_dout(call, out.to(call.q.dtype))
         first, second = (

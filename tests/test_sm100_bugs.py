@@ -144,6 +144,7 @@ class BiasGradient:
 
 
 of_d128, of_d256 = functools.partial(plain, head_dim=128), functools.partial(plain, head_dim=256)
+of_d192 = functools.partial(plain, head_dim=192, head_dim_v=128)
 KERNELS: dict[str, Forward | Backward | BiasGradient] = {
     "forward": Forward(
         TABLES["forward"],
@@ -207,6 +208,16 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "one": lambda: of_d128([100], [140]),
             "steps": lambda: of_d128([300], [140]),
             "tiles": lambda: of_d128([20], [700]),  # more tiles of keys than stages
+        },
+        "BackwardPair",
+    ),
+    "wide pairs": Backward(
+        TABLES["wide pairs"],
+        {
+            "one": lambda: of_d192([50], [140]),
+            "two": lambda: of_d192([70], [140]),
+            "steps": lambda: of_d192([150], [140]),
+            "tiles": lambda: of_d192([50], [300]),
         },
         "BackwardPair",
     ),

@@ -117,13 +117,13 @@ def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
 
 def paired(c: BackwardConfig) -> BackwardConfig:
     """The same for pairs of CTAs, also of features with which none are chosen."""
-    chosen = backward(128, keys=LONG)
+    chosen = backward(c.tile_d, c.tile_dv, keys=LONG)
     assert chosen.ctas_a_tile == 2
     return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
 
 
-def pair(**options: Any) -> BackwardConfig:
-    return paired(backward(128, **options))
+def pair(d: int = 128, **options: Any) -> BackwardConfig:
+    return paired(backward(d, 128, **options))
 
 
 LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
@@ -151,6 +151,9 @@ FEW_BACKWARD = {
     "pair-wide": pair(wide=True, packed=True, right=True),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
+    "pair-d192-dv128": pair(192),
+    "pair-d192-dv128-causal-float16-b300": pair(192, right=True, dtype="float16", target=B300),
+    "pair-d192-dv128-everything": pair(192, **BACKWARD_EVERYTHING),
     "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
     "d128-dbias-causal-b300": backward(128, bias=True, dbias=True, right=True, keys=LONG, target=B300),
     "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
@@ -218,8 +221,8 @@ ALL_BACKWARD = {
     for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
-    f"pair-{mask}-{dtype}-{target}": pair(dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-    for mask in BACKWARD_MASKS
+    f"pair-d{d}-dv128-{mask}-{dtype}-{target}": pair(d, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for d, mask in itertools.product((128, 192), BACKWARD_MASKS)
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
@@ -310,9 +313,11 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
     assert count["STTM"] == 2 * blocks + changes
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.walks * c.tile_m // COMPUTE_WARPGROUPS
-    # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns.
+    # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns. Half of 192 columns
+    # of Q are 3 times 32.
     loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
-    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + (2 + 2 if pair else 0)
+    halves = (c.tile_d // 64 if c.tile_d % 128 else 1) + c.tile_dv // 128 + 2 * c.columns_of_keys // 64
+    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + (halves if pair else 0)
     assert all(load.endswith(".cta_group::2") == pair for load in loads)
     assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
     assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else pieces)
@@ -392,7 +397,8 @@ def test_backward_sizes(d: int, keys: int) -> None:
     """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v, keys=keys)
-        assert c.ctas_a_tile == (2 if keys and c.tile_d == 128 else 1)
+        pair = keys > 0 and (c.tile_d, c.tile_dv) in ((128, 128), (192, 128))
+        assert c.ctas_a_tile == (2 if pair else 1)
         assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
@@ -400,8 +406,11 @@ def test_backward_sizes(d: int, keys: int) -> None:
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
-        if c.ctas_a_tile == 2:  # whose dQ lies between two quarters of S
-            parts.pop()
+        if c.dQ_over_S:  # between two quarters, which hold weights
+            first, columns = parts.pop()
+            assert first == c.first_S + c.queries // 2
+            assert first + columns == c.first_S + c.weights_apart
+            assert c.weights_apart + c.queries // 2 == c.tile_m
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS
@@ -413,7 +422,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
             assert c.columns_dQ <= c.tile_m
         # Rows of all products are lanes, or a part of dQ's are, which together are all of its columns.
         if c.transposes_dQ:
-            starts = [c.first_row_dQ(part) for part in range(c.parts_dQ)]
+            starts = [c.first_row_dQ(part) for part in range(c.parts_dQ * c.ctas_a_tile)]
             assert starts[0] == 0
             assert starts[-1] + PART_ROWS == c.tile_d
             assert all(b - a <= PART_ROWS for a, b in itertools.pairwise(starts))

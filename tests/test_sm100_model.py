@@ -63,6 +63,8 @@ def test_units(make: Maker) -> None:
         (Forward(ForwardDesign(192, 128), B200), {"tensor cores": 2560, "shared memory": 2048 + 640}),
         (Backward(BackwardDesign(128, 128), B200), {"tensor cores": 2560, "exp2": 1024}),
         (Backward(BackwardDesign(192, 128), B200), {"tensor cores": 3328, "exp2": 1024}),
+        (Backward(BackwardDesign(192, 128, queries=64, do_stages=2), B200), {"tensor cores": 1792, "exp2": 512}),
+        (Backward(BackwardDesign(192, 128, True, queries=64), B200), {"tensor cores": 1792, "exp2": 512}),
     ],
 )
 def test_clocks_a_block(kernel: Kernel, clocks: dict[str, float]) -> None:
@@ -77,6 +79,14 @@ def test_shared_memory_of_the_backward_pass() -> None:
     """Operands 2048, dS 256, dQ in and out 1024; TMA writes 512 and 8, lse and delta 256."""
     clocks = clocks_a_block(Backward(BackwardDesign(128, 128), B200))
     assert clocks["shared memory"] == pytest.approx(2048 + 256 + 1024 + 512 + 8 + 256, rel=0.02)
+
+
+@pytest.mark.parametrize(("pair", "operands", "dS", "dQ"), [(False, 2048, 128, 768), (True, 1600, 128 + 128, 384)])
+def test_shared_memory_of_blocks_of_64_queries(pair: bool, operands: int, dS: int, dQ: int) -> None:
+    """A pair sends dS, too. TMA writes 320 and 4, lse and delta 128."""
+    design = BackwardDesign(192, 128, pair, queries=64, q_stages=1 if pair else 2, do_stages=1 if pair else 2)
+    clocks = clocks_a_block(Backward(design, B200))
+    assert clocks["shared memory"] == pytest.approx(operands + dS + dQ + 320 + 4 + 128, rel=0.02)
 
 
 def test_pieces_share_a_unit() -> None:
@@ -257,14 +267,15 @@ def test_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [256, 512, 1024, 2048, 4096, 8192, 16384])
-def test_pairs_are_chosen_where_they_pay(keys: int, causal: bool) -> None:
+@pytest.mark.parametrize(("d", "name"), [(128, ""), (192, "(192, 128) ")])
+def test_pairs_are_chosen_where_they_pay(d: int, name: str, keys: int, causal: bool) -> None:
     """Where they gain more than a sequence loses by them that is longer by one key."""
-    cases = (Case(DESIGNS[f"backward {n}-CTA"], causal, seqlen=keys) for n in (1, 2))
+    cases = (Case(DESIGNS[f"backward {name}{n}-CTA"], causal, seqlen=keys) for n in (1, 2))
     alone, pair = (case.tflops(case.predict()) for case in cases)
     lost = (keys + 2 * 128) / (keys + 128)
-    chosen = backward_config("bfloat16", 128, 128, Features(right=causal), keys=keys)
+    chosen = backward_config("bfloat16", d, 128, Features(right=causal), keys=keys)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
-    assert backward_config("bfloat16", 128, 128, Features(right=causal, left=True), keys=keys).ctas_a_tile == 1
+    assert backward_config("bfloat16", d, 128, Features(right=causal, left=True), keys=keys).ctas_a_tile == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -39,7 +39,7 @@ def _multiply(s: Statement) -> Effect:
     if kind == "f32x2":
         return _arithmetic(operator.mul)(s)
     if ".wide." in s.name:
-        wide = np.int64 if kind == "s32" else np.uint64
+        wide = TYPES[f"{kind[0]}{2 * int(kind[1:])}"]
         return s.compute(s.operands, [kind] * 2, lambda a, b: a.astype(wide) * b.astype(wide))
     return s.compute(s.operands, [kind] * 2, operator.mul)
 

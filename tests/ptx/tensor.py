@@ -157,14 +157,18 @@ def _left(cta: Cta, p: Product, rows: int) -> Array:
 def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Array:
     """16 of the columns that are summed over, of some rows, from where a descriptor says."""
     start, leading, stride = (descriptor >> bits << 4 & 0x3FFF0 for bits in (0, 16, 32))
-    if (descriptor >> 46 & 3, descriptor >> 49 & 7, descriptor >> 61) != (1, 0, 2):
+    if (descriptor >> 46 & 3, descriptor >> 49 & 7) != (1, 0) or descriptor >> 61 not in _ROW_BYTES:
         raise FaultError(f"another layout: {descriptor:#x}")
-    row, k = np.arange(rows)[:, None], np.arange(16)
+    row, k, row_bytes = np.arange(rows)[:, None], np.arange(16), _ROW_BYTES[descriptor >> 61]
     if is_transposed:
-        offsets = row % 64 * 2 + row // 64 * leading + k % 8 * 128 + k // 8 * stride
+        contiguous = row_bytes // 2
+        offsets = row % contiguous * 2 + row // contiguous * leading + k % 8 * row_bytes + k // 8 * stride
     else:
-        offsets = row % 8 * 128 + row // 8 * stride + k * 2
-    return cta.shared.view("u2")[swizzled(start + offsets)]
+        offsets = row % 8 * row_bytes + row // 8 * stride + k * 2
+    return cta.shared.view("u2")[swizzled(start + offsets, row_bytes)]
+
+
+_ROW_BYTES = {2: 128, 4: 64}  # of a swizzled layout, by its kind in descriptors
 
 
 def _floats(bits: Array, kind: int) -> Array:

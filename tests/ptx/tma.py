@@ -36,12 +36,13 @@ class Rows(NamedTuple):
     row_stride: int
     head_stride: int
     batch_stride: int
-    box: int  # rows of a copy, of 64 columns each
+    box: int  # rows of a copy
+    box_columns: int = 64  # of each, which are what a row has in shared memory
 
     def elements(self, coordinates: list[int]) -> tuple[Array, Array]:
         """Where the elements of a box are in global memory, and which of them there are."""
         column, row, head, *rest = coordinates
-        rows, columns = row + np.arange(self.box), column + np.arange(64)
+        rows, columns = row + np.arange(self.box), column + np.arange(self.box_columns)
         if len(rest) == 1:
             inside = rows < self.rows
             first = rest[0] * self.batch_stride
@@ -57,9 +58,9 @@ class Rows(NamedTuple):
         return first + rows[:, None] * self.row_stride + columns, inside[:, None] & (columns < self.columns)
 
 
-def swizzled(addresses: Array) -> Array:
-    """Which number of 16 bits of shared memory is at addresses of a swizzled tile."""
-    return ((addresses ^ (addresses >> 7 & 7) << 4) - SHARED) // 2
+def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
+    """Which number of 16 bits of shared memory is at addresses of a swizzled tile, of rows of 128 or 64 bytes."""
+    return ((addresses ^ (addresses >> 7 & row_bytes // 16 - 1) << 4) - SHARED) // 2
 
 
 @dataclass(kw_only=True)
@@ -104,7 +105,7 @@ class Box(Copy):
     @property
     def num_bytes(self) -> int:
         """Those behind the end of the tensor included."""
-        return 128 * self.tensor.box
+        return 2 * self.tensor.box * self.tensor.box_columns
 
     def load(self, cta: Cta) -> None:
         """With zeros behind the end of the tensor."""
@@ -218,13 +219,15 @@ def copy_box(s: Statement) -> Effect:
         address = int(shared(warp)[lane])
         if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
             raise FaultError(f"a box at {address}")
+        row_bytes = 2 * tensor.box_columns
+        rows = within_cta(address) + np.arange(tensor.box)[:, None] * row_bytes
         at_barrier = None if barrier is None else int(barrier(warp)[lane])
         if at_barrier is not None:  # of a pair's CTAs either one's may be told
             warp.cta.barrier(at_barrier, of_cluster="cta_group::2" in s.instruction.parts)
         box = Box(
             tensor=tensor,
             coordinates=[int(c(warp)[lane]) for c in coordinates],
-            shared=swizzled(within_cta(address) + np.arange(tensor.box)[:, None] * 128 + np.arange(64) * 2),
+            shared=swizzled(rows + np.arange(tensor.box_columns) * 2, row_bytes),
             barrier=at_barrier or 0,
         )
         _ask(warp, box, is_store=is_store)

@@ -8,6 +8,7 @@
     backward      bugs of the backward kernel
     columns       of the same, what is another under masks
     pair          bugs of that of pairs of CTAs, where it is another
+    wide_pair     of the same, what is another at (192, 128)
     two_walks     bugs of that of two walks, where it is another
     bias          bugs of the kernel of a bias's gradient
 
@@ -24,6 +25,7 @@ from tests.sm100_bugs.lists import LISTS
 from tests.sm100_bugs.pair import PAIR
 from tests.sm100_bugs.table import PAGE, Bug, Bugs, page, table
 from tests.sm100_bugs.two_walks import TWO_WALKS
+from tests.sm100_bugs.wide_pair import WIDE_PAIR
 
 # By kernels, in the order of the page.
 TABLES: dict[str, Bugs] = {
@@ -33,6 +35,7 @@ TABLES: dict[str, Bugs] = {
     "backward": BACKWARD,
     "backward under masks": COLUMNS,
     "pairs": PAIR,
+    "wide pairs": WIDE_PAIR,
     "two walks": TWO_WALKS,
     "bias": BIAS,
 }

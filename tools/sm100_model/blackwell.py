@@ -205,7 +205,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class BackwardDesign:
-    """What backward kernels differ in. A tile is 128 keys a CTA, a block 128 queries."""
+    """What backward kernels differ in. A tile is 128 keys a CTA."""
 
     d: int
     d_v: int
@@ -218,24 +218,26 @@ class BackwardDesign:
     overwrites: bool = False  # the first to add to a block, so that nobody needs to zero them
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
+    queries: int = _BLOCK  # of a block: as many as there are lanes, or half of them, and dQ is transposed
     q_stages: int = 2
+    do_stages: int = 1
     piece_columns: int = 32  # of tensor memory, of dQ that is put out and added together
     piece_stages: int = 2
 
 
 class Backward:
-    """A CTA with two compute warpgroups, 64 queries each, and one that drains dQ."""
+    """A CTA with two compute warpgroups, half of a block's queries each, and one that drains dQ."""
 
     def __init__(self, design: BackwardDesign, machine: Machine = B200) -> None:
         self.design = design
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
-        self.rows, self.columns, self.persistent = _BLOCK * self.ctas, _BLOCK, design.persistent
+        self.rows, self.columns, self.persistent = _BLOCK * self.ctas, design.queries, design.persistent
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", 1)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
         users = 1 if c.pair else 2
-        self.q, self.do = sm.ring("Q", c.q_stages, empty=users), sm.ring("dO", 1, empty=users)
+        self.q, self.do = sm.ring("Q", c.q_stages, empty=users), sm.ring("dO", c.do_stages, empty=users)
         self.q_columns, self.do_columns = sm.ring("Q by columns", 1), sm.ring("dO by columns", 1)
         self.stats = sm.ring("lse and delta", 2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
@@ -266,31 +268,39 @@ class Backward:
         c, step = self.design, 0
         for tile, (num, _) in enumerate(walks):
             yield self.keys.wait_empty(tile)
-            self.sm.load("K and V", 2 * _BLOCK * (c.d + c.d_v) * (1.5 if c.pair else 1), self.keys, tile)
+            self.sm.load("K and V", 2 * _BLOCK * (c.d + c.d_v + self._columns_of_keys), self.keys, tile)
             for _ in range(num):
                 if c.pair:
                     yield from self._load_halves(step)
                 else:
                     yield self.q.wait_empty(step)
-                    self.sm.load("Q", 2 * _BLOCK * c.d + 512, self.q, step)
+                    self.sm.load("Q", c.queries * (2 * c.d + 4), self.q, step)
                     yield self.do.wait_empty(step)
-                    self.sm.load("dO", 2 * _BLOCK * c.d_v + 512, self.do, step)
+                    self.sm.load("dO", c.queries * (2 * c.d_v + 4), self.do, step)
                 step += 1
+
+    @property
+    def _columns_of_keys(self) -> int:
+        """That a pair's CTA has of each 128 keys besides: twice those of dQ that it computes."""
+        c = self.design
+        if not c.pair:
+            return 0
+        return c.d if c.queries == _BLOCK else 2 * _BLOCK
 
     def _load_halves(self, step: int) -> Needs:
         """A block of each, half by rows and half by columns."""
         c = self.design
         yield self.q.wait_empty(step)
-        self.sm.load("Q", _BLOCK * c.d, self.q, step)
+        self.sm.load("Q", c.queries * c.d, self.q, step)
         yield self.stats.wait_empty(step)
-        self.sm.load("lse and delta", 1024, self.stats, step)
+        self.sm.load("lse and delta", 8 * c.queries, self.stats, step)
         for what, ring, columns in (
             ("dO", self.do, c.d_v),
             ("dO by columns", self.do_columns, c.d_v),
             ("Q by columns", self.q_columns, c.d),
         ):
             yield ring.wait_empty(step)
-            self.sm.load(what, _BLOCK * columns, ring, step)
+            self.sm.load(what, c.queries * columns, ring, step)
 
     def mma(self, walks: Sequence[Walk]) -> Needs:
         """A warp: S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1); a pair's dQ waits for the other CTA, behind dP."""
@@ -312,13 +322,13 @@ class Backward:
                     yield from self._dV(tile, step, i == 0)
                     step += 1
 
-    def _shared(self, columns: float) -> float:
-        """Clocks of shared memory for an operand of 128 rows; of those on the right a pair's CTA holds half."""
+    def _left(self, columns: float) -> float:
+        """Clocks of shared memory for an operand of 128 rows."""
         return self.sm.machine.bytes_shared(2.0 * _BLOCK * columns)
 
-    @property
-    def _right(self) -> float:
-        return 0.5 if self.design.pair else 1.0
+    def _right(self, columns: float) -> float:
+        """The same for one of a block's queries, of which a pair's CTA holds half."""
+        return self.sm.machine.bytes_shared(2.0 * self.design.queries * columns) / self.ctas
 
     def _scores(self, step: int) -> Needs:
         c, m = self.design, self.sm.machine
@@ -329,8 +339,8 @@ class Backward:
         self.sm.products.issue(
             "mma",
             "S",
-            m.product(_BLOCK, _BLOCK, c.d),
-            self._shared(c.d) * (1 + self._right),
+            m.product(_BLOCK, c.queries, c.d),
+            self._left(c.d) + self._right(c.d),
             [lambda: self.s.arrive(step), *([lambda: self.q.release(step)] if c.pair else [])],
         )
 
@@ -342,7 +352,7 @@ class Backward:
             ring = self.q_columns
             yield ring.wait_full(step)
         then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dK", m.product(_BLOCK, c.d, _BLOCK), self._shared(c.d) * self._right, then)
+        self.sm.products.issue("mma", "dK", m.product(_BLOCK, c.d, c.queries), self._right(c.d), then)
 
     def _dQ(self, tile: int, step: int, is_last: bool) -> Needs:
         c, m = self.design, self.sm.machine
@@ -354,9 +364,13 @@ class Backward:
         then = [lambda: self.dq.arrive(step), self.ds_free.arrive]
         if is_last:
             then += [lambda: self.keys.release(tile), lambda: self.sums.arrive(tile)]
-        # A pair's CTA has 64 queries and the keys of both.
-        operands = self._shared(_BLOCK) + self._shared(c.d)
-        self.sm.products.issue("mma", "dQ", m.product(_BLOCK, c.d, _BLOCK), operands, then)
+        if c.queries == _BLOCK:  # a pair's CTA has 64 queries and the keys of both
+            clocks, operands = m.product(_BLOCK, c.d, _BLOCK), self._left(_BLOCK) + self._left(c.d)
+        else:  # 128 columns of dQ at a time, a pair's CTA once, and of the keys of both
+            times, keys = 1 if c.pair else -(-c.d // _BLOCK), _BLOCK * self.ctas
+            clocks = times * m.product(_BLOCK, c.queries, keys)
+            operands = times * (self._left(keys) + self._right(keys))
+        self.sm.products.issue("mma", "dQ", clocks, operands, then)
 
     def _dP(self, step: int) -> Needs:
         c, m = self.design, self.sm.machine
@@ -367,8 +381,8 @@ class Backward:
         self.sm.products.issue(
             "mma",
             "dP",
-            m.product(_BLOCK, _BLOCK, c.d_v),
-            self._shared(c.d_v) * (1 + self._right),
+            m.product(_BLOCK, c.queries, c.d_v),
+            self._left(c.d_v) + self._right(c.d_v),
             [lambda: self.dp.arrive(step), *([lambda: self.do.release(step)] if c.pair else [])],
         )
 
@@ -382,12 +396,12 @@ class Backward:
             ring = self.do_columns
             yield ring.wait_full(step)
         then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dV", m.product(_BLOCK, c.d_v, _BLOCK), self._shared(c.d_v) * self._right, then)
+        self.sm.products.issue("mma", "dV", m.product(_BLOCK, c.d_v, c.queries), self._right(c.d_v), then)
 
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: a key a thread, half of the queries."""
         c, sm, me = self.design, self.sm, f"compute {g}"
-        elements, step = _BLOCK / 2, 0
+        elements, step = c.queries / 2, 0
         half = 128 * elements  # elements of the warpgroup
         for tile, (num, masked) in enumerate(walks):
             for i in range(num):
@@ -441,18 +455,23 @@ class Backward:
         """Half of dS to the other CTA, as half of its comes here."""
         sm = self.sm
         yield sm.machine.load / 2
-        yield from sm.simulation.work("exchange", "dS", {sm.shared: 2 * sm.machine.bytes_shared(_BLOCK * _BLOCK)})
+        yield from sm.simulation.work(
+            "exchange", "dS", {sm.shared: 2 * sm.machine.bytes_shared(_BLOCK * self.design.queries)}
+        )
         self.ds_exchanged.arrive()
 
     @property
     def _piece(self) -> float:
-        """Bytes of a piece of dQ."""
-        return 4.0 * _BLOCK * self.design.piece_columns
+        """Bytes of a piece of dQ: of all lanes, or of those whose columns are added together."""
+        c, lanes = self.design, _BLOCK
+        if c.queries < _BLOCK:
+            lanes = c.d // 2 if c.pair else _BLOCK // 2
+        return 4.0 * lanes * c.piece_columns
 
     @property
     def _pieces(self) -> int:
-        """In which a block of dQ is put out: half of the queries, if the CTA is one of a pair."""
-        return self.design.d // self.ctas // self.design.piece_columns
+        """In which a block of dQ is put out: half of it, if the CTA is one of a pair."""
+        return round(4 * self.design.queries * self.design.d / self.ctas / self._piece)
 
     def drain(self, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: dQ from tensor memory into shared memory."""

@@ -95,6 +95,8 @@ _192_PAIR = replace(_192, stages=4, o_over_q=False, pair=True)
 _PAIR = replace(_OURS, pair=True, stages=8)
 _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
 _BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
+_BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
+_BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
 _NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
@@ -111,6 +113,8 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "backward 2-CTA": _BACKWARD_PAIR,
     "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),
     "backward d = 64": replace(_BACKWARD, d=64, d_v=64, own_columns=True),
+    "backward (192, 128) 1-CTA": _BACKWARD_192,
+    "backward (192, 128) 2-CTA": _BACKWARD_192_PAIR,
 }
 
 # What one change alone does to a design.
@@ -127,6 +131,7 @@ CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | Backwar
     "forward d = 256: 2-CTA": (_WIDE, _WIDE_PAIR),
     "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
     "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
+    "backward (192, 128): 2-CTA": (_BACKWARD_192, _BACKWARD_192_PAIR),
     "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),
     "backward: a warp waits for turns (in the plan)": (replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR),
     "the same, 1-CTA": (replace(_BACKWARD, turns_ahead=False), _BACKWARD),

@@ -298,7 +298,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def counters(self) -> tuple[int, int]:
-        """One a CTA, which has some rows of a block of queries.
+        """One a CTA, which has some rows of a block of queries, or some columns.
 
         Of keys one a warpgroup that computes, and a walk, at whose end they are added.
         """
@@ -313,6 +313,11 @@ class BackwardConfig(BackwardSizes):
     def queries(self) -> int:
         """Of a block, that a warpgroup computes with."""
         return self.tile_m // COMPUTE_WARPGROUPS
+
+    @property
+    def queries_shared(self) -> int:
+        """Of a block, that a CTA has in shared memory by rows, and dS of for dQ."""
+        return self.tile_m // self.ctas_a_tile
 
     # The map of tensor memory. Weights and gradients of scores, of 16 bits, lie where their scores, or gradients of
     # weights, have been: those of each warpgroup in the first half of its own columns.
@@ -344,14 +349,15 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def parts_dQ(self) -> int:
-        """Products that dQ is."""
-        return -(-self.tile_d // PART_ROWS) if self.transposes_dQ else 1
+        """Products that dQ is. One of a pair has the lanes of both CTAs."""
+        return -(-self.tile_d // (PART_ROWS * self.ctas_a_tile)) if self.transposes_dQ else 1
 
     @property
     def columns_dQ(self) -> int:
         """Of tensor memory, that each of them takes.
 
-        A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's.
+        A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's;
+        or of a dQ that is transposed one of two parts, which are computed together.
         """
         return self.tile_m if self.transposes_dQ else self.tile_d // self.ctas_a_tile
 
@@ -365,16 +371,28 @@ class BackwardConfig(BackwardSizes):
         return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
 
     @property
+    def _has_place_of_dQ(self) -> bool:
+        """Whether all of dQ has columns that nothing else needs."""
+        return self._end + self.parts_dQ * self.columns_dQ <= TENSOR_COLUMNS
+
+    @property
     def dQ_over_dP(self) -> bool:
         """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
-        return self.ctas_a_tile == 1 and self._end + self.parts_dQ * self.columns_dQ > TENSOR_COLUMNS
+        return self.ctas_a_tile == 1 and not self._has_place_of_dQ
+
+    @property
+    def dQ_over_S(self) -> bool:
+        """Whether dQ takes the place of scores, between the weights of two warpgroups."""
+        return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
+
+    @property
+    def weights_apart(self) -> int:
+        """Columns of tensor memory from the first warpgroup's weights to the second's."""
+        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S else self.queries
 
     def first_dQ(self, part: int = 0) -> int:
-        """The first column of dQ, or of one of its parts.
-
-        That of a pair takes the place of scores, between the weights of two warpgroups.
-        """
-        if self.ctas_a_tile == 2:
+        """The first column of dQ, or of one of its parts."""
+        if self.dQ_over_S:
             return self.first_S + SCORE_COLUMNS // 4
         if self.dQ_over_dP:
             return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
@@ -386,9 +404,26 @@ class BackwardConfig(BackwardSizes):
         return 32 // self.ctas_a_tile
 
     @property
+    def piece_lanes(self) -> int:
+        """Of tensor memory, that a piece of dQ has; if dQ is transposed, its columns, of a pair half of all."""
+        if not self.transposes_dQ:
+            return PART_ROWS
+        return PART_ROWS // 2 if self.ctas_a_tile == 1 else self.tile_d // CTAS
+
+    @property
+    def piece_numbers(self) -> int:
+        """Of a piece of dQ."""
+        return self.piece_lanes * self.piece_columns
+
+    @property
     def pieces_dQ(self) -> int:
         """In which a CTA's part of a block of dQ goes through shared memory."""
-        return self.tile_d // self.ctas_a_tile // self.piece_columns
+        return self.tile_m * self.tile_d // self.ctas_a_tile // self.piece_numbers
+
+    @property
+    def columns_of_keys(self) -> int:
+        """That a CTA of a pair has of the keys of both: those of dQ that it computes, from 64 times its rank on."""
+        return PART_ROWS if self.transposes_dQ else self.tile_d // CTAS
 
     @property
     def pieces_dK(self) -> int:
@@ -404,15 +439,15 @@ class BackwardConfig(BackwardSizes):
     def bytes_shared(self) -> int:
         """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
 
-        A CTA of a pair has half of Q and of dO, by rows, and again by columns, half of the pair's K by columns as well,
+        A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
         and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
         """
         keys = self.kv_stages * PART_ROWS * (self.tile_d + self.tile_dv)
         queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
         numbers = keys + queries + PART_ROWS * self.tile_m
         if self.ctas_a_tile == 2:
-            numbers += PART_ROWS * self.tile_d + PART_ROWS * self.tile_m // 2
-        return 2 * numbers + 4 * DQ_STAGES * self.tile_m * self.piece_columns + _BARRIERS_AND_STATS
+            numbers += self.tile_n * self.columns_of_keys + PART_ROWS * self.queries_shared
+        return 2 * numbers + 4 * DQ_STAGES * self.piece_numbers + _BARRIERS_AND_STATS
 
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
@@ -444,6 +479,8 @@ _BACKWARD_TILES = (
     _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
     _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias listed")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
+    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
+    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),

@@ -31,8 +31,12 @@ def tiled_mma(
 
 
 def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """(rows, columns, ...) in shared memory, 64 columns of a row contiguous: for TMA, and as A or as B of products."""
-    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, dtype)
+    """(rows, columns, ...) in shared memory, for TMA, and as A or as B of products.
+
+    Of a row 64 columns are contiguous, or 32 where there are not a multiple of 64.
+    """
+    kinds = tcgen05.SmemLayoutAtomKind
+    atom = tcgen05.make_smem_layout_atom(kinds.K_SW64 if shape[1] % 64 else kinds.K_SW128, dtype)
     return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
 
 
@@ -48,12 +52,16 @@ def operand(x: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 | int) -> None:
-    """Numbers of 16 bits into a row of a swizzled tile of 64 columns, which begins at a multiple of 1024 bytes.
+    """Numbers of 16 bits into a row of a swizzled tile of 64 or 32 columns, which begins at a multiple of 1024 bytes.
 
-    Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits. The
-    compiler, which does not know that, would keep eight addresses, and does so if it can compute them ahead of time.
+    Of a row of 128 bytes the swizzle exchanges vectors of 16, by an exclusive or with the row's last three bits, of one
+    of 64 bytes with the two bits ahead of the last. The compiler, which does not know that, would keep an address for
+    each vector, and does so if it can compute them ahead of time.
     """
-    first = opaque(row * 128 + row % 8 * 16)
+    if const_expr(cute.size(sX, mode=[1]) == 32):
+        first = opaque(row * 64 + row // 2 % 4 * 16)
+    else:
+        first = opaque(row * 128 + row % 8 * 16)
     for i in cutlass.range_constexpr(cute.size(numbers) // 8):
         address = sX.iterator.toint() + (first ^ (16 * (column // 8 + i)))
         place = cute.make_ptr(numbers.element_type, address, cute.AddressSpace.smem, assumed_align=16)

@@ -193,7 +193,9 @@ class BackwardCtaSm100:
         elif warp_idx < frame.MMA_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
-            rounding = round_transposed if const_expr(c.transposes_dQ) else partial(round_block, parts=c.ctas_a_tile)
+            rounding = partial(round_block, parts=c.ctas_a_tile)
+            if const_expr(c.transposes_dQ):
+                rounding = partial(round_transposed, part_columns=c.piece_lanes)
             rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:

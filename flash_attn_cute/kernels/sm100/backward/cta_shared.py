@@ -145,7 +145,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.piece_columns * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.piece_numbers * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
@@ -207,7 +207,7 @@ class Shared(ToldTiles):
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * c.piece_columns, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.piece_numbers, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,

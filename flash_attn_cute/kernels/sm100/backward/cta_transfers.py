@@ -128,14 +128,7 @@ class Transfers:
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
                         self._await_place(rings, step, i)
-                        place, first = shared.dQ[None, i % DQ_STAGES].iterator, i * c.piece_columns
-                        if const_expr(c.transposes_dQ):
-                            half = (first - c.first_row_dQ(part)) // TRANSPOSED
-                            if thread // TRANSPOSED == half:
-                                some = numbers[first % TRANSPOSED : first % TRANSPOSED + c.piece_columns]
-                                put(some, by_fours(place, c.piece_columns, TRANSPOSED), thread % TRANSPOSED)
-                        else:
-                            put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
+                        self._put(shared, numbers, part, i, thread)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         rings.put_out(c, step, i)
                 step += 1
@@ -144,8 +137,27 @@ class Transfers:
     def _pieces(self, part: int) -> tuple[int, int]:
         """The first piece of a part of dQ, and the one behind its last one."""
         c = self.config
-        num = PART_ROWS // c.piece_columns if c.transposes_dQ else c.pieces_dQ
+        num = c.pieces_dQ if c.parts_dQ == 1 else PART_ROWS // c.piece_columns
         return part * num, min((part + 1) * num, c.pieces_dQ)
+
+    @cute.jit
+    def _put(
+        self,
+        shared: Shared,
+        numbers: cutlass.Constexpr,
+        part: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        thread: Int32,
+    ) -> None:
+        """What a thread has of the i-th piece of dQ, of its numbers of a part."""
+        c, place, first = self.config, shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns
+        if const_expr(c.transposes_dQ):
+            which = (first - c.first_row_dQ(part)) // c.piece_lanes
+            if thread // c.piece_lanes == which:
+                some = numbers[first % TRANSPOSED : first % TRANSPOSED + c.piece_columns]
+                put(some, by_fours(place, c.piece_columns, c.piece_lanes), thread % c.piece_lanes)
+        else:
+            put(numbers[first : first + c.piece_columns], by_fours(place, c.piece_columns), thread)
 
     def _await_place(self, rings: Rings, step: Int32, i: int) -> None:
         """Until what was in the place of a step's i-th piece of dQ has been read: a piece of this step, or the last.
@@ -185,11 +197,11 @@ class Transfers:
     def _add_block(self, ws: Workspace, shared: Shared, which: Int32, step: Int32, block: Int32, turn: Int32) -> None:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
         c, ring = self.config, shared.rings.pieces(which)
-        num = c.tile_m * c.piece_columns
+        num = c.piece_numbers
         counter = turns.counter(ws.mTurnsQ, shared.rank, 0, block)
         turns.wait(counter, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
-        own = shared.rank * (PART_ROWS * c.columns_dQ)  # where this CTA's part of the block begins
+        own = shared.rank * (c.pieces_dQ * num)  # where this CTA's part of the block begins
         target = cute.domain_offset((0, Int64(block), own), ws.mdQaccum).iterator.toint()
         for i in cutlass.range_constexpr(c.pieces_dQ):
             piece = piece_number(c, step, i)

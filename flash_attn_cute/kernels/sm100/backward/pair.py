@@ -1,35 +1,46 @@
-"""Attention backward on Blackwell at d = 128, by pairs of CTAs: a tile of 256 keys is the work of a cluster of two.
+"""Attention backward on Blackwell by pairs of CTAs: a tile of 256 keys is the work of a cluster of two.
 
-The tensor cores of a pair compute products together (``cta_group::2``). Each CTA holds its half of what a product sums
-in its own tensor memory, and reads of the right operand only its own half from shared memory: the other half comes from
-the other CTA. As shared memory is what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs
-with 128 keys each. (All of this is FlashAttention-4's.)
+At d = d_v = 128, and at (192, 128), where blocks have 64 queries, as in ``cta``. The tensor cores of a pair compute
+products together (``cta_group::2``). Each CTA holds its half of what a product sums in its own tensor memory, and reads
+of the right operand only its own half from shared memory: the other half comes from the other CTA. As shared memory is
+what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs with 128 keys each. (All of this
+is FlashAttention-4's, at d = 128.)
 
 A CTA has the roles of ``cta``, each with the same warps, and but for what follows does what is said there:
-    warps 0 .. 3             drain: dQ of half of a step's queries, which the CTA computes over the keys of both.
+    warps 0 .. 3             drain: dQ of half of a step's queries, or half of its columns, which the CTA computes over
+                             the keys of both.
     warps 4 .. 7, 8 .. 11    compute: a thread has one of the CTA's 128 keys, and half of a step's queries.
     warp 12                  mma: the leader's (rank 0) issues the products of both. The second CTA's passes on to the
                              leader that dS has come from there.
     warp 13                  producer: the leader's chooses tiles, and tells both CTAs. Each loads for its own CTA.
     warps 14, 15             add the CTA's half of dQ to the workspace. Each half has turns of its own.
 
-Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s):
+Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s); m is a block's queries:
                           sum, in tensor memory         left                               right, in shared memory
-    S' = K Q'             keys r x 128 queries          K: keys r x d                      Q: queries r x d
-    dP' = V dO'           keys r x 128 queries          V: keys r x d                      dO: queries r x d
-    dV += P' dO           keys r x d                    P', tensor memory: keys r          dO: 128 queries x columns r
-    dK += dS' Q           keys r x d                    dS', tensor memory: keys r         Q: 128 queries x columns r
+    S' = K Q'             keys r x m queries            K: keys r x d                      Q: queries r x d
+    dP' = V dO'           keys r x m queries            V: keys r x d_v                    dO: queries r x d_v
+    dV += P' dO           keys r x d_v                  P', tensor memory: keys r          dO: m queries x columns r
+    dK += dS' Q           keys r x d                    dS', tensor memory: keys r         Q: m queries x columns r
     dQ = dS K             queries r x d                 dS: 256 keys x queries r           K: 256 keys x columns r
+    or dQ' = K' dS        128 columns x m queries       K: 256 keys x 128 columns          dS: 256 keys x queries r
 So Q, dO and K are there twice, split along either dimension. One descriptor serves both CTAs: the same operand lies at
-the same place in both. For dQ, the compute warpgroup that has the other CTA's queries sends its dS there, a warp 4 KB.
+the same place in both. For dQ, the compute warpgroup that has the other CTA's queries sends its dS there, a warp 4 KB,
+or 2.
 
-Shared memory, in KB: K 32, K by columns 32, V 32, Q and dO 16 each, by columns 16 each, dS 32, dS to be sent 16, pieces
-of dQ 16: 224, and less than 3 of barriers, lse and delta. There is one stage of each.
+Of (192, 128) dQ is transposed, as 64 queries are not as many as the lanes of both CTAs. The product has 256 lanes for
+192 columns: CTA r computes columns 64 r .. 64 r + 127, and adds columns 96 r .. 96 r + 95, which are its first lanes or
+its last. Half of 192 columns of Q, and 32 queries of dS, are not a multiple of 64: of a row 32 are contiguous there.
 
-Tensor memory (512 columns): S 0; dV 128; dP 256; dK 384. P takes the place of S, the first warpgroup's the first
-quarter, the second's the last, and dS that of dP as in ``cta``. dQ has 64 columns (64 queries, whose columns 64 .. 127
-are in lanes 64 .. 127), in the two quarters of S that P leaves. So it may be computed when S has been read, and the
-next S when dQ has.
+Shared memory, in KB. There is one stage of each, and less than 3 of barriers, lse and delta:
+                   K    K by columns    V    Q, by columns    dO, by columns    dS    dS to be sent    pieces of dQ
+    d = 128       32    32             32    16, 16           16, 16            32    16               16: 224
+    (192, 128)    48    64             32    12, 12            8, 8             16     8               12: 220
+
+Tensor memory (512 columns) at d = 128: S 0; dV 128; dP 256; dK 384. P takes the place of S, the first warpgroup's the
+first quarter, the second's the last, and dS that of dP as in ``cta``. dQ has 64 columns (64 queries, whose columns from
+64 on are in lanes from 64 on), in the two quarters of S that P leaves. So it may be computed when S has been read, and
+the next S when dQ has. At (192, 128): S 0; dV 64; dP 192; dK 256; dQ 448, a place of its own. P and dS are as in
+``cta``.
 
 Rings, as in ``cta``. Barriers of a side that is marked * count in the leader alone, for both CTAs: TMA of both brings
 its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own; commits arrive in both.
@@ -43,17 +54,28 @@ its bytes to the leader's barrier, and warps of both arrive there. All others ar
     do           1       steps     1 + bytes*, TMA of both                  1, commit of dP
     do_columns   1       steps     1 + bytes*, TMA of both                  1, commit of dV
     stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
-    scores       1       steps     1, commit of S                           16*, compute: S is read
+    scores       1       steps     1, commit of S                           16*, compute: S is read; at d = 128 alone
     weights      1       steps     16*, compute: P is there                 nobody: products are done in their order
     dp           1       steps     1, commit of dP                          16*, compute: dS is there
     exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
     dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
-    pieces       2 x 2   pieces    4, drain: 16 columns of dQ               1, the adding warp: TMA has read them
+    pieces       2 x 2   pieces    4, drain: 16 columns, or queries, of dQ  1, the adding warp: TMA has read them
     dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
 
 The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1): dQ waits for dS from the other CTA. That the
 last dQ is done, which compute warps wait for before they write dS, tells each that all of its dS in shared memory has
 been read, that which it has sent, and the other CTA's, where it sends the next one.
+
+Clocks of 128 keys and 64 queries at (192, 128), by counting (8192 FLOP, 128 bytes of shared memory and 25 bytes added
+to global memory a clock):
+                       alone    as a pair
+    tensor cores       1792     1792
+    shared memory      3396     2692
+        operands       2048     1600
+        loads, stats    452      452
+        dS              128      256
+        dQ              768      384
+    additions to dQ    1966      983
 
 The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
 to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
@@ -81,15 +103,9 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Mmas, halves
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
-from flash_attn_cute.kernels.sm100.backward.pair_shared import (
-    HALF,
-    OUT,
-    PairShared,
-    layouts_of,
-    storage_of,
-)
+from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, SCORE_COLUMNS, BackwardConfig
+from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, swizzled, tiled_mma, transposed
 
 
@@ -110,26 +126,26 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
+        rows_dQ, columns_dQ = _shape_of_dQ(c)
         mmas = Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
-            dV=(by_columns := tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both)),
-            dK=by_columns,
-            dQ=tiled_mma(dtype, mn_major, c.tile_d, shared, mn_major, c.tile_m, both),
+            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, c.tile_n, both),
+            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both),
+            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, mn_major, rows_dQ, both),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
-        columns = c.tile_d // CTAS
-        keys, keys_by_columns, out = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, columns, O_COLUMNS))
         leaves_wide = c.features.wide  # from registers
+        sK, sV, piece = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, c.tile_dv, O_COLUMNS))
         tma = BackwardTiles(
-            Q=make_row_tiles(load, mQ, layouts.sQ, (HALF, c.tile_d), packed),
-            Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, columns), packed),
-            dO=make_row_tiles(load, mdO, layouts.sdO, (HALF, c.tile_d), packed),
-            dO_columns=make_row_tiles(load, mdO, layouts.sdO_columns, (c.tile_m, columns), packed),
-            K=make_row_tiles(load, mK, keys, (PART_ROWS, c.tile_d), packed),
-            K_columns=make_row_tiles(load, mK, keys_by_columns, (PART_ROWS, columns), packed),
-            V=make_row_tiles(load, mV, keys, (PART_ROWS, c.tile_d), packed),
-            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, out, (PART_ROWS, O_COLUMNS), packed),
-            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, out, (PART_ROWS, O_COLUMNS), packed),
+            Q=make_row_tiles(load, mQ, layouts.sQ, (c.queries_shared, c.tile_d), packed),
+            Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, c.tile_d // CTAS), packed),
+            dO=make_row_tiles(load, mdO, layouts.sdO, (c.queries_shared, c.tile_dv), packed),
+            dO_columns=make_row_tiles(load, mdO, layouts.sdO_columns, (c.tile_m, c.tile_dv // CTAS), packed),
+            K=make_row_tiles(load, mK, sK, (PART_ROWS, c.tile_d), packed),
+            K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
+            V=make_row_tiles(load, mV, sV, (PART_ROWS, c.tile_dv), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, piece, (PART_ROWS, O_COLUMNS), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, piece, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         pairs = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // CTAS)
@@ -165,9 +181,10 @@ class BackwardPairSm100(BackwardCtaSm100):
             rings.k.wait_full(walk)  # from producers
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from producers
-                # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last one.
-                rings.dq.wait_empty(step - cutlass.min(i, 1))
-                tensor_memory.after_sync()
+                if const_expr(c.dQ_over_S):
+                    # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last.
+                    rings.dq.wait_empty(step - cutlass.min(i, 1))
+                    tensor_memory.after_sync()
                 products.start_S()
                 commit_to_both(rings.q.empty(step))  # to producers
                 commit_to_both(rings.scores.full(step))  # to compute warps
@@ -180,7 +197,8 @@ class BackwardPairSm100(BackwardCtaSm100):
                 commit_to_both(rings.do.empty(step))  # to producers
                 commit_to_both(rings.dp.full(step))  # to compute warps
                 if i > 0:
-                    rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
+                    if const_expr(c.dQ_over_S):
+                        rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
                     self._start_dQ(products, shared, walk, step - 1, i == 1)
                 rings.weights.wait_full(step)  # from compute warps
                 rings.do_columns.wait_full(step)  # from producers
@@ -192,7 +210,8 @@ class BackwardPairSm100(BackwardCtaSm100):
                 step += 1
             commit_to_both(rings.dv.full(walk))  # to compute warps
             self._start_dK(products, shared, walk, step - 1, num_steps == 1)
-            rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
+            if const_expr(c.dQ_over_S):
+                rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
             self._start_dQ(products, shared, walk, step - 1, num_steps == 1)
             commit_to_both(rings.k_columns.empty(walk))  # to producers
             commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
@@ -214,6 +233,8 @@ class BackwardPairSm100(BackwardCtaSm100):
     def _start_dQ(self, products: "_Products", shared: PairShared, walk: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dQ of a step, which may be its tile's first."""
         rings = shared.rings
+        if const_expr(not self.config.dQ_over_S):
+            rings.dq.wait_empty(step)  # from drain warps: they have the dQ of the step before
         rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
         rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
         if is_first:
@@ -246,10 +267,10 @@ class BackwardPairSm100(BackwardCtaSm100):
         stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
         self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
         scores = tensor_memory.load(place, c.queries)
-        tensor_memory.before_sync()
-        rings.scores.release(step)  # to the mma warp: S is read
-        # The first warpgroup's weights in the first quarter, the second one's in the last: dQ has those in between.
-        weights, place = [], work.address + (c.first_S + _BETWEEN * work.warpgroup)
+        if const_expr(c.dQ_over_S):
+            tensor_memory.before_sync()
+            rings.scores.release(step)  # to the mma warp: S is read
+        weights, place = [], work.address + (c.first_S + c.weights_apart * work.warpgroup)
         for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
             some = scores[first : first + COLUMNS]
             in_pairs, times_slope = self.scores.weights(work, some, first, shared.lse[None, stage])
@@ -281,7 +302,10 @@ class _PairScores(Scores):
         return work.shared.sdS[None, None, place], 0
 
 
-_BETWEEN = SCORE_COLUMNS // 4 * 3  # columns from the place of the first warpgroup's weights to that of the second's
+def _shape_of_dQ(config: BackwardConfig) -> tuple[int, int]:
+    """Rows and columns of the product of a pair: its queries and columns, or lanes for columns, and its queries."""
+    c = config
+    return (CTAS * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
 
 
 @dataclass(frozen=True)
@@ -304,8 +328,11 @@ class _Products:
     @staticmethod
     def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
         """Those of all operands in shared memory."""
-        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, HALF, CTAS), (0, 0, 0)))
+        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, config.queries_shared, CTAS), (0, 0, 0)))
         dS = cute.group_modes(dS, 1, 3)  # (its queries, keys of both CTAs)
+        of_dS, of_K = mmas.dQ.make_fragment_A, mmas.dQ.make_fragment_B
+        if config.transposes_dQ:
+            of_dS, of_K = of_K, of_dS
         return _Products(
             config=config,
             mmas=mmas,
@@ -315,9 +342,9 @@ class _Products:
             tPrV=mmas.S.make_fragment_A(operand(shared.sV[None, None, 0])),
             tPrdO=mmas.S.make_fragment_B(operand(shared.sdO)),
             tVrdO=mmas.dV.make_fragment_B(operand(transposed(shared.sdO_columns))),
-            tKrQ=mmas.dV.make_fragment_B(operand(transposed(shared.sQ_columns))),
-            tQrdS=mmas.dQ.make_fragment_A(operand(dS)),
-            tQrK=mmas.dQ.make_fragment_B(operand(transposed(shared.sK_columns))),
+            tKrQ=mmas.dK.make_fragment_B(operand(transposed(shared.sQ_columns))),
+            tQrdS=of_dS(operand(dS)),
+            tQrK=of_K(operand(transposed(shared.sK_columns))),
         )
 
     def start_S(self) -> None:
@@ -333,19 +360,20 @@ class _Products:
     def start_dV(self, accumulates: Boolean) -> None:
         """DV += P' dO."""
         c, mma = self.config, self.mmas.dV
-        weights = halves(c, mma, self.memory + c.first_S, _BETWEEN)
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_d), weights, self.tVrdO, accumulates)
+        weights = halves(c, mma, self.memory + c.first_S, c.weights_apart)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_dv), weights, self.tVrdO, accumulates)
 
     def start_dK(self, accumulates: Boolean) -> None:
         """DK += dS' Q."""
-        c, mma = self.config, self.mmas.dV
+        c, mma = self.config, self.mmas.dK
         dS = halves(c, mma, self.memory + c.first_dP)
         gemm(mma, self._sum(mma, c.first_dK, c.tile_n, c.tile_d), dS, self.tKrQ, accumulates)
 
     def start_dQ(self) -> None:
-        """DQ = dS K."""
+        """DQ = dS K, or dQ' = K' dS."""
         c, mma = self.config, self.mmas.dQ
-        gemm(mma, self._sum(mma, c.first_dQ(), c.tile_m, c.tile_d), self.tQrdS, self.tQrK, Boolean(False))
+        a, b = (self.tQrK, self.tQrdS) if c.transposes_dQ else (self.tQrdS, self.tQrK)
+        gemm(mma, self._sum(mma, c.first_dQ(), *_shape_of_dQ(c)), a, b, Boolean(False))
 
     def _sum(self, mma: cute.TiledMma, first: int, rows: int, columns: int) -> cute.Tensor:
         """A CTA's part of some rows and columns, from a column of tensor memory on, as a product's result."""

@@ -23,7 +23,6 @@ from flash_attn_cute.kernels.sm100.config import (
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
-HALF = PART_ROWS // CTAS  # queries of a block, of which a CTA computes dQ
 STATS_STAGES = 2  # blocks whose lse and delta are in shared memory
 OUT = CTAS  # the place of dS that is to be sent
 
@@ -33,26 +32,26 @@ class PairLayouts(NamedTuple):
 
     sK: cute.ComposedLayout  # (its keys, d, 1)
     sK_columns: cute.ComposedLayout  # (all keys, its columns)
-    sV: cute.ComposedLayout  # (its keys, d, 1)
+    sV: cute.ComposedLayout  # (its keys, d_v, 1)
     sQ: cute.ComposedLayout  # (its queries, d)
     sQ_columns: cute.ComposedLayout  # (all queries, its columns)
-    sdO: cute.ComposedLayout  # (its queries, d)
+    sdO: cute.ComposedLayout  # (its queries, d_v)
     sdO_columns: cute.ComposedLayout  # (all queries, its columns)
     sdS: cute.ComposedLayout  # (keys of a CTA, queries of one, 3): its queries by each CTA's keys, and what is sent
 
 
 def layouts_of(config: BackwardConfig, dtype: type) -> PairLayouts:
     """How operands lie in shared memory; made anew on the host's and on the kernel's side."""
-    c, columns = config, config.tile_d // CTAS
+    c = config
     return PairLayouts(
         sK=swizzled(dtype, (PART_ROWS, c.tile_d, 1)),
-        sK_columns=swizzled(dtype, (c.tile_n, columns)),
-        sV=swizzled(dtype, (PART_ROWS, c.tile_d, 1)),
-        sQ=swizzled(dtype, (HALF, c.tile_d)),
-        sQ_columns=swizzled(dtype, (c.tile_m, columns)),
-        sdO=swizzled(dtype, (HALF, c.tile_d)),
-        sdO_columns=swizzled(dtype, (c.tile_m, columns)),
-        sdS=swizzled(dtype, (PART_ROWS, HALF, CTAS + 1)),
+        sK_columns=swizzled(dtype, (c.tile_n, c.columns_of_keys)),
+        sV=swizzled(dtype, (PART_ROWS, c.tile_dv, 1)),
+        sQ=swizzled(dtype, (c.queries_shared, c.tile_d)),
+        sQ_columns=swizzled(dtype, (c.tile_m, c.tile_d // CTAS)),
+        sdO=swizzled(dtype, (c.queries_shared, c.tile_dv)),
+        sdO_columns=swizzled(dtype, (c.tile_m, c.tile_dv // CTAS)),
+        sdS=swizzled(dtype, (PART_ROWS, c.queries_shared, CTAS + 1)),
     )
 
 
@@ -88,7 +87,8 @@ class PairRings(Rings):
         # An arrival, and of the second CTA the bytes that it announces.
         self.tiles.init(full=1, empty=CTAS * (compute + drain + mma + producer + ADDING_WARPS))
         for ring in (self.k, self.v):
-            ring.init(full=1, empty=config.pieces_dK)  # an arrival with the bytes announced; what took its place left
+            # An arrival with the bytes announced; what took its place left, of which each warpgroup had pieces.
+            ring.init(full=1, empty=COMPUTE_WARPGROUPS)
         for ring in (self.k_columns, self.q, self.q_columns, self.do, self.do_columns):
             ring.init(full=1, empty=1)  # likewise; a commit
         self.stats.init(full=1, empty=compute)  # likewise; lse and delta are read
@@ -100,7 +100,7 @@ class PairRings(Rings):
         for ring in (self.pieces_even, self.pieces_odd):
             ring.init(full=drain, empty=1)
         for ring in (self.dv, self.dk):
-            ring.init(full=1, empty=CTAS * 4 * config.pieces_dK)  # a commit; the warps that have read it
+            ring.init(full=1, empty=CTAS * compute)  # a commit; the warps that have read it
 
 
 def storage_of(config: BackwardConfig, dtype: type, layouts: PairLayouts) -> type:
@@ -123,7 +123,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: PairLayouts) -> typ
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdO_columns: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO_columns)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.piece_columns * DQ_STAGES], 1024]
+        dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.piece_numbers * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
     return Storage
@@ -133,9 +133,9 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: PairLayouts) -> typ
 class PairShared(Shared):
     """Shared memory of a CTA and what guards it."""
 
-    sK_columns: cute.Tensor  # (tile_n, d / 2)
+    sK_columns: cute.Tensor  # (tile_n, columns_of_keys)
     sQ_columns: cute.Tensor  # (tile_m, d / 2)
-    sdO_columns: cute.Tensor  # (tile_m, d / 2)
+    sdO_columns: cute.Tensor  # (tile_m, d_v / 2)
     rank: Int32  # of the CTA: the leader is 0
 
     @staticmethod
@@ -146,7 +146,7 @@ class PairShared(Shared):
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
-            dQ=storage.dQ.get_tensor(cute.make_layout((c.tile_m * c.piece_columns, DQ_STAGES))),
+            dQ=storage.dQ.get_tensor(cute.make_layout((c.piece_numbers, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,
             rings=rings,
@@ -171,7 +171,7 @@ class PairShared(Shared):
 
         The other CTA's same warp, or that beside it, sends as many bytes as this one.
         """
-        numbers = PART_ROWS // 4 * HALF
+        numbers = PART_ROWS // 4 * cute.size(self.sdS, mode=[1])
         source, target = (self.sdS.iterator + (4 * place + warp) * numbers for place in (OUT, self.rank))
         full = self.rings.exchange.full(step)
         cute.arch.fence_proxy("async.shared", space="cta")

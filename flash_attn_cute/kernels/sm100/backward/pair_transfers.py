@@ -1,8 +1,8 @@
-"""What brings tiles to a pair of CTAs (see ``pair``); dQ leaves each as it does a single one."""
+"""What brings tiles to a pair of CTAs (see ``pair``), and takes dQ away."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -12,8 +12,9 @@ from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
-from flash_attn_cute.kernels.sm100.backward.pair_shared import HALF, PairShared
-from flash_attn_cute.kernels.sm100.config import CTAS, PART_ROWS
+from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
+from flash_attn_cute.kernels.sm100.backward.sums import by_fours, put
+from flash_attn_cute.kernels.sm100.config import CTAS, DQ_STAGES, PART_ROWS
 
 
 class PairTransfers(Transfers):
@@ -39,8 +40,8 @@ class PairTransfers(Transfers):
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     head, m_block = tile.head + nth, tile.blocks.nth(i)
                     first, last = begin + m_block * c.tile_m, begin + tile.q.length
-                    own, all_of_it = first + HALF * rank, cutlass.min(first + c.tile_m, last)
-                    own_end = cutlass.max(cutlass.min(own + HALF, last), own)
+                    own, all_of_it = first + c.queries_shared * rank, cutlass.min(first + c.tile_m, last)
+                    own_end = cutlass.max(cutlass.min(own + c.queries_shared, last), own)
                     self._load(tma.Q, own, own_end, head, tile, shared, shared.sQ, rings.q, step)
                     self._load_stats(ws, shared, head, tile.first_block + m_block, step)
                     if step == first_step:
@@ -101,14 +102,15 @@ class PairTransfers(Transfers):
 
     @cute.jit
     def _load_columns_of_keys(self, tile: KeyTile, t: RowTiles, shared: PairShared, walk: Int32) -> None:
-        """This CTA's columns of the keys of both."""
-        ring = shared.rings.k_columns
+        """This CTA's columns of the keys of both, 64 at a time; of those of dQ that both compute, both have them."""
+        ring, parts = shared.rings.k_columns, self.config.columns_of_keys // t.tile_columns
         ring.wait_empty(walk)  # from the tensor cores
-        self._announce(t, shared, ring, walk, times=CTAS)
+        self._announce(t, shared, ring, walk, times=CTAS * parts)
         for rank in cutlass.range_constexpr(CTAS):
             start, stop = tile.keys_of(Int32(rank), PART_ROWS)
-            sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, 0))
-            t.load(t.at(start, stop, tile.head_k, tile.batch, shared.rank), sX, ring.full(walk))
+            for part in cutlass.range_constexpr(parts):
+                sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, part))
+                t.load(t.at(start, stop, tile.head_k, tile.batch, shared.rank + part), sX, ring.full(walk))
 
     @cute.jit
     def _announce(self, t: RowTiles, shared: PairShared, ring: Ring, step: Int32, times: cutlass.Constexpr = 1) -> None:
@@ -124,8 +126,27 @@ class PairTransfers(Transfers):
         ring = shared.rings.stats
         ring.wait_empty(step)  # from compute warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), 2 * 4 * PART_ROWS)
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), 2 * 4 * self.config.tile_m)
             numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             for i, stats in enumerate((shared.lse, shared.delta)):
                 target = stats[None, ring.stage(step)]
                 cute.copy(numbers, ws.mStats[i, head, block, None], target, mbar_ptr=ring.full(step))
+
+    @cute.jit
+    def _put(
+        self,
+        shared: PairShared,  # type: ignore[override]
+        numbers: cutlass.Constexpr,
+        part: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        thread: Int32,
+    ) -> None:
+        """As of ``Transfers``. Of a dQ that is transposed the first CTA adds its first lanes, the second its last."""
+        c, first = self.config, i * self.config.piece_columns
+        if const_expr(c.transposes_dQ):
+            lane = thread - shared.rank * (PART_ROWS - c.piece_lanes)
+            if lane >= 0 and lane < c.piece_lanes:
+                place = by_fours(shared.dQ[None, i % DQ_STAGES].iterator, c.piece_columns, c.piece_lanes)
+                put(numbers[first : first + c.piece_columns], place, lane)
+        else:
+            super()._put(shared, numbers, part, i, thread)

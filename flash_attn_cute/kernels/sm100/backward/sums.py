@@ -4,7 +4,7 @@ A block of 128 rows has its columns by fours: (four, row, column of the four). S
 reads or writes 512 bytes at a time, in global memory as in shared, and TMA adds a piece of dQ as it is. Of dQ that a
 pair of CTAs adds up, each has half of a block's rows. Its part lies as it does in tensor memory: lanes for rows, the
 columns' second half in the lanes behind those of the first. A block of 64 queries, of which threads have a column each,
-is transposed, in parts of 64 columns: (part, four, column, query of the four).
+is transposed, in parts of 64 columns, or of those that a CTA of a pair adds: (part, four, column, query of the four).
 """
 
 import cutlass
@@ -16,7 +16,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
-TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed, and columns of a part of it
+TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed
 _AT_ONCE = 4  # times eight columns of a row of dQ that a thread reads before it writes
 
 
@@ -124,16 +124,18 @@ def round_transposed(
     lane: Int32,
     scale: Float32,
     tile_d: cutlass.Constexpr,
+    part_columns: cutlass.Constexpr,
 ) -> None:
-    """``round_block`` of a block that is transposed."""
+    """``round_block`` of a block that is transposed, in parts of so many columns."""
     # Four queries of eight columns a thread: the eight threads of a row write 128 bytes.
     for unit in cutlass.range(lane, TRANSPOSED // 4 * tile_d // 8, 32, unroll=1):
         four, vector = unit // 8 % (TRANSPOSED // 4), unit // (2 * TRANSPOSED) * 8 + unit % 8
-        part = cute.domain_offset((vector // 8 * TRANSPOSED * TRANSPOSED,), sums)
-        columns = by_fours(part.iterator, TRANSPOSED, TRANSPOSED)
+        vectors = part_columns // 8
+        part = cute.domain_offset((vector // vectors * part_columns * TRANSPOSED,), sums)
+        columns = by_fours(part.iterator, TRANSPOSED, part_columns)
         found = cute.make_rmem_tensor((4, 8), Float32)
         for j in cutlass.range_constexpr(8):
-            cute.autovec_copy(columns[None, vector % 8 * 8 + j, four], found[None, j])
+            cute.autovec_copy(columns[None, vector % vectors * 8 + j, four], found[None, j])
         for i in cutlass.range_constexpr(4):
             words = rounded(found[i, None], scale, gdX.element_type)
             _write(gdX, words, first_row + 4 * four + i, vector, rows, stop)
