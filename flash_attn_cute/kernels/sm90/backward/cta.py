@@ -322,7 +322,7 @@ class BackwardCtaSm90:
                 self._finish_dQ(work, step, walk, piece)
                 shared.k.release(walk)  # to warp 0
                 piece += 1
-            self._put_out_dKV(work, piece, shared.tile_again(c, a, walk))
+            self._put_out_dKV(work, walk, piece, shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
         if const_expr(c.k_stages == 2):
@@ -544,7 +544,7 @@ class BackwardCtaSm90:
         work.shared.out(work.warpgroup).arrive(piece)  # to warp 1 or 2
 
     @cute.jit
-    def _put_out_dKV(self, work: "_Work", piece: Int32, tile: KeyTile) -> None:
+    def _put_out_dKV(self, work: "_Work", walk: Int32, piece: Int32, is_whole: Boolean | bool) -> None:
         """DV, then dK, if they are whole: into shared memory, or, in float32, to where they belong."""
         a, f, shared = work.arguments, self.config.features, work.shared
         out = shared.out(work.warpgroup)
@@ -553,7 +553,8 @@ class BackwardCtaSm90:
         both = (work.acc_dV, work.mmas.dV, a.mdV), (work.acc_dK, work.mmas.dK, a.mdK)
         for i, (acc, mma, mX) in enumerate(both):
             if const_expr(f.wide):
-                if tile.is_last:
+                if is_whole:
+                    tile = shared.tile_again(self.config, a, walk)
                     # Opaque, or the compiler keeps what they are multiplied by in registers from the start.
                     gX = rows_first(mX, f.packed)[None, None, opaque(tile.head_k), tile.batch]
                     first = opaque(tile.k.start + tile.first_key + 64 * work.warpgroup)
@@ -562,7 +563,7 @@ class BackwardCtaSm90:
                 rounded = cute.make_rmem_tensor_like(acc, self.dtype)
                 convert(acc, rounded)
                 out.wait_empty(piece + i)  # from warp 1 or 2
-                if tile.is_last:
+                if is_whole:
                     write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
                 out.arrive(piece + i)  # to warp 1 or 2
