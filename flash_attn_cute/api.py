@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
-from flash_attn_cute import nested, ops, plan, validate
+from flash_attn_cute import lowering, nested, ops, plan, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
 
@@ -394,6 +394,10 @@ def _attend(
     if watched and not bounds and nested.is_among(tensors[:3]):
         return _attend_nested(tensors, block_mask, options, backend, return_lse)
     tensors = ops.autocast(tensors)
+    lowered = lowering.of(tensors, bounds, block_mask, options)
+    if lowered is not None:
+        tensors, bounds, options, _ = lowered
+        block_mask = None
     options = plan.with_turns(block_mask, options)
     chosen = (plan.make if watched else plan.recall)(tensors, bounds, block_mask, options, backend)
     tables = None
@@ -401,6 +405,8 @@ def _attend(
         tables = block_mask.tables(tensors[0].device, backward=ops.is_recorded(tensors, watched))
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
+    if lowered is not None:
+        out, lse = lowered.unpacked(out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flash_attn_cute import dispatch, nested, ops, plan, validate
+from flash_attn_cute import dispatch, lowering, nested, ops, plan, validate
 from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.kernels.features import Features
@@ -110,7 +110,7 @@ def explain(
         learnable_sink: likewise.
         mask: likewise.
         bias: likewise.
-        block_mask: likewise; it is not built.
+        block_mask: likewise; its tables are not made.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
         zero_padding: likewise.
@@ -147,6 +147,10 @@ def explain(
         )
     elif nested.is_among(tensors[:3]):
         tensors, bounds, _ = nested.as_packed(tensors)
+    lowered = lowering.of(tensors, bounds, block_mask, options)
+    if lowered is not None:
+        tensors, bounds, options, _ = lowered
+        block_mask = None
     options = plan.with_turns(block_mask, options)
     device = tensors[0].device if isinstance(tensors[0], Tensor) else None
     if gpu is None and device is not None and device.type == "cuda" and not torch.cuda.is_available():

@@ -99,6 +99,11 @@ def attention(
     return _run_forward(dispatch.BACKENDS[backend], spec, inputs)
 
 
+def is_replaced() -> bool:
+    """Whether another function serves all calls."""
+    return _replacement is not None
+
+
 @contextmanager
 def replaced(by: Replacement) -> Iterator[None]:
     """Has another function serve all calls meanwhile, in every thread: autograd recomputes in threads of its own."""

@@ -461,9 +461,9 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     made: list[int] = []
     build = BlockMask.build
 
-    def count(mask: BlockMask, *device: torch.device) -> BlockMask:
-        made.append(len(mask._tables))
-        return build(mask, *device)
+    def count(mask: BlockMask, *device: torch.device, **options: bool) -> BlockMask:
+        made.append(len(mask._tables) + len(mask._offsets))
+        return build(mask, *device, **options)
 
     monkeypatch.setattr(BlockMask, "build", count)
     monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
@@ -475,9 +475,9 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     names = list(sparse.TABLES)
     assert [case["name"] for case in content["cases"]] == names
     for case in content["cases"]:
-        peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents") else []
+        peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents", "prefix-LM") else []
         assert list(case["times"]) == [sparse.PACKAGE, *peers]
     assert [ruling["limit"]["case"] for ruling in content["limits"]] == [name for name in names if sparse.TABLES[name]]
     assert not any(made)
-    assert len(made) > 3 * (5 + 3)
+    assert len(made) > 3 * (6 + 4)
     assert "limit: " in capsys.readouterr().out

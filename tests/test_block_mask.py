@@ -329,12 +329,12 @@ def test_metadata_is_small() -> None:
 
 def test_repr_and_statistics() -> None:
     mask = BlockMask.causal(300, 300)
-    assert repr(mask) == "BlockMask(300 x 300, not built, order default)"
+    assert repr(mask) == "BlockMask(300 x 300, no tables, order default)"
     assert mask.sparsity == pytest.approx(1 / 3)
     assert repr(mask) == "BlockMask(300 x 300, 6 of 9 blocks (66.7%), 5 partial (3 distinct), order default)"
     assert mask.statistics == (9, 1, 5, 3)
     per_head = BlockMask.from_blocks(torch.ones(2, 3, 1, 1, dtype=torch.bool)).with_order(torch.zeros(1).int())
-    assert repr(per_head) == "BlockMask(128 x 128 of 2 batch entries x 3 heads, not built, order of its own)"
+    assert repr(per_head) == "BlockMask(128 x 128 of 2 batch entries x 3 heads, no tables, order of its own)"
     indices = BlockMask.from_indices(torch.tensor([[[[0, -1], [1, 0]]]]), seqlen_k=256)
     assert indices.statistics == (4, 3, 0, 0)
 
@@ -343,7 +343,7 @@ def test_tables_are_kept() -> None:
     mask = BlockMask.causal(300, 300)
     first = mask.tables(CPU, backward=False)
     assert first.columns is None
-    assert mask.build("cpu") is mask
+    assert mask.build("cpu", tables=True) is mask
     second = mask.tables(CPU, backward=False)
     assert second.rows is first.rows
     assert second.columns is mask.tables(CPU, backward=True).columns

@@ -19,7 +19,7 @@ from tests.checks import (
     run,
     synchronisations,
 )
-from tests.masks import KINDS, Made, random_mask
+from tests.masks import KINDS, Made, listed, random_mask
 from tests.oracle import Call
 
 # A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
@@ -194,7 +194,7 @@ def test_one_mask_by_two_constructors() -> None:
     """
     length = 1000
     masks = (
-        BlockMask.causal(length, length),
+        listed(BlockMask.causal(length, length)),
         BlockMask.from_function(lambda b, h, q, k: k <= q, length, length, device="cuda"),
         BlockMask.from_dense(torch.ones(length, length, dtype=torch.bool, device="cuda").tril()),
     )
@@ -215,7 +215,7 @@ def test_one_mask_by_two_constructors() -> None:
 @needs_hopper
 def test_documents_as_a_mask_and_packed() -> None:
     offsets = torch.tensor([0, 100, 400, 401, 900], dtype=torch.int32, device="cuda")
-    mask = BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900)
+    mask = listed(BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900))
     q, k, v = (torch.randn(900, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     dout = torch.randn_like(q)
     as_mask = flash_attn_func(q[None], k[None], v[None], block_mask=mask, backend="sm90")[0]
@@ -232,7 +232,7 @@ def test_the_host_never_waits(from_indices: bool) -> None:
     """In a call with a mask that has been used, or in one whose blocks are chosen anew. Graphs capture both."""
     tensors = [torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     dout, chosen = torch.randn_like(tensors[0]), torch.rand(1, 2, 4, 4, device="cuda").argsort(-1)[..., :2].contiguous()
-    kept = BlockMask.window(512, 512, left=100, right=0)
+    kept = listed(BlockMask.window(512, 512, left=100, right=0))
 
     def both() -> tuple[Tensor, ...]:
         mask = BlockMask.from_indices(chosen, seqlen_k=512) if from_indices else kept
@@ -252,7 +252,7 @@ def test_the_host_never_waits(from_indices: bool) -> None:
 
 def test_what_it_does_not_serve_is_told() -> None:
     """By name, whatever the machine; without a request for these kernels others serve it."""
-    mask = BlockMask.causal(300, 300)
+    mask = listed(BlockMask.causal(300, 300))
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     used, bias = torch.tensor([200], dtype=torch.int32), torch.randn(300, 300)
     cases: list[tuple[dict[str, Any], str]] = [
@@ -273,7 +273,7 @@ def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, 
     if packed:
         cu = torch.tensor([0, 300], dtype=torch.int32)
         q, offsets = q[0], {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}
-    explained = explain(q, q, q, block_mask=BlockMask.causal(300, 300), gpu="sm90", **offsets, **options)
+    explained = explain(q, q, q, block_mask=listed(BlockMask.causal(300, 300)), gpu="sm90", **offsets, **options)
     assert explained.backend == "sm90"
     for planned in (explained.forward, explained.backward):
         assert planned is not None
@@ -286,8 +286,8 @@ def test_order_only_where_tiles_wait_little() -> None:
     q = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     blocks = torch.ones(4, 4, dtype=torch.bool)
     for mask, in_turn in (
-        (BlockMask.window(512, 512, left=100), True),
-        (BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100), True),
+        (listed(BlockMask.window(512, 512, left=100)), True),
+        (listed(BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100)), True),
         (BlockMask.prefix_lm(512, 512, 100), True),
         (BlockMask.prefix_lm(512, 512, 100).with_order("spt"), False),
         (BlockMask.from_blocks(blocks), False),

@@ -14,7 +14,7 @@ ROOT = Path(flash_attn_cute.__file__).parent
 LEVELS = [
     {"distributed", "integrations", "profile", "demo"},
     {"api", "explanation", "padding"},
-    {"validate", "plan", "ops", "nested", "dtensor"},
+    {"validate", "plan", "ops", "nested", "lowering", "dtensor"},
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},

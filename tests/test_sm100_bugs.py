@@ -14,7 +14,7 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from tests import ptx, sm100_bugs, test_sm100, test_sm100_backward
+from tests import masks, ptx, sm100_bugs, test_sm100, test_sm100_backward
 from tests.checks import random_call
 from tests.oracle import Call
 from tests.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
@@ -53,7 +53,7 @@ def listed(visible: list[list[int]], **options: Any) -> Call:
 def listed_causal(queries: int, keys: int) -> Call:
     shown = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     return dataclasses.replace(
-        plain([queries], [keys]), block_mask=BlockMask.causal(queries, keys), shown=shown[None, None]
+        plain([queries], [keys]), block_mask=masks.listed(BlockMask.causal(queries, keys)), shown=shown[None, None]
     )
 
 

@@ -26,7 +26,6 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.flops import visible_pairs
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.model import Pass, machine_of
-from flash_attn_cute.spec import BlockTables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
 DETERMINISTIC = f"{PACKAGE} deterministic"
@@ -144,9 +143,9 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TablesCase(Case):
-    """What makes the tables of a mask, or its launch order; and a mask of the peer, if it has a function for it."""
+    """What makes all that calls read of a mask, or its launch order; and a mask of the peer, if it has a function."""
 
-    ours: Callable[[], BlockTables]
+    ours: Callable[[], list[Tensor]]
     peers: Callable[[], object] | None
 
 
@@ -156,6 +155,7 @@ TABLES = {
     "window": (1e-3, 1e6),
     "causal": (1e-3, 1e6),
     "documents": (1e-3, 1e6),
+    "prefix-LM": None,
     "from_flex": (50e-3, 100e6),
     "permutation": (50e-3, None),
     "from_indices": None,
@@ -226,7 +226,7 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
     shown = shown_by(row, batch, ids, device)
     for x in (q, k, v):
         x.requires_grad_(passes != "forward")
-    detail = f"q, k and v {shape}, {shown.mask.build(device)}"
+    detail = f"q, k and v {shape}, {shown.mask.build(device, tables=True)}"
     return SparseCase(
         name=f"{passes} {row.name}",
         detail=detail if passes == "forward" else f"{detail}; {_modelled(shown.mask, batch, device)}",
@@ -496,22 +496,24 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
     flex.mask_mod = documents.mod
     scattered = BlockMask.from_blocks(_random_blocks(Row("random", "random", n, share=0.125)).to(device)).build()
 
-    def built(make: Callable[[], BlockMask]) -> Callable[[], BlockTables]:
-        return lambda: make().build(device).tables(device, backward=True)
+    def built(make: Callable[[], BlockMask]) -> Callable[[], list[Tensor]]:
+        return lambda: _read_of(make().build(device), device)
 
     def peers(mod: Mod) -> Callable[[], object]:
         return lambda: create_block_mask(mod, None, None, n, n, device=device, _compile=True)
 
     window = shown_by(Row("window", "window", n), 1, None, device)
-    making: dict[str, tuple[Callable[[], BlockTables], Callable[[], object] | None]] = {
+    prefix = shown_by(Row("prefix-LM", "prefix-LM", n), 1, None, device)
+    making: dict[str, tuple[Callable[[], list[Tensor]], Callable[[], object] | None]] = {
         "window": (built(lambda: BlockMask.window(n, n, left=WINDOW - 1, right=0)), peers(window.mod)),
         "causal": (built(lambda: BlockMask.causal(n, n)), peers(lambda b, h, i, j: i >= j)),
         "documents": (
             built(lambda: BlockMask.documents(ids) & BlockMask.causal(n, n)),
             peers(lambda b, h, i, j: (i >= j) & (ids[0, i] == ids[0, j])),
         ),
+        "prefix-LM": (built(lambda: BlockMask.prefix_lm(n, n, n // 4)), peers(prefix.mod)),
         "from_flex": (built(lambda: BlockMask.from_flex(flex)), None),
-        "permutation": (lambda: scattered.with_order("permutation").tables(device, backward=False), None),
+        "permutation": (lambda: [scattered.with_order("permutation").tables(device, backward=False).order], None),
         "from_indices": (built(lambda: BlockMask.from_indices(indices, seqlen_k=n)), None),
     }
     for name, (ours, others) in making.items():
@@ -522,10 +524,18 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
             length=n,
             device=device,
             dtype=dtype,
-            work=Work(0.0, sum(x.nbytes for x in ours().flat() if x is not None)),
+            work=Work(0.0, sum(x.nbytes for x in ours())),
             ours=ours,
             peers=others,
         )
+
+
+def _read_of(mask: BlockMask, device: torch.device) -> list[Tensor]:
+    """What dense calls with a mask that has been built read of it: tables, unless they do without."""
+    if mask.plain is not None and mask.plain.documents is None:
+        return []
+    read = mask.tables(device, backward=True).flat() if mask.offsets is None else mask.offsets[:2]
+    return [x for x in read if x is not None]
 
 
 def _tables(case: TablesCase) -> Run:

@@ -26,10 +26,21 @@ from flash_attn_cute.sparsity.nodes import (
     Prefix,
     Sizes,
 )
+from flash_attn_cute.sparsity.plain import Offsets, Plain
 from flash_attn_cute.spec import BlockRows, BlockTables
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+
+_UNBUILT = (
+    "block_mask: expected one that has been built, as that waits for the device, which torch.compile and CUDA graphs "
+    "cannot: call its build() before"
+)
+_UNBUILT_TABLES = (
+    "block_mask: expected one that has been built with its tables, which a window or documents need beside seqused, "
+    "packed sequences, or (documents) mask and bias: call its build(tables=True) before"
+)
 
 
 class Statistics(NamedTuple):
@@ -50,6 +61,10 @@ class BlockMask:
     backends read are made of it when it is first used, on the device of that call, and kept. So make a mask once, and
     give the same object to all layers. To make them waits for the device a few times (``from_indices``: never), which
     ``build`` does ahead of torch.compile and of capturing a CUDA graph.
+
+    Windows, and documents that follow each other, need no tables in dense calls: these become calls with
+    ``window_size``, or with packed sequences. Not so in another order than the default, beside seqused, and, for
+    documents, beside mask and bias or if they have fewer than 256 rows on average.
 
     Positions are absolute, query i and key j counted from 0, but for ``causal``, ``window``, ``prefix_lm`` and
     ``dilated``, which are aligned to the bottom right: the last query stands beside the last key. Packed calls
@@ -74,6 +89,14 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
+    _offsets: dict[torch.device, Offsets | None] = field(default_factory=dict)
+    # What says the same without tables; those are for whoever asks for another order.
+    plain: Plain | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Finds out whether other arguments say the same."""
+        is_default = isinstance(self._order, str) and self._order == "default"
+        object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
 
     @property
     def batch(self) -> int:
@@ -187,12 +210,16 @@ class BlockMask:
                 raise ValueError("cu_seqlens: expected shape (documents + 1,), got shape (0,)")
             if len(cu_seqlens) != len(cu_seqlens_k):
                 raise ValueError(f"cu_seqlens_k: expected shape ({len(cu_seqlens)},), got {tuple(cu_seqlens_k.shape)}")
-            ids, ids_k = _ids_of(cu_seqlens, seqlen_q), _ids_of(cu_seqlens_k, seqlen_k)
+            is_same = cu_seqlens_k is cu_seqlens and seqlen_k == seqlen_q
+            ids, ids_k = _ids_of(cu_seqlens, seqlen_q), None if is_same else _ids_of(cu_seqlens_k, seqlen_k)
         assert ids is not None
         ids_k = ids if ids_k is None else ids_k
         for name, x, shape in (("ids", ids, "(seqlen_q,)"), ("ids_k", ids_k, "(seqlen_k,)")):
             arguments.check_integers(name, x, (1, 2), f"{shape} or (batch, {shape[1:-2]})", beside=ids)
+        is_same = ids_k is ids
         ids, ids_k = (x.long() if x.ndim == 2 else x.long()[None] for x in (ids, ids_k))
+        if is_same:
+            ids_k = ids
         if len(ids) != len(ids_k):
             raise ValueError(f"ids_k: expected the batch size of ids, {len(ids)}, got shape {tuple(ids_k.shape)}")
         return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
@@ -486,11 +513,12 @@ class BlockMask:
             order = "default"
         return replace(self, _order=order, _group=group, _tables={})
 
-    def build(self, device: torch.device | str | None = None) -> BlockMask:
-        """Makes all tables now, for torch.compile or a CUDA graph, and returns the mask itself.
+    def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
+        """Makes now what calls read, for torch.compile or a CUDA graph, and returns the mask itself.
 
         Args:
             device: where the calls will be; None if the mask has tensors.
+            tables: also those of windows and documents, which dense calls do without (see ``BlockMask``).
 
         Raises:
             ValueError: no device, or another one than the mask's.
@@ -501,11 +529,36 @@ class BlockMask:
         assert where is not None
         if self.device is not None and where != self.device:
             raise ValueError(f"device: expected that of the mask, {self.device}, got {where}")
-        tables = self.tables(where, backward=True)
-        for x in (tables.rows.entries, tables.rows.tiles, tables.columns and tables.columns.entries):
+        read: list[Tensor | None] = []
+        if self.plain is not None and self.plain.documents is not None and self.offsets is not None:
+            read += [self.offsets.cu_seqlens, self.offsets.seqused]
+        if tables or not self._does_without_tables:
+            made = self.tables(where, backward=True)
+            read += [made.rows.entries, made.rows.tiles, made.columns and made.columns.entries]
+        for x in read:
             if x is not None:  # how many there are differs from mask to mask, and is to compile nothing anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         return self
+
+    @property
+    def _does_without_tables(self) -> bool:
+        return self.plain is not None and (self.plain.documents is None or self.offsets is not None)
+
+    @property
+    def offsets(self) -> Offsets | None:
+        """Of documents that follow each other, if that is what there is but for a window; found once, and kept.
+
+        Raises:
+            RuntimeError: as ``tables`` does.
+        """
+        if self.plain is None or self.plain.documents is None:
+            return None
+        ids = self.plain.documents.ids_q
+        if ids.device not in self._offsets:
+            if _is_captured(ids.device):
+                raise RuntimeError(_UNBUILT)
+            self._offsets[ids.device] = Offsets.of(ids)
+        return self._offsets[ids.device]
 
     def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
         """What backends read: made when first asked for, on the mask's device, and kept.
@@ -521,10 +574,7 @@ class BlockMask:
         if tables is None or (backward and tables.columns is None):
             is_captured = _is_captured(device)
             if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
-                raise RuntimeError(
-                    "block_mask: expected one that has been built, as its tables wait for the device, which "
-                    "torch.compile and CUDA graphs cannot: call its build() before"
-                )
+                raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):
                 rows = self._node.rows()
@@ -580,7 +630,7 @@ class BlockMask:
     def __repr__(self) -> str:
         parts = [_sizes_told(self.sizes)]
         if not self._rows:
-            parts.append("not built")
+            parts.append("no tables")
         else:
             told = self.statistics
             seen = told.full + told.partial

