@@ -19,7 +19,9 @@ from flash_attn_cute.spec import Options
 
 T = TypeVar("T")
 
-METHODS = ("auto", "all_gather", "ring", "all_to_all")
+# The methods by which queries come to see keys of other ranks; "all_to_all" leaves a single rank, and none to see.
+KEY_METHODS: dict[str, type[AllGather | Ring]] = {"all_gather": AllGather, "ring": Ring}
+METHODS = ("auto", *KEY_METHODS, "all_to_all")
 
 
 class Method(Protocol):
@@ -94,10 +96,9 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
         queries, keys = of_both(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
-    if method == "auto":
+    if method not in KEY_METHODS:
         method = _best(layout, shape, by_heads=False)
-    kind = AllGather if method == "all_gather" else Ring
-    return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
+    return Plan(KEY_METHODS[method](layout, place.rank // size, device), rows_q, rows_k)
 
 
 def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
@@ -107,7 +108,7 @@ def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) 
 
 
 def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
-    """The method of "auto"."""
+    """The method of "auto"; of one rank, any that moves nothing."""
     if layout.num_ranks == 1:
         return "ring"
     found = model.estimates(layout, shape)
