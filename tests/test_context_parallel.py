@@ -56,7 +56,16 @@ ON_RANKS = {
         benchmark,
     ],
     3: [every_case, as_precise_as_one],
-    4: [every_case, one_part_and_several, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
+    4: [
+        every_case,
+        one_part_and_several,
+        as_precise_as_one,
+        block_masks,
+        rows_come_together,
+        other_meshes,
+        nothing_to_do,
+        neighbours,
+    ],
     8: [every_case],
 }
 
