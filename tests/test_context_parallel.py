@@ -56,7 +56,16 @@ ON_RANKS = {
         benchmark,
     ],
     3: [every_case, as_precise_as_one],
-    4: [every_case, one_part_and_several, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
+    4: [
+        every_case,
+        one_part_and_several,
+        as_precise_as_one,
+        block_masks,
+        rows_come_together,
+        other_meshes,
+        nothing_to_do,
+        neighbours,
+    ],
     8: [every_case],
 }
 
@@ -217,7 +226,7 @@ def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]
     assert suite.main(given) == 0
     found = json.loads((tmp_path / "context_parallel-alone-cpu-float32.json").read_text())
-    everyone = {suite.ONE, *(f"{kind}, rank {rank}" for kind in suite.KINDS for rank in range(3))}
+    everyone = {suite.ONE, *(f"{name}, rank {rank}" for name in attention.KEY_METHODS for rank in range(3))}
     assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
 
 

@@ -33,19 +33,16 @@ from benchmarks import harness, plot, report
 from benchmarks.harness import Case, Contender, Results, Run, Suite, Unavailable
 from benchmarks.work import Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_varlen_func
-from flash_attn_cute.distributed import Sharding, context_parallel_attn_varlen_func, model
-from flash_attn_cute.distributed.all_gather import AllGather
+from flash_attn_cute.distributed import Sharding, attention, context_parallel_attn_varlen_func, model
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.passes import Context, Given
-from flash_attn_cute.distributed.ring import Ring
 from flash_attn_cute.spec import Options
 
 ONE, PYTORCH = "one GPU", "PyTorch, cuDNN"
-METHODS = ("all_gather", "ring", "all_to_all")
+METHODS = tuple(method for method in attention.METHODS if method != "auto")
 HOST, MIX = 8, "all_to_all in hosts of 8, all_gather"
 RANKS = (8, 64, 512)
 HEADS, HEADS_K, D = 32, 8, 128
-KINDS: dict[str, type[AllGather | Ring]] = {"all_gather": AllGather, "ring": Ring}
 CAUSAL = Options(None, None, 0, 0.0, False, True)
 
 
@@ -97,12 +94,14 @@ def alone(
             yield _case(name, lengths, device, dtype, 0, num_ranks, *heads)
 
     contenders = [Contender(ONE, _one)]
-    for kind, rank in itertools.product(KINDS, range(num_ranks)):
-        contenders.append(Contender(f"{kind}, rank {rank}", _alone(KINDS[kind], rank), compared=False))
+    for name, rank in itertools.product(attention.KEY_METHODS, range(num_ranks)):
+        contenders.append(Contender(f"{name}, rank {rank}", _alone(name, rank), compared=False))
     return Suite("context_parallel-alone", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
 
 
-def _alone(kind: type[AllGather | Ring], rank: int) -> Callable[[RanksCase], Run]:
+def _alone(name: str, rank: int) -> Callable[[RanksCase], Run]:
+    kind = attention.KEY_METHODS[name]
+
     def make(case: RanksCase) -> Run:
         q, k, v, dout = (case.sharding.shard(x, rank) for x in (case.q, case.k, case.v, case.dout))
         layout = Layout.of(case.sharding, case.sharding, case.lengths, case.lengths, (None, 0))

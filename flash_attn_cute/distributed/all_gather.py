@@ -21,7 +21,8 @@ Rows = list[tuple[int, int]]  # ranges (start, stop)
 class AllGather:
     """An attention of one rank, planned once for all layers and both passes."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
+        """Of a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank = rank
         held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
         collected, self._num_collected = side_by_side(needed)
@@ -37,7 +38,7 @@ class AllGather:
         self._padding = layout.padding_of(self._rank)
         self._calls = calls_of(parts, device)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
-        self._sums_parts = layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
+        self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
     def forward(
         self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None

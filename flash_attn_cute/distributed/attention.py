@@ -19,7 +19,9 @@ from flash_attn_cute.spec import Options
 
 T = TypeVar("T")
 
-METHODS = ("auto", "all_gather", "ring", "all_to_all")
+# The methods by which queries come to see keys of other ranks; "all_to_all" leaves a single rank, and none to see.
+KEY_METHODS: dict[str, type[AllGather | Ring]] = {"all_gather": AllGather, "ring": Ring}
+METHODS = ("auto", *KEY_METHODS, "all_to_all")
 
 
 class Method(Protocol):
@@ -52,11 +54,14 @@ class Question(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a rank attends: by which method, and which rows it trades for heads before and after, if any."""
+    """How a rank attends: by which method, and what it trades for heads before and after, if anything."""
 
     method: Method
-    rows_q: heads.Rows | None
-    rows_k: heads.Rows | None
+    trade: heads.Trade | None
+
+    def groups(self, ranks: Ranks) -> Ranks:
+        """Among whom keys are moved, and who trades rows for heads."""
+        return Ranks(None, ranks.outer) if self.trade is not None and ranks.inner is None else ranks
 
 
 def plan(question: Question, place: Place, device: torch.device) -> Plan:
@@ -84,20 +89,20 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
         method = _best(layout, shape)
         if method == "all_to_all":
             place = Place(place.rank, 1, place.size)
-    rows_q = rows_k = None
-    size = place.inner_size
+    trade, size = None, place.inner_size
     if size > 1:
         refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
-        rows_q, rows_k = of_both(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
+        rows = of_both(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
+        trade = heads.Trade.of(*rows, shape.nheads_k)
         queries, keys = of_both(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
-    if method == "auto":
+    if method not in KEY_METHODS:
         method = _best(layout, shape, by_heads=False)
-    kind = AllGather if method == "all_gather" else Ring
-    return Plan(kind(layout, place.rank // size, device), rows_q, rows_k)
+    shares_heads = trade is not None and trade.ranks_a_head > 1
+    return Plan(KEY_METHODS[method](layout, place.rank // size, device, shares_heads=shares_heads), trade)
 
 
 def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
@@ -107,7 +112,7 @@ def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) 
 
 
 def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
-    """The method of "auto"."""
+    """The method of "auto"; of one rank, any that moves nothing."""
     if layout.num_ranks == 1:
         return "ring"
     found = model.estimates(layout, shape)
@@ -130,45 +135,49 @@ def attend(
     backend: str | None,
 ) -> Result:
     """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
-    rows_q, rows_k = chosen.rows_q, chosen.rows_k
-    if rows_q is None or rows_k is None:
-        connect(ranks.outer, q.device)
-        return _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, ranks.outer))
-    outer, inner = (None, ranks.outer) if ranks.inner is None else ranks
-    assert inner is not None
+    outer, inner = chosen.groups(ranks)
     connect(outer, q.device)
-    q, k, v = heads.split_heads(q, k, v, rows_q, rows_k, inner)
-    sink = None if sink is None else heads.own_heads(sink, rows_q)
-    out, lse = _Attention.apply(q, k, v, sink, chosen.method, passes.Context(options, backend, outer))
-    lse = heads.join_heads(lse.transpose(0, 1), rows_q, inner).transpose(0, 1)
-    return heads.join_heads(out, rows_q, inner), lse
+    return _Attention.apply(q, k, v, sink, chosen, passes.Context(options, backend, outer), inner)
 
 
 class _Attention(torch.autograd.Function):
-    """What autograd records."""
+    """What autograd records: all of it, so that gradients of k and v are rounded at the end, when they are complete."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method, context: passes.Context
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        chosen: Plan,
+        context: passes.Context,
+        inner: ProcessGroup | None,
     ) -> Result:
         """Out and lse of all keys."""
-        out, lse = method.forward(context, q, k, v, sink)
+        trade = chosen.trade
+        if trade is not None:
+            q, k, v, sink = trade.split(q, k, v, sink, inner)
+        out, lse = chosen.method.forward(context, q, k, v, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.group = (method, context._replace(group=None)), weakly(context.group)
-        return out, lse
+        ctx.call = chosen, context._replace(group=None)
+        ctx.groups = weakly(context.group), weakly(inner)
+        return (out, lse) if trade is None else trade.join(out, lse, inner)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and sink."""
         q, k, v, sink, out, lse = ctx.saved_tensors
-        method, context = ctx.call
-        context = context._replace(group=ctx.group())
+        chosen, context = ctx.call
+        outer, inner = (group() for group in ctx.groups)
+        if chosen.trade is not None:
+            dout = None if dout is None else chosen.trade.part_of(dout, inner)
+            dlse = None if dlse is None else chosen.trade.part_of_lse(dlse, inner)
         given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        dq, dk, dv = _gradients(method, context, given, k, v)
-        dsink = None if sink is None or not ctx.needs_input_grad[3] else passes.sink_gradient(sink, given)
-        return dq, dk, dv, dsink, None, None
+        sink = sink if ctx.needs_input_grad[3] else None
+        return *_gradients(chosen, context._replace(group=outer), inner, given, k, v, sink), None, None, None
 
 
 def gradients(
@@ -185,35 +194,30 @@ def gradients(
 
     What ranks traded for heads was not kept: they trade it once more.
     """
-    rows_q, rows_k = chosen.rows_q, chosen.rows_k
-    if rows_q is None or rows_k is None:
-        dsink = None if sink is None else passes.sink_gradient(sink, given)
-        return *_gradients(chosen.method, passes.Context(options, backend, ranks.outer), given, k, v), dsink
-    outer, inner = (None, ranks.outer) if ranks.inner is None else ranks
-    assert inner is not None
-    q_part, k_part, v_part = heads.split_heads(given.q, k, v, rows_q, rows_k, inner)
-    out, dout = (heads.part_of(x, rows_q, inner) for x in (given.out, given.dout))
-    lse = _lse_part(given.lse, rows_q, inner)
-    dlse = None if given.dlse is None else _lse_part(given.dlse, rows_q, inner)
-    part = passes.Given(q_part, out, lse, dout, dlse)
-    grads = _gradients(chosen.method, passes.Context(options, backend, outer), part, k_part, v_part)
-    dq, dk, dv = (heads.join_heads(x, rows, inner) for x, rows in zip(grads, (rows_q, rows_k, rows_k), strict=True))
-    # Of a head that several ranks had.
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    dsink = None
-    if sink is not None:
-        dsink = torch.zeros_like(sink)
-        heads.own_heads(dsink, rows_q).copy_(passes.sink_gradient(heads.own_heads(sink, rows_q), part))
-    return dq, dk, dv, dsink
-
-
-def _lse_part(lse: Tensor, rows: heads.Rows, group: ProcessGroup) -> Tensor:
-    """(all heads, rows of this rank) to (heads of this rank, rows of the group), in memory as backends write it."""
-    return heads.part_of(lse.transpose(0, 1)[..., None], rows, group)[..., 0].transpose(0, 1).contiguous()
+    outer, inner = chosen.groups(ranks)
+    trade = chosen.trade
+    if trade is not None:
+        q, k, v, sink = trade.split(given.q, k, v, sink, inner)
+        out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
+        lse = trade.part_of_lse(given.lse, inner)
+        given = passes.Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
+    return _gradients(chosen, passes.Context(options, backend, outer), inner, given, k, v, sink)
 
 
 def _gradients(
-    method: Method, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = method.backward(context, given, k, v)
-    return dq.to(given.q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    chosen: Plan,
+    context: passes.Context,
+    inner: ProcessGroup | None,
+    given: passes.Given,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Those of q, k, v and the sink of this rank's rows, from all that its heads got and gave."""
+    dtype, trade = given.q.dtype, chosen.trade
+    dq, dk, dv = chosen.method.backward(context, given, k, v)
+    dsink = None if sink is None else passes.sink_gradient(sink, given)
+    if trade is None:
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
+    dsink = None if dsink is None else trade.join_sink_gradient(dsink)
+    return *trade.join_gradients(dq, dk, dv, dtype, inner), dsink

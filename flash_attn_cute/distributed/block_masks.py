@@ -60,7 +60,7 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> "Whole"
         )
     )
     traded = of_both(queries, keys, lambda x: heads.Rows(x, _in_order(x), place.rank, device))
-    return Whole(rows_q, rows_k, used_q, used_k, traded)
+    return Whole(rows_q, rows_k, used_q, used_k, heads.Trade.of(*traded, question.shape.nheads_k))
 
 
 def _in_order(sharding: Sharding) -> Sharding:
@@ -98,7 +98,7 @@ class Whole(NamedTuple):
     keys: Rows
     seqused_q: Tensor | None
     seqused_k: Tensor | None
-    traded: tuple[heads.Rows, heads.Rows]  # of queries and of keys
+    trade: heads.Trade
 
     def attend(
         self,
@@ -124,8 +124,7 @@ class Whole(NamedTuple):
         Raises:
             ValueError: a mask that does not fit the rows; or what the plain functions refuse.
         """
-        q, k, v = heads.split_heads(*qkv, *self.traded, group)
-        sink = None if sink is None else heads.own_heads(sink, self.traded[0])
+        q, k, v, sink = self.trade.split(*qkv, sink, group)
         given: dict[str, Any] = {
             "seqused_q": self.seqused_q,
             "seqused_k": self.seqused_k,
@@ -148,8 +147,7 @@ class Whole(NamedTuple):
             )
             out, lse = api.flash_attn_func(q, k, v, **given)
             out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        lse = heads.join_heads(lse.transpose(0, 1), self.traded[0], group).transpose(0, 1)
-        return heads.join_heads(out, self.traded[0], group), lse
+        return self.trade.join(out, lse, group)
 
 
 def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509). What follows is an attention over fewer ranks, or over one.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,37 +96,81 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], group: ProcessGr
     return found
 
 
-def split_heads(
-    q: Tensor, k: Tensor, v: Tensor, rows_q: Rows, rows_k: Rows, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Q (rows, nheads, d), k and v (rows, nheads_k, d or d_v) of the group's rows, of this rank's part of the heads.
+class Trade(NamedTuple):
+    """What ranks trade: rows of queries and of keys, for heads."""
 
-    Ranks that share a head of k and v all get it.
-    """
-    size = rows_q.size
-    if k.shape[1] % size:
-        k, v = (x.repeat_interleave(size // x.shape[1], 1) for x in (k, v))
-    q_part = part_of(q, rows_q, group)
-    d, heads = k.shape[2], k.shape[1] // size
-    both = torch.cat((_dealt(k, size).flatten(2), _dealt(v, size).flatten(2)), 2)
-    k_part, v_part = _ToHeads.apply(both, rows_k, group).split((heads * d, heads * v.shape[2]), 1)
-    return q_part, k_part.unflatten(1, (heads, -1)), v_part.unflatten(1, (heads, -1))
+    queries: Rows
+    keys: Rows
+    ranks_a_head: int  # that get the same head of k and v, and so have a part each of its gradients
+
+    @classmethod
+    def of(cls, queries: Rows, keys: Rows, nheads_k: int) -> "Trade":
+        """Of as many heads of k and v, which ``refusal`` has not refused."""
+        return cls(queries, keys, max(1, queries.size // nheads_k))
+
+    def split(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Inputs of this rank's rows and all heads to those of the group's rows and this rank's heads, differentiable.
+
+        Args:
+            q: (rows, nheads, d).
+            k: (rows, nheads_k, d). Autograd rounds parts of its gradient before it sums them, if ranks share heads.
+            v: (rows, nheads_k, d_v), likewise.
+            sink: (nheads,) or None.
+            group: the ranks that trade; None: there is one.
+        """
+        k, v = (x.repeat_interleave(self.ranks_a_head, 1) if self.ranks_a_head > 1 else x for x in (k, v))
+        size, d, nheads_k = self.keys.size, k.shape[2], k.shape[1] // self.keys.size
+        both = torch.cat((_dealt(k, size).flatten(2), _dealt(v, size).flatten(2)), 2)
+        q_part = self.part_of(q, group)
+        k_part, v_part = _ToHeads.apply(both, self.keys, group).split((nheads_k * d, nheads_k * v.shape[2]), 1)
+        own_sink = None if sink is None else self._own(sink)
+        return q_part, k_part.unflatten(1, (nheads_k, -1)), v_part.unflatten(1, (nheads_k, -1)), own_sink
+
+    def join(self, out: Tensor, lse: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Out (rows, nheads, d_v) and lse (nheads, rows) of what ``split`` gives to those of what it gets, likewise."""
+        return _joined(out, self.queries, group), _joined(lse.transpose(0, 1), self.queries, group).transpose(0, 1)
+
+    def part_of(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Q, or out or its gradient, of this rank's rows and all heads to the group's rows and this rank's heads."""
+        parts = _ToHeads.apply(_dealt(x, self.queries.size).flatten(2), self.queries, group)
+        return parts.unflatten(1, (x.shape[1] // self.queries.size, -1))
+
+    def part_of_lse(self, lse: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Likewise lse or its gradient (nheads, rows), in memory as backends write it."""
+        return self.part_of(lse.transpose(0, 1)[..., None], group)[..., 0].transpose(0, 1).contiguous()
+
+    def join_gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype, group: ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of what ``split`` gives to those of what it gets, rounded to a dtype.
+
+        Those of k and v, if ranks share heads, are rounded when their parts have been summed.
+        """
+        if self.ranks_a_head == 1:
+            dk, dv = dk.to(dtype), dv.to(dtype)
+        both = _joined(torch.cat((dk, dv), 2), self.keys, group)
+        if self.ranks_a_head > 1:
+            both = both.unflatten(1, (-1, self.ranks_a_head)).sum(2).to(dtype)
+        dk, dv = both.split((dk.shape[2], dv.shape[2]), 2)
+        return _joined(dq.to(dtype), self.queries, group), dk, dv
+
+    def join_sink_gradient(self, dsink: Tensor) -> Tensor:
+        """That of this rank's heads, and zeros for the others: users sum the gradients of ranks."""
+        joined = dsink.new_zeros(self.queries.size * dsink.shape[0])
+        self._own(joined).copy_(dsink)
+        return joined
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This rank's part of (heads,)."""
+        return x.unflatten(0, (self.queries.size, -1))[self.queries.rank]
 
 
-def part_of(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
-    """(rows of this rank, all heads, d) to (rows of the group, heads of this rank, d); ``join_heads`` inverts it."""
-    return _ToHeads.apply(_dealt(x, rows.size).flatten(2), rows, group).unflatten(1, (x.shape[1] // rows.size, -1))
-
-
-def join_heads(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
+def _joined(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     """(rows of the group, heads of this rank, ...) to (rows of this rank, all heads, ...)."""
     parts = _ToRows.apply(x.flatten(1), rows, group)
     return parts.unflatten(2, x.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-def own_heads(x: Tensor, rows: Rows) -> Tensor:
-    """This rank's part of (heads,)."""
-    return x.unflatten(0, (rows.size, -1))[rows.rank]
 
 
 def _dealt(x: Tensor, size: int) -> Tensor:

@@ -96,6 +96,11 @@ def trading(layout: Layout, shape: Shape, size: int) -> Estimate:
     queries = max(layout.queries.num_rows(rank) for rank in range(layout.num_ranks)) * shape.nheads
     keys = max(layout.keys.num_rows(rank) for rank in range(layout.num_ranks)) * max(shape.nheads_k, size)
     # Forward q, k, v and out, backward their gradients; each is copied before it is sent, and put in order after.
-    rows = (queries + keys) * (shape.d + shape.d_v) * shape.itemsize
-    received = 2.0 * rows * (size - 1) / size
-    return Estimate(received, 3.0 * rows, received / LINK + 8.0 * rows / MEMORY)
+    width = shape.d + shape.d_v
+    forward = (queries + keys) * width * shape.itemsize
+    # Gradients of a head of k that several ranks have are parts, and float32.
+    backward = (
+        queries * shape.itemsize + keys * (shape.itemsize if size <= shape.nheads_k else max(4, shape.itemsize))
+    ) * width
+    received = (forward + backward) * (size - 1) / size
+    return Estimate(received, 3.0 * backward, received / LINK + 4.0 * (forward + backward) / MEMORY)

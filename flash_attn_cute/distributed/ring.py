@@ -19,7 +19,8 @@ from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
 class Ring:
     """An attention of one rank, planned once for all layers and both passes."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
+        """Of a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank, self._size = rank, layout.num_ranks
         self._hops = layout.hops()
         travelling = layout.travelling()
@@ -35,7 +36,7 @@ class Ring:
         parts = [parts_of(queries, seen, layout.bands) for seen in keys]
         self._calls = [calls_of(step, device) for step in parts]
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
-        self._sums_parts = self._size > 1 or len(self._calls[0]) > 1  # of gradients
+        self._sums_parts = shares_heads or self._size > 1 or len(self._calls[0]) > 1  # of gradients
 
     def forward(
         self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None

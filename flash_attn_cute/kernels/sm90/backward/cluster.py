@@ -34,19 +34,18 @@ behind both.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Under a mask the walk is one over a list of blocks of queries (``common.key_lists``), which every role reads by itself.
+Under a mask the walk is one over a list of blocks of queries. Every role reads it by itself (``cluster_walk``).
 
 Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -54,9 +53,8 @@ from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, key_tile, num_key_tiles
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.key_lists import entry_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
@@ -64,29 +62,19 @@ from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cluster_shared import STAGES, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
+from flash_attn_cute.kernels.sm90.backward.cluster_walk import walk_of
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_seen, read_transposed, weigh
-from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _THREADS = 512
-_WARPS = 4  # of a warpgroup
-_STAGES = 2  # of Q, of dO, or as many of its halves, and of dS
-_BOTH = 0b11  # CTAs of a cluster, for multicast
-_RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
 
 # Named barriers, of 128 threads each; 0 is the whole CTA's.
 _BARRIER_DV, _BARRIER_DK = 1, 2
-
-
-class _Layouts(NamedTuple):
-    sK: cute.ComposedLayout  # (64, d)
-    sK_peer: cute.ComposedLayout  # (64, columns of dQ)
-    sV: cute.ComposedLayout  # (64, d_v)
-    sQ: cute.ComposedLayout  # (64, d, stage)
-    sdO: cute.ComposedLayout  # (64, d_v / parts of dO, stage)
-    sdS: cute.ComposedLayout  # (64, 64, own and the other CTA's, stage)
 
 
 class _Mmas(NamedTuple):
@@ -98,69 +86,21 @@ class _Mmas(NamedTuple):
     dQ: cute.TiledMma
 
 
-class _Tma(NamedTuple):
-    """Tiles of the tensors, by their names."""
-
-    Q: RowTiles
-    dO: RowTiles
-    K: RowTiles
-    K_peer: RowTiles
-    V: RowTiles
-    dK: RowTiles | None
-    dV: RowTiles | None
-
-
 class BackwardClusterSm90:
     """The backward kernel of one configuration."""
 
     def __init__(self, config: BackwardClusterConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-
-    def _layouts(self) -> _Layouts:
-        c = self.config
-        return _Layouts(
-            # No swizzled atom of K may hold columns of both halves of dQ.
-            sK=swizzled(self.dtype, c.columns_dQ, (64, c.tile_d)),
-            sK_peer=swizzled(self.dtype, c.columns_dQ, (64, c.columns_dQ)),
-            sV=swizzled(self.dtype, c.tile_dv, (64, c.tile_dv)),
-            sQ=swizzled(self.dtype, c.tile_d, (64, c.tile_d, _STAGES)),
-            sdO=swizzled(self.dtype, c.columns_dO, (64, c.columns_dO, _STAGES)),
-            sdS=swizzled(self.dtype, 64, (64, 64, 2, _STAGES)),
-        )
-
-    def _shared_storage(self, layouts: _Layouts) -> type:
-        dtype, deterministic = self.dtype, self.config.features.deterministic
-
-        @cute.struct
-        class Storage:
-            k_barrier: cute.struct.MemRange[Int64, 1]
-            v_barrier: cute.struct.MemRange[Int64, 1]
-            q_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            p_barriers: cute.struct.MemRange[Int64, 2]
-            ds_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            turn_barriers: cute.struct.MemRange[Int64, turns.Turns.num_barriers if deterministic else 0]
-            turns_earlier: cute.struct.MemRange[Int32, turns.Turns.num_stages if deterministic else 0]
-            tile: cute.struct.MemRange[Int32, 1]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * _STAGES], 128]
-            sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
-            sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
-            sK_peer: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK_peer)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
-            sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
-            sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-
-        return Storage
+        self.transfers = Transfers(config)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = self._layouts()
-        self.Storage = self._shared_storage(layouts)
+        layouts = layouts_of(c, dtype)
+        self.Storage = storage_of(c, dtype, layouts)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
@@ -174,7 +114,7 @@ class BackwardClusterSm90:
         store = cpasync.CopyBulkTensorTileS2GOp()
         sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         leaves_wide = c.features.wide  # from registers
-        tma = _Tma(
+        tma = Tiles(
             Q=make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), packed),
             dO=make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), packed),
             K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
@@ -196,7 +136,7 @@ class BackwardClusterSm90:
     def kernel(
         self,
         mmas: _Mmas,
-        tma: _Tma,
+        tma: Tiles,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         a: BackwardArguments,
@@ -209,36 +149,11 @@ class BackwardClusterSm90:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        layouts = self._layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = _Shared(
-            **{
-                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-                for name, layout in layouts._asdict().items()
-            },
-            sP=storage.sP.get_tensor(cute.make_layout((4, 128, 4), stride=(1, 4, 512))),
-            dS=storage.sdS.data_ptr(),
-            stats=storage.stats.get_tensor(cute.make_layout((64, 2, _STAGES))),
-            k_full=storage.k_barrier.data_ptr(),
-            v_full=storage.v_barrier.data_ptr(),
-            q=Ring(storage.q_barriers.data_ptr(), _STAGES),
-            do=Ring(storage.do_barriers.data_ptr(), _STAGES),
-            p=Ring(storage.p_barriers.data_ptr(), 1),
-            ds=Ring(storage.ds_barriers.data_ptr(), _STAGES),
-            turns=turns.Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
-            rank=rank,
-        )
+        shared = Shared.at(c, self.dtype, storage, rank)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(shared.k_full, 1)
-                cute.arch.mbarrier_init(shared.v_full, 1)
-                both = 2  # CTAs
-                shared.q.init(full=1, empty=both * 2 * _WARPS)
-                shared.do.init(full=1, empty=both * 2 * _WARPS)
-                shared.p.init(full=_WARPS, empty=_WARPS)
-                shared.ds.init(full=_WARPS, empty=both * _WARPS)
-                if const_expr(c.features.deterministic):
-                    shared.turns.init(_WARPS)
+                shared.init(c)
             if rank == 0:
                 tile = take_tile(a.mNextTile, num_key_tiles(c, a))
                 if cute.arch.lane_idx() == 0:
@@ -252,18 +167,14 @@ class BackwardClusterSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp_idx == 0:
-                keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-                loads = _Loads(keys, shared.k_full, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q)
-                self.producer(a, ws, index, loads, shared)
+                self.transfers.load_queries(a, ws, index, tma, shared)
             if warp_idx == 1:
-                values = ((tma.V, shared.sV, rank, 0),)
-                loads = _Loads(values, shared.v_full, tma.dO, c.parts_dO, shared.sdO, shared.do, _RANK_OF_DO)
-                self.producer(a, ws, index, loads, shared)
+                self.transfers.load_dO(a, ws, index, tma, shared)
             if const_expr(c.features.deterministic):
                 if warp_idx == 2:
-                    self.call_turns(a, ws, index, shared)
+                    self.transfers.call_turns(a, ws, index, shared)
                 elif warp_idx == 3:
-                    self.pass_turns(a, ws, index, shared)
+                    self.transfers.pass_turns(a, ws, index, shared)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
@@ -278,85 +189,6 @@ class BackwardClusterSm90:
         cute.arch.cluster_wait()
 
     @cute.jit
-    def producer(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: "_Loads", shared: "_Shared") -> None:
-        """Warp 0 or 1: keys or values once, and Q or dO block by block."""
-        c, rows, ring = self.config, loads.rows, loads.ring
-        tile, entries = self._tile(a, ws, index)
-        if tile.blocks.num > 0:
-            num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
-            for t, sX, rank, column_tile in loads.keys:
-                first = tile.first_key + 64 * rank
-                last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
-                g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
-                t.load(g, sX, loads.keys_full)
-        parts = loads.parts
-        with_stats = ring is shared.q
-        num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
-        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = self._m_block(ws, tile, entries, step)
-            for part in cutlass.range_constexpr(parts):
-                fill = step * parts + part
-                full, stage = ring.full(fill), ring.stage(fill)
-                ring.wait_empty(fill)  # from warpgroups 1 and 2 of both CTAs: this stage is released
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-                    if const_expr(with_stats):
-                        for i in cutlass.range_constexpr(2):
-                            cute.copy(
-                                numbers,
-                                ws.mStats[i, tile.head, tile.first_block + m_block, None],
-                                shared.stats[None, i, stage],
-                                mbar_ptr=full,
-                            )
-                # The other CTA's barrier counts bytes whether or not its own warp has been here.
-                if shared.rank == loads.rank:
-                    first = m_block * c.tile_m
-                    last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
-                    block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)
-                    rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
-
-    @cute.jit
-    def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
-        """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
-        c = self.config
-        tile, entries = self._tile(a, ws, index)
-        for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = self._m_block(ws, tile, entries, step)
-            counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            turn = ws.mEntries[entries + step, 2] if const_expr(c.features.listed) else tile.turn(c, m_block)
-            shared.turns.call(step, counter, turn)
-
-    @cute.jit
-    def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: "_Shared") -> None:
-        """Warp 3: passes turns on to the tiles that come after."""
-        tile, entries = self._tile(a, ws, index)
-        step = Int32(0)
-        while step < tile.blocks.num:
-            m_block = self._m_block(ws, tile, entries, step)
-            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            another = step + 1 < tile.blocks.num
-            if const_expr(self.config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-                if another:  # its counter has to be the next one
-                    another = self._m_block(ws, tile, entries, step + 1) == m_block + 1
-            step += shared.turns.pass_on(step, counters, another)
-
-    @cute.jit
-    def _tile(self, a: BackwardArguments, ws: Workspace, index: Int32) -> tuple[KeyTile, Int32]:
-        """The tile, and under a mask the first entry of its list."""
-        tile, entries = key_tile(self.config, a, ws, index), Int32(0)
-        if const_expr(self.config.features.listed):  # noqa: SIM102 (as above)
-            if tile.blocks.num > 0:
-                entries, _ = list_of(self.config, a, ws, tile.batch, tile.head, tile.block)
-        return tile, entries
-
-    def _m_block(self, ws: Workspace, tile: KeyTile, entries: Int32, step: Int32) -> Int32:
-        """The block of queries of a step."""
-        return ws.mEntries[entries + step, 0] if self.config.features.listed else tile.blocks.nth(step)
-
-    @cute.jit
     def score(
         self,
         a: BackwardArguments,
@@ -365,13 +197,14 @@ class BackwardClusterSm90:
         mmas: _Mmas,
         store: RowTiles | None,
         mdV: cute.Tensor,
-        shared: "_Shared",
+        shared: Shared,
         scales: ScoreScales,
     ) -> None:
         """Warpgroup 1: weights, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile, entries = self._tile(a, ws, index)
+        walk = walk_of(c, a, ws, index)
+        tile = walk.tile
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
@@ -400,9 +233,9 @@ class BackwardClusterSm90:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
             self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
-                stage, words, m_block = shared.q.stage(step), None, self._m_block(ws, tile, entries, step)
+                stage, words, m_block = shared.q.stage(step), None, walk.m_block(c, ws, step)
                 if const_expr(c.features.listed):
-                    _, code, _ = entry_of(c, ws, entries + step)
+                    _, code, _ = entry_of(c, ws, walk.first_entry + step)
                     words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
                 else:
                     hides = tile.blocks.crosses_left(m_block)
@@ -443,7 +276,7 @@ class BackwardClusterSm90:
                     shared.do.release_in_both(step * parts + part)  # to warps 1
             if const_expr(not c.features.grouped):
                 # dO is over, and dV leaves through its place once all have read it.
-                for i in cutlass.range_constexpr(_STAGES):
+                for i in cutlass.range_constexpr(STAGES):
                     shared.do.wait_empty(num_steps * parts + i)
         if const_expr(c.features.grouped):
             self._add(ws, tile, acc_dV, 1, shared, thread, _BARRIER_DV)
@@ -491,13 +324,13 @@ class BackwardClusterSm90:
         mmas: _Mmas,
         store: RowTiles | None,
         mdK: cute.Tensor,
-        shared: "_Shared",
+        shared: Shared,
     ) -> None:
         """Warpgroup 2: gradients of the scores, for both CTAs, and dK."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile, _ = self._tile(a, ws, index)
+        tile = walk_of(c, a, ws, index).tile
         mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -553,7 +386,7 @@ class BackwardClusterSm90:
         return packed
 
     @cute.jit
-    def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: "_Shared", step: Int32, thread: Int32) -> None:
+    def _hand_out(self, rdS: cute.Tensor, mma_dP: cute.TiledMma, shared: Shared, step: Int32, thread: Int32) -> None:
         """Gradients of scores to warpgroup 3 of both CTAs: each warp's 16 keys lie together, and it sends them."""
         stage = shared.ds.stage(step)
         write(rdS, mma_dP, shared.sdS[None, None, 0, stage], thread)
@@ -570,12 +403,13 @@ class BackwardClusterSm90:
 
     @cute.jit
     def sum_queries(
-        self, a: BackwardArguments, ws: Workspace, index: Int32, mma_dQ: cute.TiledMma, shared: "_Shared"
+        self, a: BackwardArguments, ws: Workspace, index: Int32, mma_dQ: cute.TiledMma, shared: Shared
     ) -> None:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        tile, entries = self._tile(a, ws, index)
+        walk = walk_of(c, a, ws, index)
+        tile = walk.tile
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
         tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
@@ -585,7 +419,7 @@ class BackwardClusterSm90:
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
         for step in cutlass.range(num_steps, unroll=1):
-            m_block = self._m_block(ws, tile, entries, step)
+            m_block = walk.m_block(c, ws, step)
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)
@@ -607,7 +441,7 @@ class BackwardClusterSm90:
         tile: KeyTile,
         accs: list[cute.Tensor],
         which: cutlass.Constexpr,
-        shared: "_Shared",
+        shared: Shared,
         thread: Int32,
         barrier: cutlass.Constexpr,
     ) -> None:
@@ -635,7 +469,7 @@ class BackwardClusterSm90:
         store: RowTiles | None,
         places: list[cute.Tensor],
         mX: cute.Tensor,
-        shared: "_Shared",
+        shared: Shared,
         thread: Int32,
         barrier: cutlass.Constexpr,
     ) -> None:
@@ -669,39 +503,3 @@ class BackwardClusterSm90:
             padding = cutlass.min(start + 64, tile.k.slot) - first
             zero_rows(mX[None, None, tile.head_k, tile.batch], tile.k.start + first, padding, thread, 128)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Shared memory and what guards it."""
-
-    sK: cute.Tensor  # (64, d)
-    sK_peer: cute.Tensor  # (64, columns of dQ): the other CTA's keys, this one's columns of dQ
-    sV: cute.Tensor  # (64, d_v)
-    sQ: cute.Tensor  # (64, d, stage)
-    sdO: cute.Tensor  # (64, d_v / parts of dO, stage)
-    sdS: cute.Tensor  # (64, 64, own and the other CTA's keys, stage)
-    sP: cute.Tensor  # (4, thread, 4): pairs of weights, or of rW, as a thread has them in registers
-    dS: cute.Pointer  # sdS without its swizzle
-    stats: cute.Tensor  # (64, lse and delta, stage of q)
-    k_full: cute.Pointer  # barriers
-    v_full: cute.Pointer
-    q: Ring
-    do: Ring
-    p: Ring
-    ds: Ring
-    turns: turns.Turns
-    rank: Int32  # of this CTA
-
-
-@dataclass(frozen=True)
-class _Loads:
-    """What one of the producers loads."""
-
-    keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
-    keys_full: cute.Pointer  # where their bytes arrive
-    rows: RowTiles  # of Q, with which come lse and delta, or of dO
-    parts: cutlass.Constexpr  # side by side, that make up all columns
-    sX: cute.Tensor  # where they go
-    ring: Ring  # guards sX
-    rank: cutlass.Constexpr  # of the CTA that loads for both

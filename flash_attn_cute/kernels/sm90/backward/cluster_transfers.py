@@ -1,0 +1,135 @@
+"""Warpgroup 0 of the backward kernel above d = 128: loads, and turns to add to dQ (see ``cluster``)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.tma import RowTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
+from flash_attn_cute.kernels.sm90.backward.cluster_walk import walk_of
+from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
+
+_BOTH = 0b11  # CTAs of a cluster, for multicast
+_RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
+
+
+class Tiles(NamedTuple):
+    """Of the tensors, by their names."""
+
+    Q: RowTiles
+    dO: RowTiles
+    K: RowTiles
+    K_peer: RowTiles
+    V: RowTiles
+    dK: RowTiles | None  # None: it leaves from registers
+    dV: RowTiles | None
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """What one of the producers loads."""
+
+    keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
+    keys_full: cute.Pointer  # where their bytes arrive
+    rows: RowTiles  # of Q, with which come lse and delta, or of dO
+    parts: cutlass.Constexpr  # side by side, that make up all columns
+    sX: cute.Tensor  # where they go
+    ring: Ring  # guards sX
+    rank: cutlass.Constexpr  # of the CTA that loads for both
+
+
+class Transfers:
+    """Warpgroup 0, warp by warp."""
+
+    def __init__(self, config: BackwardClusterConfig):
+        self.config = config
+
+    @cute.jit
+    def load_queries(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
+        """Warp 0: keys once, and Q, lse and delta block by block."""
+        rank = shared.rank
+        keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
+        self._load(a, ws, index, _Loads(keys, shared.k_full, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q), shared)
+
+    @cute.jit
+    def load_dO(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
+        """Warp 1: values once, and dO block by block."""
+        values, parts = ((tma.V, shared.sV, shared.rank, 0),), self.config.parts_dO
+        loads = _Loads(values, shared.v_full, tma.dO, parts, shared.sdO, shared.do, _RANK_OF_DO)
+        self._load(a, ws, index, loads, shared)
+
+    @cute.jit
+    def _load(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: _Loads, shared: Shared) -> None:
+        c, rows, ring = self.config, loads.rows, loads.ring
+        walk = walk_of(c, a, ws, index)
+        tile = walk.tile
+        if tile.blocks.num > 0:
+            num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
+            for t, sX, rank, column_tile in loads.keys:
+                first = tile.first_key + 64 * rank
+                last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
+                g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
+                t.load(g, sX, loads.keys_full)
+        parts = loads.parts
+        with_stats = ring is shared.q
+        num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
+        numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        for step in cutlass.range(tile.blocks.num, unroll=1):
+            m_block = walk.m_block(c, ws, step)
+            for part in cutlass.range_constexpr(parts):
+                fill = step * parts + part
+                full, stage = ring.full(fill), ring.stage(fill)
+                ring.wait_empty(fill)  # from warpgroups 1 and 2 of both CTAs: this stage is released
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                    if const_expr(with_stats):
+                        for i in cutlass.range_constexpr(2):
+                            cute.copy(
+                                numbers,
+                                ws.mStats[i, tile.head, tile.first_block + m_block, None],
+                                shared.stats[None, i, stage],
+                                mbar_ptr=full,
+                            )
+                # The other CTA's barrier counts bytes whether or not its own warp has been here.
+                if shared.rank == loads.rank:
+                    first = m_block * c.tile_m
+                    last = tile.q.start + cutlass.min(first + c.tile_m, tile.q.length)
+                    block = rows.at(tile.q.start + first, last, tile.head, tile.batch, part)
+                    rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
+
+    @cute.jit
+    def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+        """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
+        c = self.config
+        walk = walk_of(c, a, ws, index)
+        tile = walk.tile
+        for step in cutlass.range(tile.blocks.num, unroll=1):
+            m_block = walk.m_block(c, ws, step)
+            counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
+            shared.turns.call(step, counter, walk.turn(c, ws, step, m_block))
+
+    @cute.jit
+    def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+        """Warp 3: passes turns on to the tiles that come after."""
+        c = self.config
+        walk = walk_of(c, a, ws, index)
+        tile = walk.tile
+        step = Int32(0)
+        while step < tile.blocks.num:
+            m_block = walk.m_block(c, ws, step)
+            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
+            another = step + 1 < tile.blocks.num
+            if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if another:  # its counter has to be the next one
+                    another = walk.m_block(c, ws, step + 1) == m_block + 1
+            step += shared.turns.pass_on(step, counters, another)

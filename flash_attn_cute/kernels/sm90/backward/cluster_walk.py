@@ -1,0 +1,38 @@
+"""A cluster's walk over blocks of queries (see ``cluster``), which every role reads by itself."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.key_lists import list_of
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, key_tile
+from flash_attn_cute.kernels.common.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Of a tile over an interval of blocks, or under a mask over its list."""
+
+    tile: KeyTile
+    first_entry: Int32  # of the list
+
+    def m_block(self, config: cutlass.Constexpr, ws: Workspace, step: Int32) -> Int32:
+        """The block of queries of a step."""
+        return ws.mEntries[self.first_entry + step, 0] if config.features.listed else self.tile.blocks.nth(step)
+
+    def turn(self, config: cutlass.Constexpr, ws: Workspace, step: Int32, m_block: Int32) -> Int32:
+        """The tile's turn to add to dQ of that block."""
+        return ws.mEntries[self.first_entry + step, 2] if config.features.listed else self.tile.turn(config, m_block)
+
+
+@cute.jit
+def walk_of(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> Walk:
+    """That of the tile of a number."""
+    tile, first_entry = key_tile(config, a, ws, index), Int32(0)
+    if const_expr(config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if tile.blocks.num > 0:
+            first_entry, _ = list_of(config, a, ws, tile.batch, tile.head, tile.block)
+    return Walk(tile, first_entry)
