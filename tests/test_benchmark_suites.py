@@ -461,9 +461,9 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     made: list[int] = []
     build = BlockMask.build
 
-    def count(mask: BlockMask, *device: torch.device, **options: bool) -> BlockMask:
+    def count(mask: BlockMask, *device: torch.device) -> BlockMask:
         made.append(len(mask._tables) + len(mask._offsets))
-        return build(mask, *device, **options)
+        return build(mask, *device)
 
     monkeypatch.setattr(BlockMask, "build", count)
     monkeypatch.setattr(sparse, "create_block_mask", lambda mod, *sizes, _compile, **options: made.append(0))
