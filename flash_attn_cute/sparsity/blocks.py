@@ -64,7 +64,7 @@ class BlockMask:
 
     Windows, and documents that follow each other, need no tables in dense calls: these become calls with
     ``window_size``, or with packed sequences. Not so in another order than the default, beside seqused, and, for
-    documents, beside mask and bias or if they have fewer than 256 rows on average.
+    documents, beside mask and bias or if they have fewer than 128 rows on average.
 
     Positions are absolute, query i and key j counted from 0, but for ``causal``, ``window``, ``prefix_lm`` and
     ``dilated``, which are aligned to the bottom right: the last query stands beside the last key. Packed calls
