@@ -102,7 +102,7 @@ def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=num_ranks,
-            timeout=_TIMEOUT,
+            timeout=_TIMEOUT if backend == "gloo" else 5 * _TIMEOUT,  # while a rank compiles kernels, others wait
             device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
         if backend == "shared":

@@ -14,8 +14,8 @@ from torch import Tensor
 from flash_attn_cute.sparsity.nodes import And, Band, Documents, Node, Sizes
 
 _MAX_ROWS = 2**31 - 1
-# Rows of a document, on average, from which on packed sequences were faster on an H200. Each has tiles of its own there,
-# while lists merge short ones.
+# Rows of a document on average, from which on packed sequences were faster on an H200. Each has tiles of its own
+# there, while lists merge short ones.
 _LEAST_ROWS = 128
 
 
