@@ -366,9 +366,19 @@ class BackwardConfig(BackwardSizes):
         return min(part * PART_ROWS, self.tile_d - PART_ROWS)
 
     @property
+    def holds_keys(self) -> bool:
+        """Whether K of a tile is in tensor memory, from where products of scores read it."""
+        return self.ctas_a_tile == CTAS and self.walks == 2
+
+    @property
+    def first_K(self) -> int:
+        """The first column of K, if it is there; two elements of 16 bits a column."""
+        return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
+
+    @property
     def _end(self) -> int:
         """The column behind all but dQ."""
-        return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
+        return self.first_K + (self.tile_d // 2 if self.holds_keys else 0)
 
     @property
     def _has_place_of_dQ(self) -> bool:
@@ -378,12 +388,12 @@ class BackwardConfig(BackwardSizes):
     @property
     def dQ_over_dP(self) -> bool:
         """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
-        return self.ctas_a_tile == 1 and not self._has_place_of_dQ
+        return (self.ctas_a_tile == 1 or self.walks == 2) and not self._has_place_of_dQ
 
     @property
     def dQ_over_S(self) -> bool:
         """Whether dQ takes the place of scores, between the weights of two warpgroups."""
-        return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
+        return self.ctas_a_tile == CTAS and self.walks == 1 and not self._has_place_of_dQ
 
     @property
     def weights_apart(self) -> int:
@@ -401,7 +411,9 @@ class BackwardConfig(BackwardSizes):
     @property
     def piece_columns(self) -> int:
         """Of tensor memory, or, if dQ is transposed, queries, that a piece of dQ has in shared memory."""
-        return 32 // self.ctas_a_tile
+        if self.ctas_a_tile == 1:
+            return 32
+        return 16 // self.walks
 
     @property
     def piece_lanes(self) -> int:
@@ -422,7 +434,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def columns_of_keys(self) -> int:
-        """That a CTA of a pair has of the keys of both: those of dQ that it computes, from 64 times its rank on."""
+        """That a CTA of a pair has of the keys of both: those of dQ that it computes, the first or the last."""
         return PART_ROWS if self.transposes_dQ else self.tile_d // CTAS
 
     @property
@@ -440,11 +452,13 @@ class BackwardConfig(BackwardSizes):
         """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
 
         A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
-        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
+        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one. If K is in
+        tensor memory, it comes by the place of its columns, and a stage of Q or dO is one of these halves.
         """
-        keys = self.kv_stages * PART_ROWS * (self.tile_d + self.tile_dv)
-        queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
-        numbers = keys + queries + PART_ROWS * self.tile_m
+        keys = self.kv_stages * PART_ROWS * (self.tile_dv + (0 if self.holds_keys else self.tile_d))
+        queries = self.queries_shared if self.holds_keys else self.tile_m
+        blocks = queries * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
+        numbers = keys + blocks + PART_ROWS * self.tile_m
         if self.ctas_a_tile == 2:
             numbers += self.tile_n * self.columns_of_keys + PART_ROWS * self.queries_shared
         return 2 * numbers + 4 * DQ_STAGES * self.piece_numbers + _BARRIERS_AND_STATS
@@ -482,7 +496,11 @@ _BACKWARD_TILES = (
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 

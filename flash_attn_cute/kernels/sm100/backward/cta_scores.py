@@ -128,7 +128,7 @@ class Scores:
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
         self.change(work, block, place, listed, bias)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
+        weights = self.weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
         rings.q.release(step)  # to the producer: lse is read
@@ -250,7 +250,9 @@ class Scores:
                 tile.k.length,
             )
 
-    def _weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any) -> list[Int32]:
+    def weigh(
+        self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None
+    ) -> list[Int32]:
         """Scores to weights, in their place if it ``stores`` them; returns what ``to_weights`` does.
 
         ``later`` reads a bias that they are yet to have, or is None.

@@ -118,12 +118,13 @@ class Transfers:
         while shared.has_tile(walk):
             num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
+            end = step + num_steps
             for _ in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(c.parts_dQ):
                     product = c.parts_dQ * step + part
                     rings.dq.wait_full(product)  # from the tensor cores
                     tensor_memory.after_sync()
-                    numbers = tensor_memory.load(address + c.first_dQ(part), c.columns_dQ)
+                    numbers = tensor_memory.load(address + self._first_dQ(part, end), c.columns_dQ)
                     tensor_memory.before_sync()
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
@@ -133,6 +134,11 @@ class Transfers:
                         rings.put_out(c, step, i)
                 step += 1
             walk += 1
+
+    def _first_dQ(self, part: int, end: Int32) -> Int32 | int:
+        """The first column of a part of dQ. ``end``: the step behind its tile."""
+        del end
+        return self.config.first_dQ(part)
 
     def _pieces(self, part: int) -> tuple[int, int]:
         """The first piece of a part of dQ, and the one behind its last one."""

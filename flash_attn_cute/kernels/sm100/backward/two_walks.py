@@ -67,6 +67,7 @@ from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm100.config import BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit
 
 
@@ -103,7 +104,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
-                before = _plus(i, -1)
+                before = plus(i, -1)
                 rings.do.wait_full(step + before)  # from the producer
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
@@ -129,7 +130,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
-            before = _plus(i, -1)
+            before = plus(i, -1)
             dq_before = c.parts_dQ * (dq_step + before)
             if i > 0:
                 rings.scores.wait_empty(gradients)  # from compute warps: dS of the step before is there, S was read
@@ -156,8 +157,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
 
     def _first_column(self, scores: Ring, number: Int32) -> Int32:
-        """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
-        return scores.stage(number) * self.config.first_dP
+        return first_column(self.config, scores, number)
 
     @cute.jit
     def compute(
@@ -190,13 +190,18 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, walk, nth, i, step)
                     weights = self.scores.to_weights(work, block, step, number, first_S, stores=False)
-                    self.scores.to_gradients(work, weights, block, step, rings.scores, _plus(number, 1), first_dP)
+                    self.scores.to_gradients(work, weights, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, walk, (DK,))
             shared.tiles.release(walk)  # to the producer
             walk += 1
 
 
-def _plus(number: Int32, distance: int) -> Int32:
+def first_column(config: BackwardConfig, scores: Ring, number: Int32) -> Int32:
+    """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
+    return scores.stage(number) * config.first_dP
+
+
+def plus(number: Int32, distance: int) -> Int32:
     """That of another step or product. Opaque, so that its stages are found like others, and the lint can follow."""
     return opaque(number + distance)

@@ -1,0 +1,119 @@
+"""What brings tiles to a pair of CTAs that walks twice (see ``pair_two_walks``), and takes dQ away."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile
+from flash_attn_cute.kernels.common.tma import BackwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
+from flash_attn_cute.kernels.sm100.backward.pair_two_walks_shared import PairTwoWalksShared
+from flash_attn_cute.kernels.sm100.backward.two_walks import plus
+
+
+class PairTwoWalksTransfers(PairTransfers):
+    """The roles that move what others multiply, and what they have summed of dQ."""
+
+    @cute.jit
+    def producer(  # type: ignore[override]
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairTwoWalksShared
+    ) -> None:
+        """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
+
+        The leader's chooses tiles.
+        """
+        c = self.config
+        walk, step, number = Int32(0), Int32(0), Int32(0)
+        self._tell_next(a, ws, shared, walk)
+        while shared.has_tile(walk):
+            tile, num_steps = shared.tile(c, a, walk), shared.num_steps(c, a, walk)
+            shared.tiles.release(walk)
+            self._load_own_keys(tile, tma, shared, walk)
+            self._load_first_walk(a, ws, tma, shared, tile, walk, step, number)
+            step, number = step + num_steps, number + num_steps
+            self._load_second_walk(a, ws, tma, shared, tile, walk, step, number)
+            step, number = step + num_steps, number + 2 * num_steps
+            walk += 1
+            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            self._tell_next(a, ws, shared, walk)
+
+    @cute.jit
+    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairTwoWalksShared, walk: Int32) -> None:
+        """This CTA's keys, on their way to tensor memory: their bytes arrive at a barrier of its own."""
+        ring, t = shared.rings.k, tma.K
+        ring.wait_empty(walk)  # from the tensor cores: K by columns is not needed any more
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
+        start, stop = tile.keys_of(shared.rank, t.tile_rows)
+        t.load(t.at(start, stop, tile.head_k, tile.batch), shared.sK[None, None, 0], ring.full(walk))
+
+    @cute.jit
+    def _load_first_walk(
+        self,
+        a: BackwardArguments,
+        ws: Workspace,
+        tma: BackwardTiles,
+        shared: PairTwoWalksShared,
+        tile: KeyTile,
+        walk: Int32,
+        step: Int32,
+        number: Int32,
+    ) -> None:
+        """Q by rows and dO by columns; behind the first step's V."""
+        c, rings, done = self.config, shared.rings, Int32(0)
+        for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for i in cutlass.range(tile.blocks.num, unroll=1):
+                head, m_block, now = tile.head + nth, tile.blocks.nth(i), step + done
+                own, all_of_it = self._rows(shared, tile, m_block)
+                sQ = shared.sQ[None, None, rings.q.stage(number + done)]
+                self._load(tma.Q, *own, head, tile, shared, sQ, rings.q, number + done)
+                self._load_stats(ws, shared, head, tile.first_block + m_block, now)
+                sdO = shared.sdO_columns[None, None, rings.do.stage(now)]
+                self._load(tma.dO_columns, *all_of_it, head, tile, shared, sdO, rings.do, now, shared.rank)
+                if done == 0:
+                    start, stop = tile.keys_of(shared.rank, tma.V.tile_rows)
+                    sV = shared.sV[None, None, 0]
+                    self._load(tma.V, start, stop, tile.head_k, tile, shared, sV, rings.v, walk)
+                done += 1
+
+    @cute.jit
+    def _load_second_walk(
+        self,
+        a: BackwardArguments,
+        ws: Workspace,
+        tma: BackwardTiles,
+        shared: PairTwoWalksShared,
+        tile: KeyTile,
+        walk: Int32,
+        step: Int32,
+        number: Int32,
+    ) -> None:
+        """Q by rows and by columns, and dO by rows; behind the first step's K by columns."""
+        c, rings, done = self.config, shared.rings, Int32(0)
+        for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+            for i in cutlass.range(tile.blocks.num, unroll=1):
+                head, m_block, now = tile.head + nth, tile.blocks.nth(i), step + done
+                rows, columns = number + 2 * done, plus(number, 2 * done + 1)
+                own, all_of_it = self._rows(shared, tile, m_block)
+                sQ = shared.sQ[None, None, rings.q.stage(rows)]
+                self._load(tma.Q, *own, head, tile, shared, sQ, rings.q, rows)
+                self._load_stats(ws, shared, head, tile.first_block + m_block, now)
+                sdO = shared.sdO[None, None, rings.do.stage(now)]
+                self._load(tma.dO, *own, head, tile, shared, sdO, rings.do, now)
+                sQ = shared.sQ_columns[None, None, rings.q.stage(columns)]
+                self._load(tma.Q_columns, *all_of_it, head, tile, shared, sQ, rings.q, columns, shared.rank)
+                if done == 0:  # dV of this tile leaves through their place
+                    self._load_columns_of_keys(tile, tma.K_columns, shared, walk, later=1)
+                done += 1
+
+    def _first_dQ(self, part: int, end: Int32) -> Int32 | int:
+        """As of ``Transfers``. If it takes the place of dP, that is another one behind each odd number of steps.
+
+        Tiles before have had three products of scores a step, and this one's first walk has one.
+        """
+        c = self.config
+        if not c.dQ_over_dP:
+            return super()._first_dQ(part, end)
+        return (end + 1) % 2 * c.first_dP
