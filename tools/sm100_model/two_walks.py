@@ -30,31 +30,55 @@ class BackwardTwoWalks(Backward):
     def load(self, walks: Sequence[Walk]) -> Needs:
         """A warp: keys and values once, Q and dO block by block, in both walks."""
         c, step, number = self.design, 0, 0
-        part = 0.5 if c.pair else 1.0
         for tile, (num, _) in enumerate(walks):
             yield self.k.wait_empty(tile)
             self.sm.load("K", 2 * BLOCK * c.d, self.k, tile)
-            for i in range(2 * num):
-                at = number if c.pair else step
-                yield self.q.wait_empty(at)
-                self.sm.load("Q", part * 2 * c.queries * c.d, self.q, at)
-                if i == num and not c.pair:  # through whose place dV has left
-                    yield self.v.wait_empty(tile + 1)
-                    self.sm.load("V", 2 * BLOCK * c.d_v, self.v, tile)
-                yield self.stats.wait_empty(step)
-                self.sm.load("lse and delta", 8 * c.queries, self.stats, step)
-                yield self.do.wait_empty(step)
-                self.sm.load("dO", part * 2 * c.queries * c.d_v, self.do, step)
-                if i == 0 and c.pair:
-                    yield self.v.wait_empty(tile)
-                    self.sm.load("V", 2 * BLOCK * c.d_v, self.v, tile)
-                if i >= num and c.pair:
-                    yield self.q.wait_empty(at + 1)
-                    self.sm.load("Q by columns", c.queries * c.d, self.q, at + 1)
-                if i == num and c.pair:
-                    yield self.k_columns.wait_empty(tile + 1)
-                    self.sm.load("K by columns", 2 * self.ctas * BLOCK * BLOCK, self.k_columns, tile)
-                step, number = step + 1, number + (1 if i < num else 2)
+            yield from (self._load_halves_of_walks(tile, step, number, num) if c.pair else self._load_blocks(tile, step, num))
+            step, number = step + 2 * num, number + 3 * num
+
+    def _load_blocks(self, tile: int, first: int, num: int) -> Needs:
+        """Of a CTA alone, whose V comes when dV has left through its place."""
+        for step in range(first, first + 2 * num):
+            yield from self._load_Q(step)
+            yield from self._load_stats(step)
+            if step == first + num:
+                yield self.v.wait_empty(tile + 1)
+                self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
+            yield from self._load_dO(step)
+
+    def _load_halves_of_walks(self, tile: int, step: int, number: int, num: int) -> Needs:
+        """Of a pair's CTA: Q a step ahead of dO in the first walk, and by columns as well in the second."""
+        for i in range(num + 1):
+            if i < num:
+                yield from self._load_Q(number + i)
+            if i > 0:
+                yield from self._load_stats(step + i - 1)
+                yield from self._load_dO(step + i - 1)
+            if i == 1:
+                yield self.v.wait_empty(tile)
+                self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
+        for i in range(num):
+            yield from self._load_Q(number + num + 2 * i)
+            yield from self._load_stats(step + num + i)
+            yield from self._load_dO(step + num + i)
+            yield from self._load_Q(number + num + 2 * i + 1)
+            if i == 0:  # through whose place dV has left
+                yield self.k_columns.wait_empty(tile + 1)
+                self.sm.load("K by columns", 2 * self.ctas * BLOCK * BLOCK, self.k_columns, tile)
+
+    def _load_Q(self, number: int) -> Needs:
+        c = self.design
+        yield self.q.wait_empty(number)
+        self.sm.load("Q", 2 * c.queries * c.d / self.ctas, self.q, number)
+
+    def _load_dO(self, step: int) -> Needs:
+        c = self.design
+        yield self.do.wait_empty(step)
+        self.sm.load("dO", 2 * c.queries * c.d_v / self.ctas, self.do, step)
+
+    def _load_stats(self, step: int) -> Needs:
+        yield self.stats.wait_empty(step)
+        self.sm.load("lse and delta", 8 * self.design.queries, self.stats, step)
 
     def mma(self, walks: Sequence[Walk]) -> Needs:
         """A warp: both walks over each tile."""
@@ -103,21 +127,23 @@ class BackwardTwoWalks(Backward):
                 yield from self._S(number + 2 * i, step + i, releases=False)
 
     def _second_walk_of_pair(self, tile: int, step: int, number: int, dq_step: int, num: int) -> Needs:
-        """S(t + 1), dK(t), dQ(t), dP(t + 1)."""
+        """DK(t), S(t + 1), dP(t + 1), dQ(t)."""
+        c = self.design
         for i in range(num + 1):
-            if i < num:
-                yield self.scores.wait_empty(number + 2 * i)
-                yield from self._S(number + 2 * i, number + 2 * i, releases=True)
             if i > 0:
                 yield from self._dK_of(tile, number + 2 * i - 1, number + 2 * i - 1, i == 1)
+                if not c.own_columns:
+                    yield self.dq.wait_empty(dq_step + i - 1)  # which lies where S does
+            if i < num:
+                yield from self._S(number + 2 * i, number + 2 * i, releases=True)
+                yield from self._dP_of(number + 2 * i + 1, step + i)
+            if i > 0:
+                if i < num and not c.own_columns:
+                    yield self.scores.wait_empty(number + 2 * i + 2)
                 yield self.ds_exchanged.phase(dq_step + i)
                 if i == 1:
                     yield self.k_columns.wait_full(tile)
                 yield from self._dQ_of(tile, dq_step + i - 1, is_last=i == num)
-            if i < num:
-                if not self.design.own_columns:
-                    yield self.dq.wait_empty(dq_step + i)  # of the last step, which lies where dP does
-                yield from self._dP_of(number + 2 * i + 1, step + i)
 
     def _product(
         self, what: str, columns: float, summed: float, operands: float, then: Sequence[Callable[[], None]]
@@ -150,7 +176,7 @@ class BackwardTwoWalks(Backward):
         """128 columns at a time: a pair's CTA once, and of the keys of both."""
         c, keys = self.design, BLOCK * self.ctas
         yield self.dq.wait_empty(step)
-        then = [partial(self.dq.arrive, step)]
+        then = [partial(self.dq.arrive, step), self.ds_free.arrive]
         if is_last:
             then.append(partial(self.dk.arrive, tile))
             if c.pair:
@@ -161,7 +187,7 @@ class BackwardTwoWalks(Backward):
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: K to tensor memory, if that is where it is; half of the queries; dV and dK behind their walks."""
         c, sm, me = self.design, self.sm, f"compute {g}"
-        step, number = 0, 0
+        step, number, dq_step = 0, 0, 0
         for tile, (num, masked) in enumerate(walks):
             if c.pair:
                 yield self.k.wait_full(tile)
@@ -171,18 +197,16 @@ class BackwardTwoWalks(Backward):
                 self.copied.arrive()
             for i in range(num):
                 yield from self._weights(me, step, number, is_masked=i < masked, stores=True)
-                self.scores.release(number)
                 if g == 0:
                     self.stats.release(step)
                 step, number = step + 1, number + 1
             yield from self._put_out(g, tile, 0)
             for i in range(num):
                 yield from self._weights(me, step, number, is_masked=i < masked, stores=False)
-                self.scores.release(number)
-                yield from self._gradients(g, number + 1)
+                yield from self._gradients(g, number + 1, dq_step)
                 if g == 0:
                     self.stats.release(step)
-                step, number = step + 1, number + 2
+                step, number, dq_step = step + 1, number + 2, dq_step + 1
             yield from self._put_out(g, tile, 1)
 
     def _weights(self, me: str, step: int, number: int, *, is_masked: bool, stores: bool) -> Needs:
@@ -192,16 +216,20 @@ class BackwardTwoWalks(Backward):
         yield self.scores.wait_full(number)
         # Lse and delta are read by all threads alike: a word a clock and query.
         yield from sm.compute(me, "load S", 10, shared=128.0 * elements, tmem=4.0 * half)
+        if not stores:
+            self.scores.release(number)
         tmem = 2.0 * half if stores else 0.0
         yield from sm.compute(me, "P", each * elements + 30, elements, tmem=tmem, goes_on=True)
         if stores:
             yield sm.machine.handover  # they are complete
+            self.scores.release(number)
 
-    def _gradients(self, g: int, number: int) -> Needs:
+    def _gradients(self, g: int, number: int, dq_step: int) -> Needs:
         sm, me, elements = self.sm, f"compute {g}", self.design.queries / 2
         half = 128 * elements
         yield self.scores.wait_full(number)
         yield from sm.compute(me, "dS", 2 * (elements + 20), shared=128.0 * elements, tmem=6.0 * half)
+        yield self.ds_free.phase(dq_step)
         yield from sm.compute(me, "write dS", 0.25 * elements + 20, shared=2.0 * half, goes_on=True)
         yield sm.machine.handover
         self.scores.release(number)

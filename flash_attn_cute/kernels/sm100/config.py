@@ -388,22 +388,22 @@ class BackwardConfig(BackwardSizes):
     @property
     def dQ_over_dP(self) -> bool:
         """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
-        return (self.ctas_a_tile == 1 or self.walks == 2) and not self._has_place_of_dQ
+        return self.ctas_a_tile == 1 and not self._has_place_of_dQ
 
     @property
     def dQ_over_S(self) -> bool:
-        """Whether dQ takes the place of scores, between the weights of two warpgroups."""
-        return self.ctas_a_tile == CTAS and self.walks == 1 and not self._has_place_of_dQ
+        """Whether dQ takes the place of scores; of one walk between the weights of two warpgroups."""
+        return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
 
     @property
     def weights_apart(self) -> int:
         """Columns of tensor memory from the first warpgroup's weights to the second's."""
-        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S else self.queries
+        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.walks == 1 else self.queries
 
     def first_dQ(self, part: int = 0) -> int:
         """The first column of dQ, or of one of its parts."""
         if self.dQ_over_S:
-            return self.first_S + SCORE_COLUMNS // 4
+            return self.first_S + (SCORE_COLUMNS // 4 if self.walks == 1 else 0)
         if self.dQ_over_dP:
             return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
         return self._end + part * self.columns_dQ
@@ -411,9 +411,7 @@ class BackwardConfig(BackwardSizes):
     @property
     def piece_columns(self) -> int:
         """Of tensor memory, or, if dQ is transposed, queries, that a piece of dQ has in shared memory."""
-        if self.ctas_a_tile == 1:
-            return 32
-        return 16 // self.walks
+        return 32 // self.ctas_a_tile
 
     @property
     def piece_lanes(self) -> int:
@@ -453,7 +451,8 @@ class BackwardConfig(BackwardSizes):
 
         A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
         and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one. If K is in
-        tensor memory, it comes by the place of its columns, and a stage of Q or dO is one of these halves.
+        tensor memory, it comes by the place of its columns, and a stage of Q or dO is one of these halves; those of dO
+        by columns are where dO by rows and dS are later.
         """
         keys = self.kv_stages * PART_ROWS * (self.tile_dv + (0 if self.holds_keys else self.tile_d))
         queries = self.queries_shared if self.holds_keys else self.tile_m
@@ -496,11 +495,11 @@ _BACKWARD_TILES = (
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 2, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 

@@ -307,10 +307,17 @@ class Scores:
             return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
         return sdS, c.queries * work.warpgroup
 
-    def differentiate(self, work: Work, place: Int32, weights: list[Int32], delta: cute.Tensor) -> list[cute.Tensor]:
+    def differentiate(
+        self,
+        work: Work,
+        place: Int32,
+        weights: list[Int32],
+        delta: cute.Tensor,
+        await_room: Callable[[], None] = lambda: None,
+    ) -> list[cute.Tensor]:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
 
-        Returns them, rounded, some queries after the other.
+        Returns them, rounded, some queries after the other. ``await_room`` waits until shared memory has room.
         """
         found = []
         sdS, column = self.place_of_dS(work)
@@ -326,6 +333,7 @@ class Scores:
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
+            await_room()
             write_row(rounded, sdS, work.thread, column + first)
             found.append(rounded)
         return found

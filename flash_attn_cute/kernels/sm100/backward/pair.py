@@ -306,10 +306,16 @@ class PairScores(Scores):
 
     @cute.jit
     def hand_over(
-        self, work: Work, place: Int32, weights: cutlass.Constexpr, delta: cute.Tensor, exchange: Int32
+        self,
+        work: Work,
+        place: Int32,
+        weights: cutlass.Constexpr,
+        delta: cute.Tensor,
+        exchange: Int32,
+        await_room: cutlass.Constexpr = lambda: None,
     ) -> None:
         """As ``differentiate``; dS is where it is multiplied, or on its way there, in the exchange of that number."""
-        self.differentiate(work, place, weights, delta)
+        self.differentiate(work, place, weights, delta, await_room)
         tensor_memory.before_sync()
         if work.warpgroup == work.shared.rank:
             cute.arch.fence_proxy("async.shared", space="cta")

@@ -70,9 +70,10 @@ class PairRings(Rings):
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
         """Of each, by its name."""
-        of_one_walk = dict.fromkeys(("q_columns", "do_columns", "weights"), 2 - config.walks)
-        more = {"k_columns": 1, **of_one_walk, "exchange": 1, "stats": STATS_STAGES, "keys": config.walks - 1}
-        return {**Rings.stages(config), **more}
+        walks = config.walks
+        columns = {"k_columns": 1, "q_columns": 2 - walks, "do_columns": walks}
+        more = {"weights": 2 - walks, "exchange": 1, "stats": STATS_STAGES, "keys": walks - 1}
+        return {**Rings.stages(config), **columns, **more}
 
     @classmethod
     def at(cls, config: BackwardConfig, barriers: cute.Pointer) -> "PairRings":

@@ -67,6 +67,7 @@ What orders accesses, beyond what ``pair`` and ``cta`` list:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -119,19 +120,19 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         """The products of both CTAs."""
         c, rings = self.config, shared.rings
         products = _Products.of(c, mmas, shared)
-        walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
+        walk, dq_step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(walk):
             num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the leader's producer
             rings.keys.wait_full(walk)  # from compute warps: K is there, and nothing of the last tile's scores is read
-            if const_expr(c.dQ_over_dP):
+            if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
             tensor_memory.after_sync()
-            self._first_walk(products, shared, walk, step, number, num_steps)
-            step, number = step + num_steps, number + num_steps
+            self._first_walk(products, shared, walk, dq_step, number, num_steps)
+            number += num_steps
             rings.v.wait_full(walk)  # from producers
-            self._second_walk(products, shared, walk, step, number, dq_step, num_steps)
-            step, number, dq_step = step + num_steps, number + 2 * num_steps, dq_step + num_steps
+            self._second_walk(products, shared, walk, dq_step, number, num_steps)
+            dq_step, number = dq_step + num_steps, number + 2 * num_steps
             walk += 1
 
     @cute.jit
@@ -148,13 +149,13 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 commit_to_both(rings.scores.full(number + i))  # to compute warps
             if i > 0:
                 before = plus(i, -1)
-                rings.do.wait_full(step + before)  # from producers
+                rings.do_columns.wait_full(step + before)  # from producers
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
                     rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
                 products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
-                commit_to_both(rings.do.empty(step + before))  # to producers
+                commit_to_both(rings.do_columns.empty(step + before))  # to producers
         commit_to_both(rings.dv.full(walk))  # to compute warps
 
     @cute.jit
@@ -163,25 +164,17 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         products: "_Products",
         shared: PairTwoWalksShared,
         walk: Int32,
-        step: Int32,
-        number: Int32,
         dq_step: Int32,
+        number: Int32,
         num: Int32,
     ) -> None:
-        """S of a step, dK and dQ of the one before, and dP of the step."""
+        """DK of the step before, S and dP of a step, and dQ of the one before."""
         c, rings = self.config, shared.rings
-        first_dP = first_column(c, rings.scores, number + 1)
+        first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
         for i in cutlass.range(num + 1, unroll=1):
             scores, gradients = number + 2 * i, plus(number, 2 * i + 1)
-            if i < num:
-                rings.q.wait_full(scores)  # from producers
-                rings.scores.wait_empty(scores)  # from compute warps: the last step's S is read
-                tensor_memory.after_sync()
-                products.start_S(scores)
-                commit_to_both(rings.q.empty(scores))  # to producers
-                commit_to_both(rings.scores.full(scores))  # to compute warps
+            before, columns = plus(dq_step + i, -1), plus(number, 2 * i - 1)
             if i > 0:
-                before, columns = plus(dq_step + i, -1), plus(number, 2 * i - 1)
                 rings.scores.wait_empty(gradients)  # from compute warps: dS is there
                 rings.q.wait_full(columns)  # from producers
                 if i == 1:
@@ -189,23 +182,28 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 tensor_memory.after_sync()
                 products.start_dK(columns, first_dP, i > 1)
                 commit_to_both(rings.q.empty(columns))  # to producers
-                if const_expr(not c.dQ_over_dP):
-                    rings.dq.wait_empty(before)  # from drain warps: they have the dQ of the step before that
+                rings.dq.wait_empty(before)  # from drain warps: they have the dQ of the step before that
+            if i < num:
+                rings.q.wait_full(scores)  # from producers
+                tensor_memory.after_sync()
+                products.start_S(scores)
+                commit_to_both(rings.q.empty(scores))  # to producers
+                commit_to_both(rings.scores.full(scores))  # to compute warps
+                rings.do.wait_full(dq_step + i)  # from producers
+                products.start_dP(first_dP)
+                commit_to_both(rings.do.empty(dq_step + i))  # to producers
+                commit_to_both(rings.scores.full(gradients))  # to compute warps
+            if i > 0:
+                if const_expr(c.dQ_over_S):
+                    if i < num:
+                        rings.scores.wait_empty(scores + 2)  # from compute warps: S is read, in whose place dQ is to be
                 rings.exchange.wait_full(before)  # from the second CTA's compute warps: their dS
                 rings.exchange.wait_empty(before + 1)  # from its mma warp: this CTA's has come there
                 if i == 1:
                     rings.k_columns.wait_full(walk)  # from producers
                 tensor_memory.after_sync()
-                products.start_dQ(first_dP if const_expr(c.dQ_over_dP) else c.first_dQ())
-                commit_to_both(rings.dq.full(before))  # to drain warps
-            if i < num:
-                rings.do.wait_full(step + i)  # from producers
-                if const_expr(c.dQ_over_dP):
-                    rings.dq.wait_empty(dq_step + i)  # from drain warps: they have what lies there of dQ
-                tensor_memory.after_sync()
-                products.start_dP(step + i, first_dP)
-                commit_to_both(rings.do.empty(step + i))  # to producers
-                commit_to_both(rings.scores.full(gradients))  # to compute warps
+                products.start_dQ(first_S if const_expr(c.dQ_over_S) else c.first_dQ())
+                commit_to_both(rings.dq.full(before))  # to drain and compute warps
         commit_to_both(rings.k.empty(walk))  # to producers
         commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
 
@@ -278,19 +276,28 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         tensor_memory.after_sync()
         place = self._place(work, number)
         self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
-        weights = self.scores.weigh(work, place, shared.lse[None, rings.stats.stage(step)], stores)
-        tensor_memory.before_sync()
-        rings.scores.release(number)  # to the mma warp: P is there, or S was read
+        lse = shared.lse[None, rings.stats.stage(step)]
+        if const_expr(stores):
+            weights = self.scores.weigh(work, place, lse, stores)
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: P is there
+        else:
+            scores = tensor_memory.load(place, self.config.queries)
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: S is read
+            _, weights = self.scores.weights(work, scores, 0, lse)
         return weights
 
     @cute.jit
     def _gradients(self, work: Work, weights: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
         """A step's gradients of scores, from those of weights, which have that number."""
         shared, rings = work.shared, work.shared.rings
-        rings.scores.wait_full(number)  # from the tensor cores; the last step's dS is read no more, in both CTAs
+        rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         delta = shared.delta[None, rings.stats.stage(step)]
-        self.scores.hand_over(work, self._place(work, number), weights, delta, dq_step)
+        # From the tensor cores: the last step's dS is read no more, here and in the other CTA.
+        await_room = partial(rings.dq.wait_full, dq_step - 1)
+        self.scores.hand_over(work, self._place(work, number), weights, delta, dq_step, await_room)
         rings.scores.release(number)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
 
@@ -348,15 +355,14 @@ class _Products:
         Q, first = self.tSrQ[None, None, None, rings.q.stage(number)], first_column(self.config, rings.scores, number)
         gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), self.tSrK, Q, Boolean(False))
 
-    def start_dP(self, step: Int32, first: Int32) -> None:
+    def start_dP(self, first: Int32) -> None:
         """DP' = V dO', from a column on."""
-        dO = self.tPrdO[None, None, None, self.shared.rings.do.stage(step)]
-        gemm(self.mmas.dP, self._sum(self.mmas.dP, first, self.config.tile_m), self.tPrV, dO, Boolean(False))
+        gemm(self.mmas.dP, self._sum(self.mmas.dP, first, self.config.tile_m), self.tPrV, self.tPrdO, Boolean(False))
 
     def start_dV(self, step: Int32, first: Int32, accumulates: Boolean) -> None:
         """DV += P' dO, with P where S was."""
         c, mma = self.config, self.mmas.dV
-        dO = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
+        dO = self.tVrdO[None, None, None, self.shared.rings.do_columns.stage(step)]
         gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), dO, accumulates)
 
     def start_dK(self, number: Int32, first: Int32, accumulates: Boolean) -> None:

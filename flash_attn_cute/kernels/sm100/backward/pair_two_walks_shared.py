@@ -20,13 +20,12 @@ from flash_attn_cute.kernels.sm100.mma import swizzled
 
 
 class _Places(NamedTuple):
-    """What operands lie in; those of a place are there one after the other."""
+    """What operands lie in: one after the other in time, and of each time next to each other."""
 
-    keys: tuple[str, ...] = ("sK", "sdV", "sK_columns")
-    values: tuple[str, ...] = ("sV",)
-    queries: tuple[str, ...] = ("sQ", "sQ_columns")
-    gradients: tuple[str, ...] = ("sdO", "sdO_columns")
-    scores: tuple[str, ...] = ("sdS",)
+    keys: tuple[tuple[str, ...], ...] = (("sK",), ("sdV",), ("sK_columns",))
+    values: tuple[tuple[str, ...], ...] = (("sV",),)
+    queries: tuple[tuple[str, ...], ...] = (("sQ",), ("sQ_columns",))
+    gradients: tuple[tuple[str, ...], ...] = (("sdO_columns",), ("sdO", "sdS"))
 
 
 def _layouts_of(config: BackwardConfig, dtype: type) -> dict[str, cute.ComposedLayout]:
@@ -39,8 +38,8 @@ def _layouts_of(config: BackwardConfig, dtype: type) -> dict[str, cute.ComposedL
         "sV": (PART_ROWS, c.tile_dv, 1),
         "sQ": (c.queries_shared, c.tile_d, c.q_stages),
         "sQ_columns": (c.tile_m, c.tile_d // CTAS, c.q_stages),
-        "sdO": (c.queries_shared, c.tile_dv, c.do_stages),
-        "sdO_columns": (c.tile_m, c.tile_dv // CTAS, c.do_stages),
+        "sdO": (c.queries_shared, c.tile_dv),
+        "sdO_columns": (c.tile_m, c.tile_dv // CTAS, PairRings.stages(c)["do_columns"]),
         "sdS": (PART_ROWS, c.queries_shared, CTAS + 1),
     }
     return {name: swizzled(dtype, shape) for name, shape in shapes.items()}
@@ -50,7 +49,7 @@ def storage_of(config: BackwardConfig, dtype: type) -> type:
     """All shared memory of a CTA."""
     c, layouts = config, _layouts_of(config, dtype)
     num_barriers = 2 * sum(PairRings.stages(c).values())
-    sizes = _Places(*(max(cute.cosize(layouts[name]) for name in names) for names in _Places()))
+    sizes = _Places(*(max(sum(cute.cosize(layouts[x]) for x in names) for names in times) for times in _Places()))
 
     @cute.struct
     class Storage:
@@ -63,7 +62,6 @@ def storage_of(config: BackwardConfig, dtype: type) -> type:
         values: cute.struct.Align[cute.struct.MemRange[dtype, sizes.values], 1024]
         queries: cute.struct.Align[cute.struct.MemRange[dtype, sizes.queries], 1024]
         gradients: cute.struct.Align[cute.struct.MemRange[dtype, sizes.gradients], 1024]
-        scores: cute.struct.Align[cute.struct.MemRange[dtype, sizes.scores], 1024]
         dQ: cute.struct.Align[cute.struct.MemRange[Float32, c.piece_numbers * DQ_STAGES], 1024]
 
     assert Storage.size_in_bytes() <= SHARED_MEMORY
@@ -72,15 +70,18 @@ def storage_of(config: BackwardConfig, dtype: type) -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTwoWalksShared(PairShared):
-    """Shared memory of a CTA and what guards it. Q and dO have stages, by rows as by columns."""
+    """Shared memory of a CTA and what guards it. Q, by rows as by columns, and dO by columns have stages."""
 
     sdV: cute.Tensor  # (its keys, d_v, 1), on its way out
 
     @staticmethod
     def _tensors(config: BackwardConfig, dtype: type, storage: Any) -> dict[str, cute.Tensor]:
-        layouts = _layouts_of(config, dtype)
-        return {
-            name: getattr(storage, place).get_tensor(layouts[name].outer, swizzle=layouts[name].inner)
-            for place, names in _Places()._asdict().items()
-            for name in names
-        }
+        layouts, found = _layouts_of(config, dtype), {}
+        for place, times in _Places()._asdict().items():
+            for names in times:
+                first = 0
+                for name in names:
+                    whole = getattr(storage, place).get_tensor(layouts[name].outer, swizzle=layouts[name].inner)
+                    found[name] = cute.make_tensor(whole.iterator + first, layouts[name].outer)
+                    first += cute.cosize(layouts[name])
+        return found
