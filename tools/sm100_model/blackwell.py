@@ -48,6 +48,7 @@ class Forward:
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
         self.rows, self.columns, self.persistent = BLOCK * design.tiles * self.ctas, design.keys, design.persistent
+        self.walks = 1
         sm = self.sm
         tiles = range(design.tiles)
         self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
@@ -234,6 +235,7 @@ class Backward:
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
         self.rows, self.columns, self.persistent = BLOCK * self.ctas, design.queries, design.persistent
+        self.walks = design.walks
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", 1)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.

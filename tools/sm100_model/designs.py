@@ -99,9 +99,7 @@ _BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
 _BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
 _BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
 _BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, walks=2, queries=64, q_stages=1, own_columns=True)
-_BACKWARD_256_PAIR = replace(
-    _BACKWARD_256, pair=True, q_stages=2, do_stages=2, own_columns=False, piece_columns=8
-)
+_BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
 _BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
 _BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)
 _NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
@@ -143,6 +141,8 @@ CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | Backwar
     "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
     "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
     "backward (192, 128): 2-CTA": (_BACKWARD_192, _BACKWARD_192_PAIR),
+    "backward d = 192: 2-CTA": (_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR),
+    "backward d = 256: 2-CTA": (_BACKWARD_256, _BACKWARD_256_PAIR),
     "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),
     "backward: a warp waits for turns (in the plan)": (replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR),
     "the same, 1-CTA": (replace(_BACKWARD, turns_ahead=False), _BACKWARD),

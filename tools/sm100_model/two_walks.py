@@ -1,8 +1,8 @@
 """Our backward kernels for Blackwell that walk twice over the queries: dK and dV do not fit tensor memory together.
 
-The first walk sums dV, the second dK and dQ, by blocks of 64 queries. A CTA does so alone, or is one of a pair, which has
-K in tensor memory (``kernels/sm100/backward/two_walks.py``, ``pair_two_walks.py``). Q and dO have two stages or one, and
-of a pair each stage is a half, by rows or by columns.
+The first walk sums dV, the second dK and dQ, by blocks of 64 queries. A CTA does so alone, or is one of a pair, which
+has K in tensor memory (``kernels/sm100/backward/two_walks.py``, ``pair_two_walks.py``). Of a pair each stage of Q is a
+half, by rows or by columns, and dO has two stages by columns in the first walk and one by rows in the second.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 
 from tools.sm100_model.blackwell import BLOCK, MASK, Backward, BackwardDesign
 from tools.sm100_model.machine import B200, Machine
-from tools.sm100_model.simulation import Barrier, Needs
+from tools.sm100_model.simulation import Barrier, Needs, Ring
 from tools.sm100_model.sm import Walk
 
 
@@ -24,6 +24,8 @@ class BackwardTwoWalks(Backward):
         self.copied: Barrier = sm.simulation.barrier(2, "K in tensor memory")
         self.scores = sm.ring("scores", 2, empty=2)  # S and dP, by their numbers
         self.dv, self.dk = (sm.ring(name, 1, empty=2) for name in ("dV", "dK"))
+        if design.pair:
+            self.do_columns = sm.ring("dO by columns", 2)
         # Places that dV and dK leave through, by what is loaded there.
         self.ways_out = (self.k_columns, self.v) if design.pair else (self.v, self.k)
 
@@ -33,7 +35,10 @@ class BackwardTwoWalks(Backward):
         for tile, (num, _) in enumerate(walks):
             yield self.k.wait_empty(tile)
             self.sm.load("K", 2 * BLOCK * c.d, self.k, tile)
-            yield from (self._load_halves_of_walks(tile, step, number, num) if c.pair else self._load_blocks(tile, step, num))
+            if c.pair:
+                yield from self._load_halves_of_walks(tile, step, number, num)
+            else:
+                yield from self._load_blocks(tile, step, num)
             step, number = step + 2 * num, number + 3 * num
 
     def _load_blocks(self, tile: int, first: int, num: int) -> Needs:
@@ -44,23 +49,25 @@ class BackwardTwoWalks(Backward):
             if step == first + num:
                 yield self.v.wait_empty(tile + 1)
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
-            yield from self._load_dO(step)
+            yield from self._load_dO(self.do, step)
 
     def _load_halves_of_walks(self, tile: int, step: int, number: int, num: int) -> Needs:
         """Of a pair's CTA: Q a step ahead of dO in the first walk, and by columns as well in the second."""
+        do_step = step // 2  # of each walk
         for i in range(num + 1):
             if i < num:
                 yield from self._load_Q(number + i)
             if i > 0:
                 yield from self._load_stats(step + i - 1)
-                yield from self._load_dO(step + i - 1)
+                yield from self._load_dO(self.do_columns, do_step + i - 1)
             if i == 1:
                 yield self.v.wait_empty(tile)
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
+        yield self.do_columns.wait_empty(do_step + num + 1)
         for i in range(num):
             yield from self._load_Q(number + num + 2 * i)
             yield from self._load_stats(step + num + i)
-            yield from self._load_dO(step + num + i)
+            yield from self._load_dO(self.do, do_step + i)
             yield from self._load_Q(number + num + 2 * i + 1)
             if i == 0:  # through whose place dV has left
                 yield self.k_columns.wait_empty(tile + 1)
@@ -71,10 +78,10 @@ class BackwardTwoWalks(Backward):
         yield self.q.wait_empty(number)
         self.sm.load("Q", 2 * c.queries * c.d / self.ctas, self.q, number)
 
-    def _load_dO(self, step: int) -> Needs:
+    def _load_dO(self, ring: Ring, step: int) -> Needs:
         c = self.design
-        yield self.do.wait_empty(step)
-        self.sm.load("dO", 2 * c.queries * c.d_v / self.ctas, self.do, step)
+        yield ring.wait_empty(step)
+        self.sm.load("dO", 2 * c.queries * c.d_v / self.ctas, ring, step)
 
     def _load_stats(self, step: int) -> Needs:
         yield self.stats.wait_empty(step)
@@ -82,43 +89,44 @@ class BackwardTwoWalks(Backward):
 
     def mma(self, walks: Sequence[Walk]) -> Needs:
         """A warp: both walks over each tile."""
-        step, number, dq_step = 0, 0, 0
+        c, done, number = self.design, 0, 0  # steps of each walk
         for tile, (num, _) in enumerate(walks):
-            if self.design.pair:
+            step = 2 * done
+            if c.pair:
                 yield self.copied.phase(tile + 1)
-                if not self.design.own_columns:
-                    yield self.dq.wait_empty(dq_step)
+                if not c.own_columns:
+                    yield self.dq.wait_empty(done)
+                yield from self._first_walk(tile, number, number, self.do_columns, done, num)
+                yield self.v.wait_full(tile)
+                yield from self._second_walk_of_pair(tile, number + num, done, num)
             else:
                 yield self.k.wait_full(tile)
-            yield from self._first_walk(tile, step, number, num)
-            step, number = step + num, number + num
-            yield self.v.wait_full(tile)
-            yield from (self._second_walk_of_pair if self.design.pair else self._second_walk)(
-                tile, step, number, dq_step, num
-            )
-            step, number, dq_step = step + num, number + 2 * num, dq_step + num
+                yield from self._first_walk(tile, number, step, self.do, step, num)
+                yield self.v.wait_full(tile)
+                yield from self._second_walk(tile, number + num, step + num, done, num)
+            done, number = done + num, number + 3 * num
 
-    def _first_walk(self, tile: int, step: int, number: int, num: int) -> Needs:
+    def _first_walk(self, tile: int, number: int, of_Q: int, do: Ring, of_dO: int, num: int) -> Needs:
+        """S(t + 1), dV(t)."""
         for i in range(num + 1):
             if i < num:
-                at = (number if self.design.pair else step) + i
-                yield from self._S(number + i, at, releases=True)
+                yield from self._S(number + i, of_Q + i, releases=True)
             if i > 0:
                 before = i - 1
-                yield self.do.wait_full(step + before)
+                yield do.wait_full(of_dO + before)
                 yield self.scores.wait_empty(number + before + 2)
                 if i == 1:
                     yield self.dk.wait_empty(tile)
-                then = [partial(self.do.release, step + before)]
+                then = [partial(do.release, of_dO + before)]
                 if i == num:
                     then.append(partial(self.dv.arrive, tile))
                 self._product("dV", self.design.d_v, self.design.queries, self._right(self.design.d_v), then)
 
-    def _second_walk(self, tile: int, step: int, number: int, dq_step: int, num: int) -> Needs:
+    def _second_walk(self, tile: int, number: int, step: int, dq_step: int, num: int) -> Needs:
         """DK(t), dP(t + 1), dQ(t), S(t + 1)."""
         for i in range(num + 1):
             if i > 0:
-                yield from self._dK_of(tile, number + 2 * i - 1, step + i - 1, i == 1)
+                yield from self._dK_of(tile, number + 2 * i - 1, step + i - 1, is_first=i == 1)
             if i < num:
                 yield from self._dP_of(number + 2 * i + 1, step + i)
             if i > 0:
@@ -126,27 +134,26 @@ class BackwardTwoWalks(Backward):
             if i < num:
                 yield from self._S(number + 2 * i, step + i, releases=False)
 
-    def _second_walk_of_pair(self, tile: int, step: int, number: int, dq_step: int, num: int) -> Needs:
+    def _second_walk_of_pair(self, tile: int, number: int, dq_step: int, num: int) -> Needs:
         """DK(t), S(t + 1), dP(t + 1), dQ(t)."""
         c = self.design
         for i in range(num + 1):
             if i > 0:
-                yield from self._dK_of(tile, number + 2 * i - 1, number + 2 * i - 1, i == 1)
-                if not c.own_columns:
-                    yield self.dq.wait_empty(dq_step + i - 1)  # which lies where S does
+                yield from self._dK_of(tile, number + 2 * i - 1, number + 2 * i - 1, is_first=i == 1)
+                yield self.dq.wait_empty(dq_step + i - 1)
             if i < num:
                 yield from self._S(number + 2 * i, number + 2 * i, releases=True)
-                yield from self._dP_of(number + 2 * i + 1, step + i)
+                yield from self._dP_of(number + 2 * i + 1, dq_step + i)
             if i > 0:
                 if i < num and not c.own_columns:
-                    yield self.scores.wait_empty(number + 2 * i + 2)
+                    yield self.scores.wait_empty(number + 2 * i + 2)  # S is read, in whose place dQ is to be
                 yield self.ds_exchanged.phase(dq_step + i)
                 if i == 1:
                     yield self.k_columns.wait_full(tile)
                 yield from self._dQ_of(tile, dq_step + i - 1, is_last=i == num)
 
     def _product(
-        self, what: str, columns: float, summed: float, operands: float, then: Sequence[Callable[[], None]]
+        self, what: str, columns: int, summed: int, operands: float, then: Sequence[Callable[[], None]]
     ) -> None:
         clocks = self.sm.machine.product(BLOCK, columns, summed)
         self.sm.products.issue("mma", what, clocks, operands, then)
@@ -164,7 +171,7 @@ class BackwardTwoWalks(Backward):
         then = [partial(self.scores.arrive, number), partial(self.do.release, step)]
         self._product("dP", c.queries, c.d_v, self._left(c.d_v) + self._right(c.d_v), then)
 
-    def _dK_of(self, tile: int, number: int, of_Q: int, is_first: bool) -> Needs:
+    def _dK_of(self, tile: int, number: int, of_Q: int, *, is_first: bool) -> Needs:
         c = self.design
         yield self.scores.wait_empty(number + 2)
         yield self.q.wait_full(of_Q)
@@ -176,7 +183,7 @@ class BackwardTwoWalks(Backward):
         """128 columns at a time: a pair's CTA once, and of the keys of both."""
         c, keys = self.design, BLOCK * self.ctas
         yield self.dq.wait_empty(step)
-        then = [partial(self.dq.arrive, step), self.ds_free.arrive]
+        then: list[Callable[[], None]] = [partial(self.dq.arrive, step), self.ds_free.arrive]
         if is_last:
             then.append(partial(self.dk.arrive, tile))
             if c.pair:
@@ -185,7 +192,7 @@ class BackwardTwoWalks(Backward):
         self._product("dQ", times * c.queries, keys, times * (self._left(keys) + self._right(keys)), then)
 
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
-        """A warpgroup: K to tensor memory, if that is where it is; half of the queries; dV and dK behind their walks."""
+        """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK behind their walks."""
         c, sm, me = self.design, self.sm, f"compute {g}"
         step, number, dq_step = 0, 0, 0
         for tile, (num, masked) in enumerate(walks):

@@ -495,11 +495,10 @@ _BACKWARD_TILES = (
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 

@@ -250,9 +250,7 @@ class Scores:
                 tile.k.length,
             )
 
-    def weigh(
-        self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None
-    ) -> list[Int32]:
+    def weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
         """Scores to weights, in their place if it ``stores`` them; returns what ``to_weights`` does.
 
         ``later`` reads a bias that they are yet to have, or is None.

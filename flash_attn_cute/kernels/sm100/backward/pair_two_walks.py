@@ -4,31 +4,36 @@ A tile is 256 keys, the work of a cluster of two, and the pair walks twice over 
 ``two_walks`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
 
 K, which both walks multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
-the columns a warpgroup: the products of scores read from shared memory nothing but Q. Products, by which halves a CTA r
+the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
 has (rows are ``left``'s and the sum's, columns ``right``'s):
     walk      sum, in tensor memory        left                              right, in shared memory
     both      S' = K Q'     keys r x 64    K, tensor memory: keys r x d      Q: queries r x d
     first     dV += P' dO   keys r x d_v   P', tensor memory: keys r         dO: 64 queries x columns r
     second    dP' = V dO'   keys r x 64    V: keys r x d_v                   dO: queries r x d_v
               dK += dS' Q   keys r x d     dS', tensor memory: keys r        Q: 64 queries x columns r
-              dQ' = K' dS   columns x 64   K: 256 keys x 128 columns         dS: 256 keys x queries r
-DQ is transposed, as in ``pair`` at (192, 128): at d = 256 a CTA computes and adds columns 128 r .. 128 r + 127.
+              dQ' = K' dS   128 columns    K: 256 keys x 128 columns         dS: 256 keys x queries r
+                            x 64
+dQ is transposed, as in ``pair`` at (192, 128): at d = 256 CTA r computes and adds columns 128 r .. 128 r + 127.
 
-Shared memory, in KB; less than 3 of barriers, lse and delta. What is one behind the other in a place, is joined by a +:
-               K + dV on its way out + K by columns    V + dK on its way out    Q, 2 of dO, 2 of    dS    to be sent    pieces
-    d = 192    64                                      48                       24        24        16    8             6: 190
-    d = 256    64                                      64                       32        32        16    8             8: 224
-Q has two places, and one ring for both, ``q``, whatever they hold, by the numbers that ``scores`` has as well:
+Shared memory, in KB, and less than 3 of barriers, lse and delta. Those that share a place are there one by one:
+                                       d = 192                  d = 256
+    K; dV on its way out; K by columns 48; 48; 64               64; 64; 64
+    V; dK on its way out               48; 48                   64; 64
+    Q, two blocks                      2 x 12                   2 x 16
+    dO by columns, two blocks;         2 x 12;                  2 x 16;
+        dO by rows and dS                  12 + 16 + 8              16 + 16 + 8 (dS to be sent is 8)
+    pieces of dQ                       12: 184                  16: 216
+Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scores`` has them:
     first walk    Q by rows, of one step after the other
     second walk   Q by rows in the one, and by columns in the other
-dO has two as well: by columns in the first walk, by rows in the second.
 
 Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
 and 320. The two places of 64 columns are the ring ``scores`` of ``two_walks``: S of the first walk, and P over it; S of
 the second in the one, and dP in the other, and dS over that. At d = 192 dQ has columns from 416 on. At d = 256 it takes
-the place of dS, which dK has read: so dP waits for the drain.
+the place of the second walk's S: so it is computed when S has been read, and the next S when dQ has.
 
-Rings that are not as in ``pair``; steps are those of both walks, but those of dQ and of exchanges the second's:
+Rings that are not as in ``pair``. Steps are those of both walks; of dO by columns, the first one's, of dO by rows, dQ
+and exchanges the second one's.
 
     ring         stages  counts    full by                                  empty by
     k            1       tiles     1 + bytes, the CTA's own TMA             1, commit of the last dQ
@@ -36,29 +41,32 @@ Rings that are not as in ``pair``; steps are those of both walks, but those of d
     k_columns    1       tiles     1 + bytes*, TMA of both                  2, compute: dV of the *same* tile has left
     v            1       tiles     1 + bytes*, TMA of both                  2, compute: dK has left
     q            2       products  1 + bytes*, TMA of both                  1, commit of S, or of dK
-    do           2       steps     1 + bytes*, TMA of both                  1, commit of dV, or of dP
+    do_columns   2       steps     1 + bytes*, TMA of both                  1, commit of dV
     scores       2       products  1, commit of S or dP                     16*, compute: P, S is read, or dS is there
 
-The leader's mma warp issues, and compute warps of both compute meanwhile:
+The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
     first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
                    compute           P0     P1      P2
-    second walk    tensor cores   S0 dP0 | S1 | dK0 dQ0 dP1 | S2 | dK1 dQ1 dP2 ...
-                   compute           P0    dS0   P1           dS1   P2
-                   drain                              dQ0                dQ1
+    second walk    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1 ...
+                   compute           P0    dS0           P1     dS1           P2
+                   drain                                             dQ0
+So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
+to shared memory alone.
 
-What products being done in the order of issue brings, beyond ``two_walks``: dP(t + 1) of the second walk, for which
-compute warps wait, tells those of both CTAs that dQ(t) is done. So dS may be written where it is multiplied, and where
-it is sent from and to.
+What is ahead of what, beyond ``two_walks``:
+  - dO by rows is loaded when the first walk's last dV is done, and dS written when that and the first dP are: so where
+    dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
+  - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
 
 Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
                                        d = 256                      d = 192
     tensor cores, both walks           1024 + 2048                  768 + 1664
-    shared memory: operands             256 + 1536                  192 + 1376
-        loads, stats                    260 + 388                   196 + 292
-        dS, written and sent              0 + 256                     0 + 256
-        dQ, written and added             0 + 512                     0 + 384
-So the tensor cores bind the first walk, and shared memory the second: 3716 and 3076 clocks, where one CTA with 128 keys
-has 5952 and 4736.
+    shared memory: operands            256 + 1536                   192 + 1312
+        loads, stats                   324 + 516                    260 + 420
+        dS, written and sent           0 + 256                      0 + 256
+        dQ, written and added          0 + 512                      0 + 384
+So the tensor cores bind the first walk, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
+and 4736.
 
 What orders accesses, beyond what ``pair`` and ``cta`` list:
     K in shared memory -> threads       mbarrier -> wait, ld.shared
@@ -194,7 +202,7 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 commit_to_both(rings.do.empty(dq_step + i))  # to producers
                 commit_to_both(rings.scores.full(gradients))  # to compute warps
             if i > 0:
-                if const_expr(c.dQ_over_S):
+                if const_expr(c.dQ_over_S):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                     if i < num:
                         rings.scores.wait_empty(scores + 2)  # from compute warps: S is read, in whose place dQ is to be
                 rings.exchange.wait_full(before)  # from the second CTA's compute warps: their dS
