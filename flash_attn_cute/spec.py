@@ -158,8 +158,8 @@ class AttentionSpec(NamedTuple):
     """All that a call asks for beyond its tensors' values and lengths.
 
     ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
-    unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide_out``: out is
-    as wide as lse, as it is to be merged with that of other keys.
+    unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide``: out,
+    or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls.
     """
 
     dtype: torch.dtype
@@ -181,7 +181,7 @@ class AttentionSpec(NamedTuple):
     deterministic: bool
     zero_padding: bool
     in_turn: bool = False
-    wide_out: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: Options) -> "AttentionSpec":

@@ -1,5 +1,7 @@
 """Ranks of a test: processes on this machine that share a group, of Gloo, or of NCCL with a GPU each.
 
+NCCL refuses ranks that share a GPU. Gloo's, whose messages then go by way of the host, can do so ("shared").
+
 The first process imports all that the ranks need and forks them, which takes less time than starting each anew.
 """
 
@@ -29,7 +31,8 @@ def run(
         functions: what every rank runs, after it has joined the group of all.
         num_ranks: how many processes.
         folder: an empty one, where the ranks meet.
-        backend: "gloo", or "nccl", with which each rank has the GPU of its number for the current one.
+        backend: "gloo", or "nccl", with which each rank has the GPU of its number for the current one, or "shared",
+            which is Gloo with the first GPU for all.
         environment: variables that the ranks are to see.
     """
     names = [f"{function.__module__}:{function.__qualname__}" for function in functions]
@@ -40,10 +43,39 @@ def run(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def by_way_of_the_host() -> None:
+    """From here on this process's messages are copied to the host, sent, and copied back where they arrive."""
+    batch, all_to_all, all_reduce = dist.batch_isend_irecv, dist.all_to_all_single, dist.all_reduce
+
+    def batched(operations: list[dist.P2POp]) -> list[Any]:
+        places = [operation.tensor for operation in operations]
+        for operation in operations:
+            operation.tensor = operation.tensor.cpu()
+        for work in batch(operations):
+            work.wait()
+        for operation, place in zip(operations, places, strict=True):
+            if operation.op is dist.irecv:
+                place.copy_(operation.tensor)
+        return []
+
+    def traded(output: torch.Tensor, given: torch.Tensor, *sizes: Any, **options: Any) -> None:
+        found = output.cpu()
+        all_to_all(found, given.cpu(), *sizes, **options)
+        output.copy_(found)
+
+    def reduced(x: torch.Tensor, *options: Any, **more: Any) -> None:
+        found = x.cpu()
+        all_reduce(found, *options, **more)
+        x.copy_(found)
+
+    for name, function in (("batch_isend_irecv", batched), ("all_to_all_single", traded), ("all_reduce", reduced)):
+        setattr(dist, name, function)
+
+
 def _main(backend: str, num_ranks: int, folder: Path, *names: str) -> int:
     functions = [getattr(import_module(module), name) for module, name in (x.split(":") for x in names)]
     # A process that has asked for GPUs cannot fork.
-    context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
+    context: Any = multiprocessing.get_context("fork" if backend == "gloo" else "spawn")
     arguments = [(functions, backend, rank, num_ranks, folder) for rank in range(num_ranks)]
     children = [context.Process(target=_rank, args=given) for given in arguments]
     for child in children:
@@ -63,13 +95,18 @@ def _rank(functions: Sequence[Callable[[], None]], backend: str, rank: int, num_
     torch.set_num_threads(1)
     torch.manual_seed(0)  # all draw the same
     try:
-        device = torch.device("cuda", rank) if backend == "nccl" else None
-        if device is not None:
-            torch.cuda.set_device(device)
-        where = f"file://{folder}/store"
+        if backend != "gloo":
+            torch.cuda.set_device(rank if backend == "nccl" else 0)
         dist.init_process_group(
-            backend, init_method=where, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, device_id=device
+            "nccl" if backend == "nccl" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_TIMEOUT,
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
+        if backend == "shared":
+            by_way_of_the_host()
         for function in functions:
             function()
         dist.barrier()

@@ -1,5 +1,6 @@
 """Attention over several ranks gives what one process gives."""
 
+import json
 import random
 import weakref
 from itertools import accumulate, pairwise, product
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import work
 from benchmarks.suites import context_parallel as suite
 from flash_attn_cute import dispatch
 from flash_attn_cute.distributed import (
@@ -19,16 +21,16 @@ from flash_attn_cute.distributed.groups import Place
 from flash_attn_cute.distributed.key_values import KeyValues
 from flash_attn_cute.distributed.layout import Layout
 from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
-from flash_attn_cute.distributed.passes import Context, Merged, forward, prepared
+from flash_attn_cute.distributed.passes import Context, Given, Merged, backward, forward, prepared
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
 from tests import oracle, ranks
-from tests.checks import random_call
+from tests.checks import gradients, random_call
 from tests.over_ranks.all_cases import every_case
 from tests.over_ranks.block_masks import block_masks
 from tests.over_ranks.disagreements import disagreements
 from tests.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
-from tests.over_ranks.precision import low_precision, messages_of_two_dtypes, on_gpus
+from tests.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
 from tests.over_ranks.programs import (
     backward_without_a_group,
     benchmark,
@@ -53,8 +55,8 @@ ON_RANKS = {
         example,
         benchmark,
     ],
-    3: [every_case],
-    4: [every_case, messages_of_two_dtypes, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
+    3: [every_case, as_precise_as_one],
+    4: [every_case, one_part_and_several, block_masks, rows_come_together, other_meshes, nothing_to_do, neighbours],
     8: [every_case],
 }
 
@@ -67,6 +69,12 @@ def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path) -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path: Path) -> None:
     ranks.run([on_gpus], 2, tmp_path, backend="nccl")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run([on_a_gpu], num_ranks, tmp_path, backend="shared")
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
@@ -171,6 +179,46 @@ def test_parts_of_out_are_rounded_once() -> None:
 
     assert out.dtype == torch.bfloat16
     assert error(out) == pytest.approx(error(true.bfloat16()), rel=1e-3)
+
+
+def test_parts_of_gradients_are_not_rounded() -> None:
+    """Summed over parts of the keys and queries, gradients in bfloat16 are off by no more than those of one call."""
+    given = random_call([512], [512], nheads=4, nheads_k=2, dtype=torch.bfloat16)
+    truth = given.to(torch.float64)
+    true_out, true_lse = oracle.attention(truth)
+    dout = torch.randn(true_out.shape).bfloat16()
+    true = gradients(truth, true_out, true_lse, dout.double(), None)
+    with torch.no_grad():
+        attended = Given(given.q, true_out.bfloat16(), true_lse.float(), dout, None)
+        context = Context(Options(None, None, None, 0.0, True, True), "portable", None)
+
+        def summed(rows: int) -> dict[str, torch.Tensor]:
+            total = {name: torch.zeros(true[name].shape) for name in ("dq", "dk", "dv")}
+            cu = torch.tensor([0, rows], dtype=torch.int32)
+            for start_q, start_k in product(range(0, 512, rows), repeat=2):
+                stop_q, stop_k = start_q + rows, start_k + rows
+                call = Call(start_q, stop_q, start_k, stop_k, (None, None), rows, rows, cu, cu, None, None)
+                parts = backward(context, call, attended, given.k, given.v, is_part=True)
+                for name, x, start in zip(total, parts, (start_q, start_k, start_k), strict=True):
+                    assert x.dtype == torch.float32
+                    total[name][start : start + rows] += x
+            return {name: x.bfloat16() for name, x in total.items()}
+
+        one, many = summed(512), summed(128)
+
+    for name, x in many.items():
+        assert (x - true[name]).square().mean().sqrt() < 1.02 * (one[name] - true[name]).square().mean().sqrt()
+
+
+def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: every rank of either method is timed, and none fails."""
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 64)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
+    given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]
+    assert suite.main(given) == 0
+    found = json.loads((tmp_path / "context_parallel-alone-cpu-float32.json").read_text())
+    everyone = {suite.ONE, *(f"{kind}, rank {rank}" for kind in suite.KINDS for rank in range(3))}
+    assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
 
 
 SHAPE = model.Shape(32, 8, 128, 128, 2)

@@ -230,7 +230,7 @@ class Pass(Executed):
             places["mBias"] = memory.put_last(spread(a.mBias))
         params, tensors = [bytes(32)] * 2, {}
         boxes = {"mQ": PART_ROWS, "mK": config.keys_shared, "mV": config.tile_n, "mO": PART_ROWS}
-        if config.features.wide_out:  # it does not leave by TMA
+        if config.features.wide:  # it does not leave by TMA
             del boxes["mO"]
         for name, box in boxes.items():
             x = given[name]
@@ -319,11 +319,11 @@ def execute(
     lagging: ptx.Lagging | None = None,
     *,
     by_pairs: bool = False,
-    wide_out: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
-    spec = spec._replace(wide_out=wide_out)
+    spec = spec._replace(wide=wide)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
         backend = Interpreted(by_pairs=by_pairs, draw=draw, changed=changed, lagging=lagging)
@@ -389,7 +389,7 @@ def test_a_wide_out_is_what_is_rounded_else(
 ) -> None:
     call = random_call(lengths_q, lengths_k, **{"nheads": 2, "nheads_k": 1, "dtype": torch.bfloat16, **options})
     (out, lse), (wide, lse_beside) = (
-        execute(call, random.Random(0), by_pairs=by_pairs, wide_out=is_wide) for is_wide in (False, True)
+        execute(call, random.Random(0), by_pairs=by_pairs, wide=is_wide) for is_wide in (False, True)
     )
     assert wide.dtype == torch.float32
     assert (wide != out).any()

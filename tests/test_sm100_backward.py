@@ -122,7 +122,8 @@ class Pass(Executed):
         tensors: dict[int, ptx.Rows] = {}
         queries = config.tile_m // config.ctas_a_tile
         boxes = [("mQ", queries, 64), ("mdO", queries, 64)]
-        boxes += [(name, PART_ROWS, 64) for name in ("mK", "mV", "mdK", "mdV")]
+        by_tma = "mK", "mV", *(() if config.features.wide else ("mdK", "mdV"))
+        boxes += [(name, PART_ROWS, 64) for name in by_tma]
         if config.ctas_a_tile == 2:  # by columns as well, of 192 half of which are 3 times 32
             columns, columns_v = (32 if d == 192 else 64 for d in (config.tile_d, config.tile_dv))
             boxes += [("mQ", config.tile_m, columns), ("mdO", config.tile_m, columns_v), ("mK", PART_ROWS, 64)]
@@ -263,9 +264,12 @@ class Interpreted(CuteBackend):
         )
 
 
-def execute(call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+def execute(
+    call: Call, backend: Interpreted, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, wide: bool = False
+) -> dict[str, Tensor]:
     """The gradients of a call, from the results of its forward pass in float64."""
     inputs, spec = as_given(call, backward=True)
+    spec = spec._replace(wide=wide)
     with torch.no_grad():
         out = oracle.attention(call.to(call.q.dtype))[0].detach()
         sink, bias = call.learnable_sink is not None, call.bias is not None and call.bias.requires_grad
@@ -376,6 +380,44 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
         check(call, backend, through_lse=len(case) % 2 == number % 2)
         if time.monotonic() > stop:
             break
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "by_pairs", "options"),
+    [
+        ([65, 0, 20], [130, 17, 5], False, {"head_dim": 72, "nheads": 3}),
+        ([300, 5], [100, 30], False, {"head_dim": 64, "seqused": False}),  # the second's are written first
+        ([40, 3], [140, 60], False, {"head_dim": 192, "head_dim_v": 128}),
+        ([70], [90], False, {"head_dim": 256, "head_dim_v": 200, "packed": False}),
+        ([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}),
+        ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 128}),
+        ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 176}),
+        ([70, 9], [270, 30], True, {"head_dim": 232, "head_dim_v": 256}),
+    ],
+)
+def test_wide_gradients_are_what_is_rounded_else(
+    lengths_q: list[int], lengths_k: list[int], by_pairs: bool, options: dict[str, Any]
+) -> None:
+    """As ``distributed`` asks for parts that it sums."""
+    given = {"nheads": 2, "nheads_k": 1, "causal": True, "seqused": True, "dtype": torch.bfloat16, **options}
+    call = random_call(lengths_q, lengths_k, **given)
+    out, lse = oracle.attention(call.to(torch.float64))
+    dout = poisoned_dout(call, out.to(call.q.dtype))
+    rounded, wide = (
+        execute(
+            call,
+            Interpreted(random.Random(0), num_ctas=4 if by_pairs else NUM_SMS, by_pairs=by_pairs),
+            lse.detach().float(),
+            dout,
+            None,
+            wide=is_wide,
+        )
+        for is_wide in (False, True)
+    )
+    for name, x in wide.items():
+        assert x.dtype == torch.float32
+        assert (x != rounded[name]).any()
+        assert bitwise_equal(x.bfloat16(), rounded[name])
 
 
 @pytest.mark.parametrize(

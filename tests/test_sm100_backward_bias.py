@@ -171,8 +171,11 @@ def check_dbias(call: Call, backend: WithGradient) -> None:
     assert (got[call.score_padding(call.bias)] == 0).all(), "dbias: padding is not zero"
 
 
-def with_extremes(call: Call) -> Call:
-    """The call with hidden keys and queries, and biases as large as additive masks have them."""
+def with_extremes(call: Call, *, lowest: bool = True) -> Call:
+    """The call with hidden keys and queries, and biases as large as additive masks have them.
+
+    ``lowest``: the least there is among them, too, of all but the first keys. A query that sees no others is blind.
+    """
     assert call.bias is not None
     with torch.no_grad():
         if call.bias.ndim and call.bias.shape[-1] > 1:
@@ -181,14 +184,14 @@ def with_extremes(call: Call) -> Call:
             call.bias[..., 5, :] = -torch.inf
             if call.bias.shape[-1] > 10:
                 call.bias[..., 30:40, 10] = 1e4
-                if call.window_size == (None, None):  # else queries may see nothing but these
+                if lowest and call.window_size == (None, None):  # else queries may not see the first keys
                     call.bias[..., 10:20, 3:] = torch.finfo(call.bias.dtype).min
     return call
 
 
-def drawn_call(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
+def drawn_call(lengths_q: list[int], lengths_k: list[int], *, lowest: bool = True, **options: Any) -> Call:
     given: dict[str, Any] = {"dtype": torch.bfloat16, "packed": False, "head_dim": 64, "nheads": 1}
-    return with_extremes(random_call(lengths_q, lengths_k, **given | options))
+    return with_extremes(random_call(lengths_q, lengths_k, **given | options), lowest=lowest)
 
 
 def check_all(call: Call, backend: WithGradient, *, through_lse: bool) -> None:
@@ -264,7 +267,7 @@ def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, runs_both = MASKED[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
-        call = drawn_call(lengths_q, lengths_k, **options)
+        call = drawn_call(lengths_q, lengths_k, lowest="mask" in options, **options)
         if call.mask is None:
             call = with_block_mask(call, draw)
         else:
@@ -303,8 +306,8 @@ def test_shared_biases(case: str, fuzz_seconds: float) -> None:
 
 def test_schedules_give_the_same_bits() -> None:
     """Of shared biases, split between CTAs or not: the same number of them each time."""
-    for options, num_sms in (({"bias": (1, 1, 1)}, 1), ({"bias": (1, 0, 1)}, 4)):
-        call = drawn_call([140] * 2, [150] * 2, **options)
+    for bias, num_sms in (((1, 1, 1), 1), ((1, 0, 1), 4)):
+        call = drawn_call([140] * 2, [150] * 2, bias=bias)
         out, lse = oracle.attention(call.to(torch.float64))
         dout = poisoned_dout(call, out.to(call.q.dtype))
         first, second = (

@@ -78,7 +78,7 @@ FEW = {
     "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
     "d64-mask-everything": chosen(64, mask=True, **MASKED),
     "d128-bias": chosen(128, bias=True, right=True),
-    "d192-dv128-wide-out": chosen(192, 128, wide_out=True, packed=True),
+    "d192-dv128-wide": chosen(192, 128, wide=True, packed=True),
     "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
     "pair-d256": forward_pair(256, 256),
     "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
@@ -146,6 +146,9 @@ FEW_BACKWARD = {
     "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
     "d192-mask": backward(192, mask=True),
     "d256-intervals": backward(256, **LISTED_BACKWARD),
+    "d256-wide-grouped": backward(256, wide=True, packed=True, grouped=True),
+    "d192-dv128-wide": backward(192, 128, wide=True, packed=True, right=True),
+    "pair-wide": pair(wide=True, packed=True, right=True),
     "pair-packed-b300": pair(packed=True, target=B300),
     "pair-everything": pair(**BACKWARD_EVERYTHING),
     "pair-d192-dv128": pair(192),
@@ -168,6 +171,7 @@ BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
     "everything": BACKWARD_EVERYTHING,
     "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
     "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
+    "wide": BACKWARD_EVERYTHING | {"wide": True},
 }
 BACKWARD_LISTS = {
     "block-mask": {"block_mask": True},
@@ -269,7 +273,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     # Under a mask the compiler may write some blocks of a walk apart.
     loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
     assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)
-    assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide_out else c.tile_dv // 64)
+    assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else c.tile_dv // 64)
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
     assert len(re.findall(r"\btcgen05\.relinquish_alloc_permit\b", ptx)) == 1
     assert f".target {c.target}" in ptx
@@ -323,7 +327,7 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     of_both = len(loads) - (c.tile_d // 64 if c.holds_keys else 0) if pair else 0
     assert sum(load.endswith(".cta_group::2") for load in loads) == of_both
     assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
-    assert len(re.findall(r"\bUTMASTG", sass)) == pieces
+    assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else pieces)
     assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
     sums = pieces * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums // 4

@@ -27,6 +27,7 @@ from tests.checks import (
     bitwise_equal,
     draws,
     needs_hopper,
+    poisoned_dout,
     random_call,
     random_lengths,
     randomly_strided,
@@ -77,13 +78,43 @@ def test_a_wide_out_is_what_is_rounded_else(
     inputs, spec = as_given(call)
     inputs = inputs._replace(max_seqlen_q=max(lengths_q))
     backend = dispatch.BACKENDS["sm90"]
-    (out, lse), (wide, lse_beside) = (
-        backend.forward(spec._replace(wide_out=is_wide), inputs) for is_wide in (False, True)
-    )
+    (out, lse), (wide, lse_beside) = (backend.forward(spec._replace(wide=is_wide), inputs) for is_wide in (False, True))
     assert wide.dtype == torch.float32
     assert (wide != out).any()
     assert bitwise_equal(wide.bfloat16(), out)
     assert bitwise_equal(lse_beside, lse)
+
+
+@needs_hopper
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("nheads_k", [1, 2])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (192, 128), (256, 200)])
+def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, head_dim: int, head_dim_v: int) -> None:
+    """As ``distributed`` asks for parts that it sums."""
+    lengths_q, lengths_k = ([300, 1, 0, 128], [200, 5, 7, 900]) if packed else ([300, 300], [200, 200])
+    options: dict[str, Any] = {
+        "packed": packed,
+        "seqused": packed,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "nheads": 2,
+        "nheads_k": nheads_k,
+    }
+    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
+    out, lse = run(call, return_lse=True)
+    inputs, spec = as_given(call, backward=True)
+    inputs = inputs._replace(max_seqlen_q=max(lengths_q))
+    given = inputs, out.detach(), lse.detach(), poisoned_dout(call, out), None
+    backend = dispatch.BACKENDS["sm90"]
+    rounded, wide = (
+        backend.backward(spec._replace(wide=is_wide, deterministic=True), *given, need_dbias=False, need_dsink=False)
+        for is_wide in (False, True)
+    )
+    for name in ("dq", "dk", "dv"):
+        x, expected = getattr(wide, name), getattr(rounded, name)
+        assert x.dtype == torch.float32
+        assert (x != expected).any()
+        assert bitwise_equal(x.bfloat16(), expected)
 
 
 @needs_hopper

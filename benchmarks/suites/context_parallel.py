@@ -2,14 +2,18 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.suites.context_parallel
     torchrun --nproc-per-node 2 -m benchmarks.suites.context_parallel --tokens 2048   # Gloo, on a CPU
+    python -m benchmarks.suites.context_parallel --alone 2
     python -m benchmarks.suites.context_parallel --model benchmarks/results
 
 Ranks take turns together; a turn takes as long as the slowest rank. Rank 0 prints, and writes
-``context_parallel-DEVICE-DTYPE.json`` and ``.png``. With ``--model`` nothing is run: balance, traffic and waiting of 8,
-64 and 512 ranks follow from lengths, and from the speeds that ``flash_attn_cute.distributed.model`` supposes.
+``context_parallel-DEVICE-DTYPE.json`` and ``.png``. With ``--alone`` one process does what each of so many ranks would,
+one after the other, without messages: ratios are what ranks that never wait would gain, rates those of all together.
+With ``--model`` nothing is run: balance, traffic and waiting of 8, 64 and 512 ranks follow from lengths, and from the
+speeds that ``flash_attn_cute.distributed.model`` supposes.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,13 +34,19 @@ from benchmarks.harness import Case, Contender, Results, Run, Suite, Unavailable
 from benchmarks.work import Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_varlen_func
 from flash_attn_cute.distributed import Sharding, context_parallel_attn_varlen_func, model
+from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.passes import Context, Given
+from flash_attn_cute.distributed.ring import Ring
+from flash_attn_cute.spec import Options
 
 ONE, PYTORCH = "one GPU", "PyTorch, cuDNN"
 METHODS = ("all_gather", "ring", "all_to_all")
 HOST, MIX = 8, "all_to_all in hosts of 8, all_gather"
 RANKS = (8, 64, 512)
 HEADS, HEADS_K, D = 32, 8, 128
+KINDS: dict[str, type[AllGather | Ring]] = {"all_gather": AllGather, "ring": Ring}
+CAUSAL = Options(None, None, 0, 0.0, False, True)
 
 
 def corpora(tokens: int) -> dict[str, tuple[int, ...]]:
@@ -57,10 +68,11 @@ class RanksCase(Case):
     k: Tensor
     v: Tensor
     dout: Tensor
+    rank: int
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows."""
-        return self.sharding.shard(x, dist.get_rank())
+        return self.sharding.shard(x, self.rank)
 
 
 def suite(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int, int]) -> Suite[RanksCase]:
@@ -68,15 +80,66 @@ def suite(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[in
 
     def cases() -> Iterator[RanksCase]:
         for name, lengths in corpora(tokens).items():
-            yield _case(name, lengths, device, dtype, *heads)
+            yield _case(name, lengths, device, dtype, dist.get_rank(), dist.get_world_size(), *heads)
 
     contenders = [Contender(ONE, _one), *(Contender(method, _method(method)) for method in METHODS)]
     contenders += [Contender("ring, deterministic", _method("ring", deterministic=True)), Contender(PYTORCH, _pytorch)]
     return Suite("context_parallel", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
 
 
+def alone(
+    device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int, int], num_ranks: int
+) -> Suite[RanksCase]:
+    """What each of so many ranks computes, one after the other on this device. Random numbers come for messages."""
+
+    def cases() -> Iterator[RanksCase]:
+        for name, lengths in corpora(tokens).items():
+            yield _case(name, lengths, device, dtype, 0, num_ranks, *heads)
+
+    contenders = [Contender(ONE, _one)]
+    for kind, rank in itertools.product(KINDS, range(num_ranks)):
+        contenders.append(Contender(f"{kind}, rank {rank}", _alone(KINDS[kind], rank), compared=False))
+    return Suite("context_parallel-alone", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
+
+
+def _alone(kind: type[AllGather | Ring], rank: int) -> Callable[[RanksCase], Run]:
+    def make(case: RanksCase) -> Run:
+        q, k, v, dout = (case.sharding.shard(x, rank) for x in (case.q, case.k, case.v, case.dout))
+        layout = Layout.of(case.sharding, case.sharding, case.lengths, case.lengths, (None, 0))
+        method, context = kind(layout, rank, case.device), Context(CAUSAL, None, None)
+
+        def run() -> Results:
+            with mock.patch.object(sys.modules[kind.__module__], "Transfer", _NoTransfer):
+                out, lse = method.forward(context, q, k, v, None)
+                dq, dk, dv = method.backward(context, Given(q, out, lse, dout, None), k, v)
+            return {"out": out, "dq": dq.to(q.dtype), "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
+
+        return run
+
+    return make
+
+
+class _NoTransfer:
+    """In the place of ``Transfer``: what would arrive is made up."""
+
+    def __init__(self, group: object, sends: object, receives: Sequence[tuple[Tensor, int]]) -> None:
+        for x, _ in receives:
+            x.normal_()
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
 def _case(
-    name: str, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, nheads: int, nheads_k: int, d: int
+    name: str,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
+    nheads: int,
+    nheads_k: int,
+    d: int,
 ) -> RanksCase:
     draw = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
@@ -86,16 +149,17 @@ def _case(
     return RanksCase(
         name=name,
         detail=f"{len(lengths)} causal documents of {min(lengths)}..{max(lengths)} tokens, {sum(lengths)} together, "
-        f"heads {nheads}/{nheads_k} x {d}, ranks {dist.get_world_size()}, forward and backward",
+        f"heads {nheads}/{nheads_k} x {d}, ranks {num_ranks}, forward and backward",
         device=device,
         dtype=dtype,
         work=Work(attention_flop(causal_area(lengths), nheads, d, d, "both"), 6 * q.nbytes + 3 * (k.nbytes + v.nbytes)),
         lengths=lengths,
-        sharding=Sharding.balanced([0, *accumulate(lengths)], dist.get_world_size(), causal=True),
+        sharding=Sharding.balanced([0, *accumulate(lengths)], num_ranks, causal=True),
         q=q,
         k=k,
         v=v,
         dout=dout,
+        rank=rank,
     )
 
 
@@ -244,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs=3, default=(HEADS, HEADS_K, D), metavar=("H", "H_K", "D"))
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--commit", help="as for python -m benchmarks")
+    parser.add_argument("--alone", type=int, metavar="RANKS", help="what each of so many computes, in one process")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="write the model there, and run nothing")
     chosen = parser.parse_args(arguments)
     heads = tuple(chosen.heads)
@@ -254,26 +319,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw_model(chosen.model / "context_parallel-model.png", rows)
         return 0
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    on_gpu, is_alone = torch.cuda.is_available(), chosen.alone is not None
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    name = f"context_parallel-{device.type}-{str(dtype).removeprefix('torch.')}"
+    if is_alone:
+        measured = alone(device, dtype, chosen.tokens, heads, chosen.alone)
+        clock, prints = harness.clock_of(device), True
+    else:
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        measured, clock = suite(device, dtype, chosen.tokens, heads), together(harness.clock_of(device), device)
+        prints = dist.get_rank() == 0
+    name = f"{measured.name}-{device.type}-{str(dtype).removeprefix('torch.')}"
     path = chosen.out / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     environment, reports = report.environment(device, dtype, chosen.commit), []
-    measured = suite(device, dtype, chosen.tokens, heads)
     for case in measured.cases():
-        reports.append(harness.measure(measured, case, together(harness.clock_of(device), device)))
-        if dist.get_rank() == 0:
+        reports.append(harness.measure(measured, case, clock))
+        if prints:
             print(report.table(reports[-1]), flush=True)
             report.write_json(path, environment, reports, ())
-    if dist.get_rank() == 0:
+    if prints:
         plot.write_plot(path.with_suffix(".png"), name, reports)
         print(f"wrote {path} and .png")
-    dist.destroy_process_group()
+    if not is_alone:
+        dist.destroy_process_group()
     return 0
 
 

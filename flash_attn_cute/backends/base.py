@@ -58,7 +58,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """New tensors out (like q, last dimension d_v; see ``spec.wide_out``) and lse (``inputs.lse_shape``)."""
+        """New tensors out (like q, last dimension d_v; see ``spec.wide``) and lse (``inputs.lse_shape``)."""
         ...
 
     def backward(
@@ -73,5 +73,8 @@ class Backend(Protocol):
         need_dbias: bool,
         need_dsink: bool,
     ) -> Gradients:
-        """Gradients from what forward returned and the gradients of both of its results (of any strides)."""
+        """Gradients from what forward returned and the gradients of both of its results (of any strides).
+
+        See ``spec.wide`` for their dtypes.
+        """
         ...

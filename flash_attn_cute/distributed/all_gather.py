@@ -29,21 +29,15 @@ class AllGather:
         # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
-        # Whether a rank that is given rows has several parts of a gradient to sum, and sends it in the dtype of sums.
-        self._shares_keys: list[bool] = []
         for peer in range(layout.num_ranks):
-            needed_there = layout.needed_by(peer)
-            given = common(needed_there, held)
+            given = common(layout.needed_by(peer), held)
             self._given.append([(run.row, run.row + run.stop - run.start) for runs in given.values() for run in runs])
             taken = common(needed, layout.keys_of(peer))
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
-            there = parts
-            if peer != rank:
-                there = parts_of(layout.queries_of(peer), side_by_side(needed_there)[0], layout.bands) if given else []
-            self._shares_keys.append(is_shared((part.k_start, part.k_stop) for part in there))
         self._padding = layout.padding_of(self._rank)
         self._calls = calls_of(parts, device)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
+        self._sums_parts = layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
     def forward(
         self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
@@ -63,9 +57,9 @@ class AllGather:
         keys = self._collect(context, own)
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
-        parts = keys.zeros(self._num_collected, self._sent_by(self._rank, k.dtype))
+        parts = keys.zeros(self._num_collected, sums if self._sums_parts else k.dtype)
         for call in self._calls:
-            dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v)
+            dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v, is_part=self._sums_parts)
             dq[call.q_start : call.q_stop] += dq_part
             parts.add(call.k_start, dk, dv)
         total = own.zeros(k.shape[0], sums)
@@ -87,10 +81,7 @@ class AllGather:
 
     def _give_back(self, context: passes.Context, own: KeyValues, parts: KeyValues, total: KeyValues) -> None:
         """Adds to the rank's own keys, in the order of the ranks, what each rank has for them."""
-        arriving = [
-            [own.empty(b - a, self._sent_by(peer, own.data.dtype)).data for a, b in given]
-            for peer, given in enumerate(self._given)
-        ]
+        arriving = [[own.empty(b - a, parts.data.dtype).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         Transfer(
             context.group,
@@ -100,10 +91,6 @@ class AllGather:
         for given, received in zip(self._given, arriving, strict=True):
             for (a, b), x in zip(given, received, strict=True):
                 total.data[a:b] += x
-
-    def _sent_by(self, rank: int, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a rank's gradients of keys, which are of ``dtype``."""
-        return passes.wide(dtype) if self._shares_keys[rank] else dtype
 
     @property
     def _others(self) -> list[int]:

@@ -301,7 +301,7 @@ def context_parallel_attn_varlen_func(
     where ranks disagree or one of them has wrong ones.
 
     Out and lse of parts of the keys are merged in float32 and rounded once, and dQ, dK and dV are summed so, over ranks
-    in a fixed order; float64 stays float64. Kernels round gradients of each part to q's dtype before.
+    in a fixed order; float64 stays float64.
 
     Methods (``docs/context-parallelism.md`` has a picture of each):
 

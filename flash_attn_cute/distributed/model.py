@@ -83,10 +83,10 @@ def _ring(layout: Layout, shape: Shape) -> Estimate:
     # The block, its sums and the next of either; out of all keys and of a step in float32.
     buffers = 3 * keys * (shape.itemsize + 4) + queries * max(shape.d, shape.d_v) * 8
     # Out of a step is written in float32, by threads and not by TMA, which is counted twice, and read; out of all keys
-    # is read and written twice. Gradients are read and written.
+    # is read and written twice. Gradients of a step likewise, once each; their sums are read and written.
     merged = queries * shape.d_v * (28 - shape.itemsize)
     added = steps * queries * shape.d + passing
-    merging = (steps * merged + added * (8 + shape.itemsize)) / MEMORY
+    merging = (steps * merged + added * (16 - shape.itemsize)) / MEMORY
     exposed = max(0.0, received / LINK - computing(layout, shape) * steps / size)
     return Estimate(received, buffers, exposed + merging)
 

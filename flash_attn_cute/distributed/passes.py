@@ -5,8 +5,8 @@ the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14
 gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That is what ring
 attention (Liu et al., arXiv 2310.01889) rests on.
 
-Out of several calls is merged in float32, as kernels write it then, and rounded once. dQ, dK and dV they round to the
-inputs' dtype; where those of several calls are summed, that is done in float32 and rounded once more.
+Out of several calls is merged in float32, and their dQ, dK and dV are summed so. Kernels write such parts in float32,
+so that results are rounded once.
 """
 
 from collections.abc import Iterable
@@ -53,15 +53,21 @@ def forward(context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor, *, is
     ``is_part``: out is not rounded, as it is to be merged with that of other keys.
     """
     backend, spec, inputs = prepared(context, call, q, k, v)
-    return backend.forward(spec._replace(wide_out=is_part), inputs)
+    return backend.forward(spec._replace(wide=is_part), inputs)
 
 
-def backward(context: Context, call: Call, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The call's part of dq, dk and dv, of the rows it is on."""
+def backward(
+    context: Context, call: Call, given: Given, k: Tensor, v: Tensor, *, is_part: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The call's part of dq, dk and dv, of the rows it is on.
+
+    ``is_part``: they are not rounded, as some of them are to be summed with those of other calls.
+    """
     rows = slice(call.q_start, call.q_stop)
     backend, spec, inputs = prepared(context, call, given.q, k, v)
     dlse = None if given.dlse is None else given.dlse[:, rows]
     out, lse, dout = given.out[rows], given.lse[:, rows], given.dout[rows]
+    spec = spec._replace(wide=is_part)
     grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
     return grads.dq, grads.dk, grads.dv
 

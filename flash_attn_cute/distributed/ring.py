@@ -35,6 +35,7 @@ class Ring:
         parts = [parts_of(queries, seen, layout.bands) for seen in keys]
         self._calls = [calls_of(step, device) for step in parts]
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
+        self._sums_parts = self._size > 1 or len(self._calls[0]) > 1  # of gradients
 
     def forward(
         self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
@@ -64,7 +65,7 @@ class Ring:
             transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             parts = []
             for call in calls:
-                dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v)
+                dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v, is_part=self._sums_parts)
                 dq[call.q_start : call.q_stop] += dq_part
                 parts.append((call.k_start, dk, dv))
             following.wait()

@@ -49,7 +49,7 @@ BYTES = Kind("Uint8", rank=1, align=PART_ALIGN, wide=True)
 FLOAT, INT = Kind("Float32"), Kind("Int32")
 MASK = Kind("Uint8", rank=4, of_scores=True, strided=True)
 BITS = Kind("Int32", rank=1, align=PART_ALIGN, wide=True)
-OUT = replace(ROWS, float32_if="features.wide_out")
+RESULT = replace(ROWS, float32_if="features.wide")
 BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="features.float32_bias")
 
 
@@ -66,6 +66,7 @@ class Argument:
 
 
 _ROWS, _ROW_NUMBERS, _INT, _FLOAT = (Argument(k) for k in (ROWS, ROW_NUMBERS, INT, FLOAT))
+_RESULT = Argument(RESULT)
 _OFFSETS = Argument(INTS, when="features.packed")
 _USED_Q = Argument(INTS, when="features.seqused_q")
 _USED_K = Argument(INTS, when="features.seqused_k")
@@ -112,7 +113,7 @@ class ForwardArguments(NamedTuple):
     mQ: Annotated[Any, _ROWS]
     mK: Annotated[Any, _ROWS]
     mV: Annotated[Any, _ROWS]
-    mO: Annotated[Any, Argument(OUT)]
+    mO: Annotated[Any, _RESULT]
     mLSE: Annotated[Any, _ROW_NUMBERS]
     mCuSeqlensQ: Annotated[Any, _OFFSETS]
     mCuSeqlensK: Annotated[Any, _OFFSETS]
@@ -161,9 +162,9 @@ class BackwardArguments(NamedTuple):
     mdO: Annotated[Any, _ROWS]
     mLSE: Annotated[Any, _ROW_NUMBERS]
     mdLSE: Annotated[Any, Argument(ROW_NUMBERS, when="features.dlse")]
-    mdQ: Annotated[Any, _ROWS]
-    mdK: Annotated[Any, _ROWS]
-    mdV: Annotated[Any, _ROWS]
+    mdQ: Annotated[Any, _RESULT]
+    mdK: Annotated[Any, _RESULT]
+    mdV: Annotated[Any, _RESULT]
     mdBias: Annotated[Any, Argument(replace(BIAS, strided=False), when="features.dbias")]
     mWorkspace: Annotated[Any, Argument(BYTES)]  # of the configuration's ``workspace_size``; holds anything
     mCuSeqlensQ: Annotated[Any, _OFFSETS]

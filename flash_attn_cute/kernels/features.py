@@ -40,7 +40,7 @@ class Features:
     dlse: bool = _flag("lse has a gradient, too", only="backward")
     grouped: bool = _flag("query heads share a key head", only="backward")
     deterministic: bool = _flag("the same inputs give the same bits", only="backward")
-    wide_out: bool = _flag("out is float32, to be merged with that of other keys", only="forward")
+    wide: bool = _flag("out, or gradients, are float32: parts, to be merged with those of other calls")
     zero_padding: bool = _flag("rows of padding are zeroed, not left unwritten", default=True)
 
     @property

@@ -62,7 +62,8 @@ class _Schedule:
                 if engines and (not ready or self.draw.random() < eagerness):
                     self.draw.choice(engines)()
                 elif ready:
-                    (place,) = self.draw.choices(ready, [pace[place] for place in ready])
+                    # Who polls for what has come may be slow, but is not to be taken for waiting in vain.
+                    (place,) = self.draw.choices(ready, [pace[place] if working else 1.0 for place in ready])
                     self._run(able[place], self.draw.choice((1, 5, 50, 400)))
                     if able[place].is_done:
                         self._end(able[place].cta)

@@ -173,10 +173,10 @@ class CuteBackend:
             return (out[0], lse[0]) if spec.packed else (out, lse)
         q, k = inputs.q, inputs.k
         inputs = over_scores(inputs)
-        if spec.head_dim == spec.head_dim_v and not spec.wide_out:  # twice as fast as new_empty
+        if spec.head_dim == spec.head_dim_v and not spec.wide:  # twice as fast as new_empty
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
-            out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide_out else None)
+            out = q.new_empty(*q.shape[:-1], spec.head_dim_v, dtype=torch.float32 if spec.wide else None)
         if spec.has_seqused and not spec.packed:
             batch, seqlen_q, nheads, _ = q.shape
             lse = q.new_empty((nheads, batch, seqlen_q), dtype=torch.float32)
@@ -210,9 +210,11 @@ class CuteBackend:
             dout = zeroed(dout, sees(seen.keys))
             found = self._backward(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink)
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
+        dtype = torch.float32 if spec.wide else None
         # Twice as fast as new_empty.
         dq, dk, dv = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
+            torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+            for x in (inputs.q, inputs.k, inputs.v)
         )
         sink, bias = inputs.learnable_sink if need_dsink else None, inputs.bias if need_dbias else None
         no_sequences = inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.shape[0] == 1

@@ -123,7 +123,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         grouped=spec.nheads > spec.nheads_k,
         # Up to d = 128 an order costs nothing where tiles do not wait; clusters are faster without.
         deterministic=spec.deterministic or (spec.in_turn and max(spec.head_dim, spec.head_dim_v) <= 128),
-        wide_out=spec.wide_out,
+        wide=spec.wide,
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
     )

@@ -33,7 +33,7 @@ class PortableBackend:
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
         rows_q, rows_k = read_sequences(inputs)
-        dtype = inputs.lse_dtype if spec.wide_out else None
+        dtype = inputs.lse_dtype if spec.wide else None
         out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v, dtype=dtype)
         lse = inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
         with _own_precision(inputs):
@@ -59,7 +59,8 @@ class PortableBackend:
     ) -> Gradients:
         """See ``Backend.backward``."""
         rows_q, rows_k = read_sequences(inputs)
-        dq, dk, dv = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v))
+        dtype = inputs.lse_dtype if spec.wide else None
+        dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
         dbias = _sum_like(inputs.bias, lse) if need_dbias else None
         dsink = _sum_like(inputs.learnable_sink, lse) if need_dsink else None
         with _own_precision(inputs):

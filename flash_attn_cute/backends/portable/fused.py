@@ -21,7 +21,7 @@ def serves(tile: Tile) -> bool:
     not make it +inf or NaN.
     """
     spec, band = tile.spec, tile.band
-    if spec.wide_out and spec.dtype not in (torch.float32, torch.float64):  # it rounds
+    if spec.wide and spec.dtype not in (torch.float32, torch.float64):  # it rounds
         return False
     if spec.softcap or spec.has_mask or spec.has_bias or spec.has_block_mask or spec.head_dim != spec.head_dim_v:
         return False

@@ -1,8 +1,10 @@
-"""Tensors of users as rows first, whether dense or packed, and zeros into rows of padding."""
+"""Tensors of users as rows first, whether dense or packed, and what is written into their rows."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
+
+from flash_attn_cute.kernels.common.assembly import pack
 
 
 def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
@@ -23,6 +25,19 @@ def numbers_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
     return cute.make_tensor(x.iterator, layout)
 
 
+def rounded(numbers: list[Float32] | cute.Tensor, scale: Float32, dtype: type) -> cute.Tensor:
+    """Eight numbers times a scale as a type has them, in registers of 32 bits: two in each, or, of float32, one."""
+    if dtype is Float32:
+        scaled = cute.make_rmem_tensor(8, Float32)
+        for i in range(8):
+            scaled[i] = numbers[i] * scale
+        return cute.recast_tensor(scaled, Int32)
+    words = cute.make_rmem_tensor(4, Int32)
+    for i in range(4):
+        words[i] = pack(numbers[2 * i] * scale, numbers[2 * i + 1] * scale, dtype)
+    return words
+
+
 @cute.jit
 def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num_threads: cutlass.Constexpr) -> None:
     """Zeros in rows first .. first + num_rows of mX (rows, d), 16 bytes a thread at a time; none if num_rows < 0."""
@@ -31,3 +46,19 @@ def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num
     zeros.fill(0.0)
     for i in cutlass.range(thread, num_rows * vectors, num_threads, unroll=1):
         cute.autovec_copy(zeros, cute.local_tile(mX, (1, 8), (first + i // vectors, i % vectors))[0, None])
+
+
+@cute.jit
+def store_columns(numbers: cute.Tensor, gX: cute.Tensor, first: Int32 | int, end: Int32) -> None:
+    """A thread's float32 numbers into columns of a row, 16 bytes at a time.
+
+    Args:
+        numbers: a multiple of 4.
+        gX: the row, (columns,).
+        first: the column of the first one, a multiple of 4.
+        end: the column before which writing ends, likewise; 0 if the row is none.
+    """
+    for i in cutlass.range_constexpr(0, cute.size(numbers), 4):
+        if first + i < end:
+            target = cute.local_tile(gX, (4,), ((first + i) // 4,))
+            cute.autovec_copy(cute.local_tile(numbers, (4,), (i // 4,)), target)

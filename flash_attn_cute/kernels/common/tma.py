@@ -68,8 +68,8 @@ class BackwardTiles(NamedTuple):
     dO: RowTiles
     K: RowTiles
     V: RowTiles
-    dK: RowTiles
-    dV: RowTiles
+    dK: RowTiles | None  # None: it leaves from registers
+    dV: RowTiles | None
     # Of a pair of CTAs, which split these among themselves by rows, and again by columns.
     Q_columns: RowTiles | None = None
     dO_columns: RowTiles | None = None

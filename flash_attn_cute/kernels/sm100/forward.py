@@ -158,9 +158,7 @@ class ForwardSm100:
             Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.columns_shared), packed),
-            O=None
-            if const_expr(c.features.wide_out)
-            else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
+            O=None if const_expr(c.features.wide) else make_row_tiles(store, mO, sO, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)

@@ -10,7 +10,7 @@ from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
-from flash_attn_cute.kernels.common.rows import zero_rows
+from flash_attn_cute.kernels.common.rows import store_columns, zero_rows
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.weights import finished
 from flash_attn_cute.kernels.sm100 import tensor_memory
@@ -190,7 +190,7 @@ class Epilogue:
         if first_row + thread < stop:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
-            if const_expr(c.features.wide_out):
+            if const_expr(c.features.wide):
                 self._store_rows(step, part, o_step, factor, mO, shared, thread)
             else:
                 self._store(step, part, o_step, factor, tO, shared, thread)
@@ -270,9 +270,9 @@ class Epilogue:
         address = tensor_memory.row_address(shared.tensor_memory, thread) + c.first_O(part)
         row = tile.first_query + PART_ROWS * part + thread
         gO = mO[tile.q.start + row, None, tile.head, tile.batch]
-        num_columns = Int32(0)
+        end = Int32(0)
         if row < tile.q.length:
-            num_columns = Int32(gO.shape[0])
+            end = Int32(gO.shape[0])
         rings.outputs.wait_full(o_step)  # from the tensor cores: O is complete
         tensor_memory.after_sync()
         for first in cutlass.range_constexpr(0, c.tile_dv, _COLUMNS):
@@ -280,10 +280,7 @@ class Epilogue:
             rO = cute.make_rmem_tensor(_COLUMNS, Float32)
             for i in cutlass.range_constexpr(_COLUMNS):
                 rO[i] = self._finished(some[i], factor)
-            for i in cutlass.range_constexpr(0, _COLUMNS, 4):
-                if first + i < num_columns:
-                    gO_some = cute.local_tile(gO, (4,), ((first + i) // 4,))
-                    cute.autovec_copy(cute.local_tile(rO, (4,), (i // 4,)), gO_some)
+            store_columns(rO, gO, first, end)
         tensor_memory.before_sync()
         rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
         if const_expr(c.o_in_q):  # noqa: SIM102 (the DSL evaluates both sides of an "and")

@@ -63,7 +63,7 @@ from flash_attn_cute.kernels.sm90.forward_shared import (
     storage_of,
 )
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
-from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, tiled_mma
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, store_row, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import add_bias_rows, cap, hide, hide_by_bits, hide_unseen, read_seen
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
@@ -93,7 +93,7 @@ class ForwardSm90:
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
         self.row_tables = RowTables(config)
-        self.stores_rows = config.group > 1 or config.features.wide_out
+        self.stores_rows = config.group > 1 or config.features.wide
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
@@ -124,7 +124,7 @@ class ForwardSm90:
             Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            O=None if const_expr(c.features.wide_out) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
+            O=None if const_expr(c.features.wide) else make_row_tiles(store, mO, sO, (64, c.tile_dv), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         tables = self.row_tables(a, stream)
@@ -473,7 +473,7 @@ class ForwardSm90:
                 sinks[r] = work.arguments.mSink[heads[r]].to(Float32)
         work.softmax.finish(work.acc_O, lse, sinks)
         rO = work.acc_O
-        if const_expr(not c.features.wide_out):
+        if const_expr(not c.features.wide):
             rO = cute.make_rmem_tensor_like(work.acc_O, self.dtype)
             convert(work.acc_O, rO)
         if const_expr(not self.stores_rows):
@@ -483,7 +483,7 @@ class ForwardSm90:
                 if thread % 4 == 0:
                     mLSE[tile.q.start + rows[r], heads[r], tile.batch] = lse[r]
                 if const_expr(self.stores_rows):
-                    self._store_row(rO, r, mO[tile.q.start + rows[r], None, heads[r], tile.batch], thread)
+                    store_row(rO, r, mO[tile.q.start + rows[r], None, heads[r], tile.batch], thread)
         if const_expr(c.features.packed and c.features.zero_padding):
             first = cutlass.max(first_query, tile.q.length)
             padding = cutlass.min(first_query + self.queries, tile.q.slot) - first
@@ -511,17 +511,6 @@ class ForwardSm90:
             gO = work.tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
             work.tO.store(sO, gO)
             cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _store_row(self, rO: cute.Tensor, r: cutlass.Constexpr, gO: cute.Tensor, thread: Int32) -> None:
-        """This thread's part of one row of out, from registers: pairs of columns, eight columns apart."""
-        out = rows_and_columns(rO)
-        for c in cutlass.range_constexpr(0, cute.size(out, mode=[1]), 2):
-            column = 4 * c + 2 * (thread % 4)
-            if column < gO.shape[0]:
-                cute.autovec_copy(
-                    cute.local_tile(out[r, None], (2,), (c // 2,)), cute.local_tile(gO, (2,), (column // 2,))
-                )
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,41 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def store_row(
+    rX: cute.Tensor,
+    r: cutlass.Constexpr,
+    gX: cute.Tensor,
+    thread: Int32,
+    first_column: cutlass.Constexpr = 0,
+) -> None:
+    """This thread's part of the row of an accumulator that is its r-th one, from registers: pairs of columns.
+
+    Args:
+        rX: what it has of the accumulator, in the dtype of gX.
+        r: 0 or 1.
+        gX: the row's place in global memory, (columns,); columns behind it are left out.
+        thread: of the warpgroup.
+        first_column: of the accumulator within the row.
+    """
+    own = rows_and_columns(rX)
+    for c in cutlass.range_constexpr(0, cute.size(own, mode=[1]), 2):
+        column = first_column + 4 * c + 2 * (thread % 4)
+        if column < gX.shape[0]:
+            cute.autovec_copy(cute.local_tile(own[r, None], (2,), (c // 2,)), cute.local_tile(gX, (2,), (column // 2,)))
+
+
+@cute.jit
+def store_rows(
+    rX: cute.Tensor, gX: cute.Tensor, first: Int32, stop: Int32, thread: Int32, first_column: cutlass.Constexpr = 0
+) -> None:
+    """The same of all rows: the first one's place is row ``first`` of gX (rows, columns); none from ``stop`` on."""
+    for r in cutlass.range_constexpr(2):
+        row = first + thread // 32 * 16 + thread % 32 // 4 + 8 * r
+        if row < stop:
+            store_row(rX, r, gX[row, None], thread, first_column)
+
+
+@cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor) -> None:
     """Rounds float32 registers to a 16-bit type."""
     packed = cute.recast_tensor(target, Int32)

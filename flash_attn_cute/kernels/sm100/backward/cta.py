@@ -93,9 +93,9 @@ from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.assembly import opaque, pack
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import num_key_tiles, rounds_a_tile, zero_unseen_keys
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.rows import rows_first
+from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -154,13 +154,14 @@ class BackwardCtaSm100:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
         sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
+        leaves_wide = c.features.wide  # from registers
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
             dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_dv), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            dK=make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
-            dV=make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
@@ -389,21 +390,40 @@ class BackwardCtaSm100:
                     share([acc[j] for j in range(COLUMNS)], sums, work.thread, is_first)
                 elif tile.earlier > 0:
                     take(acc, sums, work.thread)
-            rounded = cute.make_rmem_tensor(COLUMNS, self.dtype)
-            packed = cute.recast_tensor(rounded, Int32)
-            for j in cutlass.range_constexpr(COLUMNS // 2):
-                packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
-            write_row(rounded, sX, work.thread, column)
-        cute.arch.fence_proxy("async.shared", space="cta")
+            if const_expr(c.features.wide):
+                self._write_row(work, tile, which, acc, O_COLUMNS * piece + column)
+            else:
+                numbers = cute.make_rmem_tensor(COLUMNS, self.dtype)
+                packed = cute.recast_tensor(numbers, Int32)
+                for j in cutlass.range_constexpr(COLUMNS // 2):
+                    packed[j] = pack(acc[2 * j], acc[2 * j + 1], self.dtype)
+                write_row(numbers, sX, work.thread, column)
+        if const_expr(not c.features.wide):
+            cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         if const_expr(is_last):
             ring.release(walk)  # to the mma warp: it may be overwritten
-        cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
-        if work.thread < 32:
-            if tile.is_last:
-                start, stop = tile.keys_of(shared.rank, PART_ROWS)
-                t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
-            cute.arch.cp_async_bulk_commit_group()
+        if const_expr(not c.features.wide):
+            cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
+            if work.thread < 32:
+                if tile.is_last:
+                    start, stop = tile.keys_of(shared.rank, PART_ROWS)
+                    t.store(sX, t.at(start, stop, tile.head_k, tile.batch, piece))
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _write_row(
+        self, work: Work, tile: KeyTile, which: cutlass.Constexpr, acc: cute.Tensor, first_column: Int32
+    ) -> None:
+        """A thread's float32 columns of its key, from one on, to where dV or dK belongs, if they are whole."""
+        a = work.arguments
+        mX = rows_first((a.mdV, a.mdK)[which], self.config.features.packed)
+        gX = mX[None, None, tile.head_k, tile.batch]
+        start, stop = tile.keys_of(work.shared.rank, PART_ROWS)
+        row, end = start + work.thread, Int32(0)
+        if tile.is_last and row < stop:
+            end = Int32(gX.shape[1])
+        store_columns(acc, gX[row, None], first_column, end)
 
 
 @dataclass(frozen=True)

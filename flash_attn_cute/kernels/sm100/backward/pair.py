@@ -127,6 +127,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         mmas = self._mmas()
         load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO), cpasync.CopyBulkTensorTileS2GOp()
         load_K = cpasync.CopyBulkTensorTileG2SOp() if const_expr(c.holds_keys) else load  # which counts in its own CTA
+        leaves_wide = c.features.wide  # from registers
         sK, sV, piece = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, c.tile_dv, O_COLUMNS))
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, layouts.sQ, (c.queries_shared, c.tile_d), packed),
@@ -136,8 +137,8 @@ class BackwardPairSm100(BackwardCtaSm100):
             K=make_row_tiles(load_K, mK, sK, (PART_ROWS, c.tile_d), packed),
             K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
             V=make_row_tiles(load, mV, sV, (PART_ROWS, c.tile_dv), packed),
-            dK=make_row_tiles(store, mdK, piece, (PART_ROWS, O_COLUMNS), packed),
-            dV=make_row_tiles(store, mdV, piece, (PART_ROWS, O_COLUMNS), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, piece, (PART_ROWS, O_COLUMNS), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, piece, (PART_ROWS, O_COLUMNS), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         pairs = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // CTAS)

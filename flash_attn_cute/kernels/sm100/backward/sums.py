@@ -11,8 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from flash_attn_cute.kernels.common.assembly import add_four, pack
+from flash_attn_cute.kernels.common.assembly import add_four
 from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.sm100.config import PART_ROWS
 
 TRANSPOSED = PART_ROWS // 2  # queries of a block that is transposed
@@ -81,18 +82,18 @@ def round_block(
     fours = by_fours(sums.iterator, tile_d)
     for begin in cutlass.range(lane, PART_ROWS * tile_d // 8, 32 * _AT_ONCE, unroll=1):
         found = [_read(fours, begin + 32 * i, scale, gdX.element_type, tile_d, parts) for i in range(_AT_ONCE)]
-        for rounded, row, vector in found:
-            _write(gdX, rounded, first_row + row, vector, rows, stop)
+        for words, row, vector in found:
+            _write(gdX, words, first_row + row, vector, rows, stop)
 
 
 @cute.jit
-def _write(gdX: cute.Tensor, rounded: cute.Tensor, within: Int32, vector: Int32, rows: SeqRows, stop: Int32) -> None:
+def _write(gdX: cute.Tensor, words: cute.Tensor, within: Int32, vector: Int32, rows: SeqRows, stop: Int32) -> None:
     """Eight columns of a row within its sequence, if they are there; zeros in the padding."""
     if vector * 8 < gdX.shape[1] and within < stop:
-        for j in cutlass.range_constexpr(4):
-            rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
+        for j in cutlass.range_constexpr(cute.size(words)):
+            words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
         target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
-        cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
+        cute.autovec_copy(cute.recast_tensor(words, gdX.element_type), target)
 
 
 def _read(
@@ -103,15 +104,14 @@ def _read(
     Other arguments as of ``round_block``.
     """
     lane, eight = unit // 4 % PART_ROWS, unit % 4 + unit // (4 * PART_ROWS) * 4
-    rounded, four = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Float32)
+    numbers = cute.make_rmem_tensor((4, 2), Float32)
     for i in range(2):
-        cute.autovec_copy(fours[None, lane, 2 * eight + i], four)
-        for j in range(2):
-            rounded[2 * i + j] = pack(four[2 * j] * scale, four[2 * j + 1] * scale, dtype)
+        cute.autovec_copy(fours[None, lane, 2 * eight + i], numbers[None, i])
+    words = rounded(numbers, scale, dtype)
     if parts == 1:
-        return rounded, lane, eight
+        return words, lane, eight
     rows, eights = PART_ROWS // parts, tile_d // 8 // parts
-    return rounded, eight // eights * rows + lane % rows, lane // rows * eights + eight % eights
+    return words, eight // eights * rows + lane % rows, lane // rows * eights + eight % eights
 
 
 @cute.jit
@@ -137,7 +137,5 @@ def round_transposed(
         for j in cutlass.range_constexpr(8):
             cute.autovec_copy(columns[None, vector % vectors * 8 + j, four], found[None, j])
         for i in cutlass.range_constexpr(4):
-            rounded = cute.make_rmem_tensor(4, Int32)
-            for j in cutlass.range_constexpr(4):
-                rounded[j] = pack(found[i, 2 * j] * scale, found[i, 2 * j + 1] * scale, gdX.element_type)
-            _write(gdX, rounded, first_row + 4 * four + i, vector, rows, stop)
+            words = rounded(found[i, None], scale, gdX.element_type)
+            _write(gdX, words, first_row + 4 * four + i, vector, rows, stop)

@@ -66,7 +66,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetc
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
-from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_seen, read_transposed, weigh
 from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
@@ -106,8 +106,8 @@ class _Tma(NamedTuple):
     K: RowTiles
     K_peer: RowTiles
     V: RowTiles
-    dK: RowTiles
-    dV: RowTiles
+    dK: RowTiles | None
+    dV: RowTiles | None
 
 
 class BackwardClusterSm90:
@@ -173,14 +173,15 @@ class BackwardClusterSm90:
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        leaves_wide = c.features.wide  # from registers
         tma = _Tma(
             Q=make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), packed),
             dO=make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), packed),
             K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
             K_peer=make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), packed),
             V=make_row_tiles(load, mV, sV, (64, c.tile_dv), packed),
-            dK=make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
-            dV=make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
@@ -362,7 +363,7 @@ class BackwardClusterSm90:
         ws: Workspace,
         index: Int32,
         mmas: _Mmas,
-        store: RowTiles,
+        store: RowTiles | None,
         mdV: cute.Tensor,
         shared: "_Shared",
         scales: ScoreScales,
@@ -488,7 +489,7 @@ class BackwardClusterSm90:
         ws: Workspace,
         index: Int32,
         mmas: _Mmas,
-        store: RowTiles,
+        store: RowTiles | None,
         mdK: cute.Tensor,
         shared: "_Shared",
     ) -> None:
@@ -631,28 +632,38 @@ class BackwardClusterSm90:
         tile: KeyTile,
         accs: list[cute.Tensor],
         mma: cute.TiledMma,
-        store: RowTiles,
+        store: RowTiles | None,
         places: list[cute.Tensor],
         mX: cute.Tensor,
         shared: "_Shared",
         thread: Int32,
         barrier: cutlass.Constexpr,
     ) -> None:
-        """A warpgroup's dK or dV, side by side in parts, through shared memory and TMA; zeros into the padding."""
+        """A warpgroup's dK or dV, side by side in parts, through shared memory and TMA; zeros into the padding.
+
+        In float32 they are written from registers.
+        """
         c = self.config
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has read what was there
-        for acc, sX in zip(accs, places, strict=True):
-            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-            convert(acc, rounded)
-            write(rounded, mma, sX, thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has written
         start = tile.first_key + 64 * shared.rank
         stop = cutlass.min(start + 64, tile.k.length)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
-            for part, sX in enumerate(places):
-                store.store(sX, store.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch, part))
-            cute.arch.cp_async_bulk_commit_group()
+        if const_expr(c.features.wide):
+            gX = mX[None, None, tile.head_k, tile.batch]
+            for part, acc in enumerate(accs):
+                first_column = 2 * cute.size(acc) * part  # 128 threads have 64 rows
+                store_rows(acc, gX, tile.k.start + start, tile.k.start + stop, thread, first_column)
+        else:
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has read what was there
+            for acc, sX in zip(accs, places, strict=True):
+                rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+                convert(acc, rounded)
+                write(rounded, mma, sX, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the warpgroup has written
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0 and start < stop:
+                for part, sX in enumerate(places):
+                    g = store.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch, part)
+                    store.store(sX, g)
+                cute.arch.cp_async_bulk_commit_group()
         if const_expr(c.features.packed and c.features.zero_padding):
             first = cutlass.max(start, tile.k.length)
             padding = cutlass.min(start + 64, tile.k.slot) - first

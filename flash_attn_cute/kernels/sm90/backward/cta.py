@@ -83,7 +83,7 @@ from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
-from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, tiled_mma
+from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import (
     Scores,
     SharedTransposed,
@@ -138,13 +138,14 @@ class BackwardCtaSm90:
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        leaves_wide = c.features.wide  # from registers
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
             dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (64, c.tile_d), packed),
-            dK=make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
-            dV=make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
+            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
+            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
         )
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
@@ -321,7 +322,7 @@ class BackwardCtaSm90:
                 self._finish_dQ(work, step, walk, piece)
                 shared.k.release(walk)  # to warp 0
                 piece += 1
-            self._put_out_dKV(work, piece, shared.tile_again(c, a, walk).is_last)
+            self._put_out_dKV(work, walk, piece, shared.tile_again(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
         if const_expr(c.k_stages == 2):
@@ -543,20 +544,29 @@ class BackwardCtaSm90:
         work.shared.out(work.warpgroup).arrive(piece)  # to warp 1 or 2
 
     @cute.jit
-    def _put_out_dKV(self, work: "_Work", piece: Int32, is_whole: Boolean | bool) -> None:
-        """Both dV and dK, one after the other, into shared memory, if they are whole."""
-        shared = work.shared
+    def _put_out_dKV(self, work: "_Work", walk: Int32, piece: Int32, is_whole: Boolean | bool) -> None:
+        """DV, then dK, if they are whole: into shared memory, or, in float32, to where they belong."""
+        a, f, shared = work.arguments, self.config.features, work.shared
         out = shared.out(work.warpgroup)
         for i in cutlass.range_constexpr(cute.size(work.acc_dK)):
             work.acc_dK[i] = work.acc_dK[i] * work.arguments.numbers.softmax_scale
-        for i, (acc, mma) in enumerate(((work.acc_dV, work.mmas.dV), (work.acc_dK, work.mmas.dK))):
-            rounded = cute.make_rmem_tensor_like(acc, self.dtype)
-            convert(acc, rounded)
-            out.wait_empty(piece + i)  # from warp 1 or 2
-            if is_whole:
-                write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-            out.arrive(piece + i)  # to warp 1 or 2
+        both = (work.acc_dV, work.mmas.dV, a.mdV), (work.acc_dK, work.mmas.dK, a.mdK)
+        for i, (acc, mma, mX) in enumerate(both):
+            if const_expr(f.wide):
+                if is_whole:
+                    tile = shared.tile_again(self.config, a, walk)
+                    # Opaque, or the compiler keeps what they are multiplied by in registers from the start.
+                    gX = rows_first(mX, f.packed)[None, None, opaque(tile.head_k), tile.batch]
+                    first = opaque(tile.k.start + tile.first_key + 64 * work.warpgroup)
+                    store_rows(acc, gX, first, tile.k.start + tile.k.length, work.thread)
+            else:
+                rounded = cute.make_rmem_tensor_like(acc, self.dtype)
+                convert(acc, rounded)
+                out.wait_empty(piece + i)  # from warp 1 or 2
+                if is_whole:
+                    write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                out.arrive(piece + i)  # to warp 1 or 2
 
     @cute.jit
     def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:

@@ -134,7 +134,10 @@ class Transfers:
 
     @cute.jit
     def carry_out(self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: Shared, w: Int32) -> None:
-        """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile."""
+        """Warp 1 or 2: to global memory what warpgroup ``w`` puts out: dQ of every step, dV and dK of every tile.
+
+        In float32 the warpgroup itself writes these two.
+        """
         c, out = self.config, shared.out(w)
         step, walk, come = (Int32(0) for _ in range(3))
         while shared.has_tile(walk):
@@ -149,18 +152,19 @@ class Transfers:
             if const_expr(c.k_stages == 1):  # dQ of the last step is not for the next tile to compute
                 come = self._add_dQ(ws, shared, w, last, step - 1, come)
                 last += 1
-            tile = shared.tile_again(c, a, walk)
-            start = tile.first_key + 64 * w
-            stop = cutlass.min(start + 64, tile.k.length)
-            for i, t in enumerate((tma.dV, tma.dK)):
-                piece = last + i
-                out.wait_full(piece)  # from warpgroup w
-                if start < stop and tile.is_last:
-                    g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                    t.store(shared.sOut[None, None, 0, w], g)
-                    cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                out.release(piece)  # to warpgroup w
+            if const_expr(not c.features.wide):
+                tile = shared.tile_again(c, a, walk)
+                start = tile.first_key + 64 * w
+                stop = cutlass.min(start + 64, tile.k.length)
+                for i, t in enumerate((tma.dV, tma.dK)):
+                    piece = last + i
+                    out.wait_full(piece)  # from warpgroup w
+                    if start < stop and tile.is_last:
+                        g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
+                        t.store(shared.sOut[None, None, 0, w], g)
+                        cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    out.release(piece)  # to warpgroup w
             shared.tiles.release(walk)  # to warp 0
             walk += 1
         if const_expr(c.k_stages == 2):  # noqa: SIM102 (the DSL evaluates both sides of an "and")

@@ -1,4 +1,4 @@
-"""Gradients from the float32 workspace: scaled, rounded, and zero in the padding."""
+"""Gradients from the float32 workspace: scaled, rounded to their dtype, and zero in the padding."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.lengths import SeqRows
+from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.sm90.backward.workspace import read_rows
 
 
@@ -57,12 +57,13 @@ def round_block(
             row, vector = unit.place(tile_d, columns)
             if vector * 8 < gdX.shape[1]:
                 for n, numbers in enumerate(both):
-                    within, rounded = first_row + row + 8 * n, _rounded(numbers, scale, gdX.element_type)
-                    for j in cutlass.range_constexpr(4):
-                        rounded[j] = cutlass.select_(within < rows.length, rounded[j], Int32(0))
+                    within = first_row + row + 8 * n
+                    words = rounded(numbers, scale, gdX.element_type)
+                    for j in cutlass.range_constexpr(cute.size(words)):
+                        words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
                     if within < stop:
                         target = cute.local_tile(gdX, (1, 8), (rows.start + within, vector))[0, None]
-                        cute.autovec_copy(cute.recast_tensor(rounded, gdX.element_type), target)
+                        cute.autovec_copy(cute.recast_tensor(words, gdX.element_type), target)
 
 
 class _Unit(NamedTuple):
@@ -90,11 +91,3 @@ class _Unit(NamedTuple):
         """The first row within the block, and which vector of its columns."""
         parts_a_row = tile_d // columns
         return self.part // parts_a_row * 64 + self.row, self.group + self.part % parts_a_row * (columns // 8)
-
-
-def _rounded(numbers: cute.Tensor, scale: Float32, dtype: type) -> cute.Tensor:
-    """Eight numbers in four registers."""
-    rounded = cute.make_rmem_tensor(4, Int32)
-    for j in range(4):
-        rounded[j] = pack(numbers[2 * j] * scale, numbers[2 * j + 1] * scale, dtype)
-    return rounded
