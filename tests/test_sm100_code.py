@@ -157,6 +157,7 @@ FEW_BACKWARD = {
     "pair-d192": pair(192, 192),
     "pair-d256-causal-float16-b300": pair(256, 256, right=True, dtype="float16", target=B300),
     "pair-d256-everything": pair(256, 256, **BACKWARD_EVERYTHING),
+    "pair-d256-wide-grouped": pair(256, 256, wide=True, packed=True, grouped=True),
     "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
     "d128-dbias-causal-b300": backward(128, bias=True, dbias=True, right=True, keys=LONG, target=B300),
     "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
