@@ -6,6 +6,7 @@ from tests.sm100_bugs.code import (
     MMA,
     PARITY,
     PRODUCER,
+    SECOND,
     TARGET,
     A,
     arrivals,
@@ -16,7 +17,7 @@ from tests.sm100_bugs.code import (
 from tests.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
 
 _DRAIN, _COMPUTE = 0, 4  # a warp of each
-_DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
+_DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = frozenset(range(4)), frozenset(range(4, 12)), frozenset({PRODUCER})
 
 # Products, four instructions each, of the first walk and of the second.
 _PRODUCTS = find(MMA, "tcgen05.mma", 24)
@@ -28,6 +29,44 @@ PAIR_TWO_WALKS: Bugs = {
     "missing wait": (
         Bug("K is copied before it is there", waits(_COMPUTE, "k.full").left_out(), "one", LOADS_LAG),
         Bug("scores are begun before K is in tensor memory", waits(MMA, "keys.full").left_out(), "one", _COMPUTE_LAGS),
+        Bug("scores are begun before Q is there", waits(MMA, "q.full", 3)[0].left_out(), "one", LOADS_LAG),
+        Bug(
+            "dV is begun before dO by columns is there",
+            waits(MMA, "do_columns.full").left_out(),
+            "one",
+            _PRODUCER_LAGS,
+        ),
+        Bug("scores are begun again before Q is there", waits(MMA, "q.full", 3)[2].left_out(), "one", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "one", _PRODUCER_LAGS),
+        Bug("dK is begun before Q by columns is there", waits(MMA, "q.full", 3)[1].left_out(), "one", _PRODUCER_LAGS),
+        Bug("dQ is begun before K by columns is there", waits(MMA, "k_columns.full").left_out(), "one", _PRODUCER_LAGS),
+        Bug(
+            "dQ is begun before the second CTA's dS has come", waits(MMA, "exchange.full").left_out(), "two", LOADS_LAG
+        ),
+        Bug(
+            "dQ is begun before the leader's dS has come to the second CTA",
+            waits(MMA, "exchange.empty").left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "the second CTA passes on dS that has not come",
+            waits(SECOND + MMA, "exchange.full").left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "Q is loaded over Q that the first walk still reads",
+            waits(PRODUCER, "q.empty", 3)[0].left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "Q by columns is loaded over Q that products still read",
+            waits(PRODUCER, "q.empty", 3)[2].left_out(),
+            "two",
+            PRODUCTS_LAG,
+        ),
         Bug(
             "K by columns is loaded over dV that TMA still reads",
             waits(PRODUCER, "k_columns.empty").left_out(),
