@@ -413,13 +413,14 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert c.bytes_shared <= SHARED_MEMORY
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
-        parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
         parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
-        if c.dQ_over_S:  # between two quarters, which hold weights
+        parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
+        if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
             first, columns = parts.pop()
-            assert first == c.first_S + c.queries // 2
-            assert first + columns == c.first_S + c.weights_apart
-            assert c.weights_apart + c.queries // 2 == c.tile_m
+            weights = c.queries // 2 if c.walks == 1 else 0
+            assert first == c.first_S + weights
+            assert columns == c.tile_m - 2 * weights
+            assert c.walks == 2 or c.weights_apart == weights + columns
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS
