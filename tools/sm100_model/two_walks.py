@@ -42,10 +42,9 @@ class BackwardTwoWalks(Backward):
             step, number = step + 2 * num, number + 3 * num
 
     def _load_blocks(self, tile: int, first: int, num: int) -> Needs:
-        """Of a CTA alone, whose V comes when dV has left through its place."""
+        """Of a CTA alone: Q with lse and dO with delta; V when dV has left through its place."""
         for step in range(first, first + 2 * num):
             yield from self._load_Q(step)
-            yield from self._load_stats(step)
             if step == first + num:
                 yield self.v.wait_empty(tile + 1)
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
@@ -76,12 +75,17 @@ class BackwardTwoWalks(Backward):
     def _load_Q(self, number: int) -> Needs:
         c = self.design
         yield self.q.wait_empty(number)
-        self.sm.load("Q", 2 * c.queries * c.d / self.ctas, self.q, number)
+        self.sm.load("Q", self._bytes(c.d), self.q, number)
 
     def _load_dO(self, ring: Ring, step: int) -> Needs:
         c = self.design
         yield ring.wait_empty(step)
-        self.sm.load("dO", 2 * c.queries * c.d_v / self.ctas, ring, step)
+        self.sm.load("dO", self._bytes(c.d_v), ring, step)
+
+    def _bytes(self, columns: int) -> float:
+        """Of half a block, or of a block with lse, or delta, of which a pair loads both apart."""
+        queries = self.design.queries
+        return queries * columns if self.design.pair else queries * (2 * columns + 4)
 
     def _load_stats(self, step: int) -> Needs:
         yield self.stats.wait_empty(step)
@@ -203,23 +207,27 @@ class BackwardTwoWalks(Backward):
                 yield sm.machine.handover
                 self.copied.arrive()
             for i in range(num):
-                yield from self._weights(me, step, number, is_masked=i < masked, stores=True)
+                yield from self._weights(g, step, number, is_masked=i < masked, stores=True)
+                if not c.pair:
+                    yield self.do.wait_full(step)
                 if g == 0:
-                    self.stats.release(step)
+                    (self.stats if c.pair else self.do).release(step)
                 step, number = step + 1, number + 1
             yield from self._put_out(g, tile, 0)
             for i in range(num):
-                yield from self._weights(me, step, number, is_masked=i < masked, stores=False)
+                yield from self._weights(g, step, number, is_masked=i < masked, stores=False)
+                if not c.pair:
+                    yield self.do.wait_full(step)
                 yield from self._gradients(g, number + 1, dq_step)
                 if g == 0:
-                    self.stats.release(step)
+                    (self.stats if c.pair else self.do).release(step)
                 step, number, dq_step = step + 1, number + 2, dq_step + 1
             yield from self._put_out(g, tile, 1)
 
-    def _weights(self, me: str, step: int, number: int, *, is_masked: bool, stores: bool) -> Needs:
-        sm, elements = self.sm, self.design.queries / 2
+    def _weights(self, g: int, step: int, number: int, *, is_masked: bool, stores: bool) -> Needs:
+        sm, me, elements = self.sm, f"compute {g}", self.design.queries / 2
         half, each = 128 * elements, 0.5 + 1.0 + 0.5 + (MASK if is_masked else 0.0)
-        yield self.stats.wait_full(step)
+        yield (self.stats if self.design.pair else self.q).wait_full(step)
         yield self.scores.wait_full(number)
         # Lse and delta are read by all threads alike: a word a clock and query.
         yield from sm.compute(me, "load S", 10, shared=128.0 * elements, tmem=4.0 * half)
@@ -230,6 +238,8 @@ class BackwardTwoWalks(Backward):
         if stores:
             yield sm.machine.handover  # they are complete
             self.scores.release(number)
+        if g == 0 and not self.design.pair:
+            self.q.release(step)
 
     def _gradients(self, g: int, number: int, dq_step: int) -> Needs:
         sm, me, elements = self.sm, f"compute {g}", self.design.queries / 2
