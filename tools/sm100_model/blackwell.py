@@ -240,7 +240,8 @@ class Backward:
         self.keys = sm.ring("K and V", 1)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
         users = 1 if c.pair else 2
-        self.q, self.do = sm.ring("Q", c.q_stages, empty=users), sm.ring("dO", c.do_stages, empty=users)
+        self.q = sm.ring("Q", c.q_stages, empty=users)
+        self.do = sm.ring("dO", c.do_stages, empty=users if c.walks == 1 else 1)
         self.q_columns, self.do_columns = sm.ring("Q by columns", 1), sm.ring("dO by columns", 1)
         self.stats = sm.ring("lse and delta", 2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)

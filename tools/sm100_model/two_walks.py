@@ -10,7 +10,7 @@ from functools import partial
 
 from tools.sm100_model.blackwell import BLOCK, MASK, Backward, BackwardDesign
 from tools.sm100_model.machine import B200, Machine
-from tools.sm100_model.simulation import Barrier, Needs, Ring
+from tools.sm100_model.simulation import Barrier, Needs, Phase, Ring
 from tools.sm100_model.sm import Walk
 
 
@@ -42,13 +42,16 @@ class BackwardTwoWalks(Backward):
             step, number = step + 2 * num, number + 3 * num
 
     def _load_blocks(self, tile: int, first: int, num: int) -> Needs:
-        """Of a CTA alone: Q with lse and dO with delta; V when dV has left through its place."""
-        for step in range(first, first + 2 * num):
+        """Of a CTA alone: dO ahead of Q in the second walk; V when dV has left through its place."""
+        for step in range(first, first + num):
+            yield from self._load_Q(step)
+            yield from self._load_dO(self.do, step)
+        for step in range(first + num, first + 2 * num):
+            yield from self._load_dO(self.do, step)
             yield from self._load_Q(step)
             if step == first + num:
                 yield self.v.wait_empty(tile + 1)
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
-            yield from self._load_dO(self.do, step)
 
     def _load_halves_of_walks(self, tile: int, step: int, number: int, num: int) -> Needs:
         """Of a pair's CTA: Q a step ahead of dO in the first walk, and by columns as well in the second."""
@@ -75,17 +78,13 @@ class BackwardTwoWalks(Backward):
     def _load_Q(self, number: int) -> Needs:
         c = self.design
         yield self.q.wait_empty(number)
-        self.sm.load("Q", self._bytes(c.d), self.q, number)
+        stats = 0.0 if c.pair else 8.0 * c.queries  # which a pair loads apart
+        self.sm.load("Q", 2 * c.queries * c.d / self.ctas + stats, self.q, number)
 
     def _load_dO(self, ring: Ring, step: int) -> Needs:
         c = self.design
         yield ring.wait_empty(step)
-        self.sm.load("dO", self._bytes(c.d_v), ring, step)
-
-    def _bytes(self, columns: int) -> float:
-        """Of half a block, or of a block with lse, or delta, of which a pair loads both apart."""
-        queries = self.design.queries
-        return queries * columns if self.design.pair else queries * (2 * columns + 4)
+        self.sm.load("dO", 2 * c.queries * c.d_v / self.ctas, ring, step)
 
     def _load_stats(self, step: int) -> Needs:
         yield self.stats.wait_empty(step)
@@ -198,6 +197,7 @@ class BackwardTwoWalks(Backward):
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK behind their walks."""
         c, sm, me = self.design, self.sm, f"compute {g}"
+        stats = self.stats if c.pair else self.q
         step, number, dq_step = 0, 0, 0
         for tile, (num, masked) in enumerate(walks):
             if c.pair:
@@ -207,27 +207,23 @@ class BackwardTwoWalks(Backward):
                 yield sm.machine.handover
                 self.copied.arrive()
             for i in range(num):
-                yield from self._weights(g, step, number, is_masked=i < masked, stores=True)
-                if not c.pair:
-                    yield self.do.wait_full(step)
+                yield from self._weights(me, stats.wait_full(step), number, is_masked=i < masked, stores=True)
                 if g == 0:
-                    (self.stats if c.pair else self.do).release(step)
+                    stats.release(step)
                 step, number = step + 1, number + 1
             yield from self._put_out(g, tile, 0)
             for i in range(num):
-                yield from self._weights(g, step, number, is_masked=i < masked, stores=False)
-                if not c.pair:
-                    yield self.do.wait_full(step)
+                yield from self._weights(me, stats.wait_full(step), number, is_masked=i < masked, stores=False)
                 yield from self._gradients(g, number + 1, dq_step)
                 if g == 0:
-                    (self.stats if c.pair else self.do).release(step)
+                    stats.release(step)
                 step, number, dq_step = step + 1, number + 2, dq_step + 1
             yield from self._put_out(g, tile, 1)
 
-    def _weights(self, g: int, step: int, number: int, *, is_masked: bool, stores: bool) -> Needs:
-        sm, me, elements = self.sm, f"compute {g}", self.design.queries / 2
+    def _weights(self, me: str, stats: Phase, number: int, *, is_masked: bool, stores: bool) -> Needs:
+        sm, elements = self.sm, self.design.queries / 2
         half, each = 128 * elements, 0.5 + 1.0 + 0.5 + (MASK if is_masked else 0.0)
-        yield (self.stats if self.design.pair else self.q).wait_full(step)
+        yield stats
         yield self.scores.wait_full(number)
         # Lse and delta are read by all threads alike: a word a clock and query.
         yield from sm.compute(me, "load S", 10, shared=128.0 * elements, tmem=4.0 * half)
@@ -238,8 +234,6 @@ class BackwardTwoWalks(Backward):
         if stores:
             yield sm.machine.handover  # they are complete
             self.scores.release(number)
-        if g == 0 and not self.design.pair:
-            self.q.release(step)
 
     def _gradients(self, g: int, number: int, dq_step: int) -> Needs:
         sm, me, elements = self.sm, f"compute {g}", self.design.queries / 2

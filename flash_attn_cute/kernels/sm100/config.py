@@ -272,6 +272,11 @@ class BackwardConfig(BackwardSizes):
         return self.q_stages
 
     @property
+    def delta_stages(self) -> int:
+        """Blocks whose delta is in shared memory: it comes with dO, or, of two walks, with Q."""
+        return self.do_stages if self.walks == 1 else self.q_stages
+
+    @property
     def mask_tile(self) -> MaskTile:
         """How a mask is cut: a thread has a key, and half of a block's queries."""
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True, row_a_thread=True, sharing=COMPUTE_WARPGROUPS)
@@ -498,7 +503,8 @@ _BACKWARD_TILES = (
     _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 

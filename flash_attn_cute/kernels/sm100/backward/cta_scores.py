@@ -114,7 +114,8 @@ class Scores:
     ) -> list[Int32]:
         """A step's scores, which have a number in their ring and a first column, to weights.
 
-        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
+        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
+        ``to_gradients`` gives back lse, with the delta that came with it.
         """
         c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
         listed = self._listed(work, block) if f.listed else None  # while scores are computed
@@ -131,7 +132,8 @@ class Scores:
         weights = self.weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
-        rings.q.release(step)  # to the producer: lse is read
+        if stores:
+            rings.q.release(step)  # to the producer: lse is read
         return weights
 
     def to_gradients(
@@ -146,15 +148,17 @@ class Scores:
     ) -> None:
         """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
-        rings.do.wait_full(step)  # from the producer: delta
+        with_delta = rings.do if c.walks == 1 else rings.q
+        if c.walks == 1:
+            rings.do.wait_full(step)  # from the producer: delta
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        gradients = self.differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        gradients = self.differentiate(work, place, weights, shared.delta[None, with_delta.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         ring.release(number)  # to the mma warp: dS is there
-        rings.do.release(step)  # to the producer: delta is read
+        with_delta.release(step)  # to the producer: delta is read
         if c.features.dbias:
             self._store_dbias(work, gradients, block)
 
