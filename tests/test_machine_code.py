@@ -84,8 +84,8 @@ def machine_code(chosen: Any, folder: Path, spilled: int = 0) -> dict[str, list[
 
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoWalks|BackwardPair|BiasGradient"
-    names += "|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists|PieceTiles|BlockTiles"
+    names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoWalks|BackwardPair|BackwardPairTwoWalks"
+    names += "|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists|PieceTiles|BlockTiles"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]
     return found[1]

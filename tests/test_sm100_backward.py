@@ -92,7 +92,12 @@ def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor
 @functools.cache
 def program(config: Any, kernel: str = "") -> ptx.Program:
     """Of one of a configuration's kernels; else of the main one."""
-    kernels = {(1, 1): "BackwardCta", (2, 1): "BackwardTwoWalks", (1, 2): "BackwardPair"}
+    kernels = {
+        (1, 1): "BackwardCta",
+        (2, 1): "BackwardTwoWalks",
+        (1, 2): "BackwardPair",
+        (2, 2): "BackwardPairTwoWalks",
+    }
     return ptx.Program(text_of(config), kernel or kernels[config.walks, config.ctas_a_tile])
 
 
@@ -113,15 +118,15 @@ class Pass(Executed):
         at = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
         if a.mBias is not None:
             at["mBias"] = memory.put_last(spread(a.mBias))
-        params: list[bytes] = [bytes(32)] * 4
+        params: list[bytes] = [bytes(32)] * (5 if config.holds_keys else 4)  # products
         tensors: dict[int, ptx.Rows] = {}
         queries = config.tile_m // config.ctas_a_tile
         boxes = [("mQ", queries, 64), ("mdO", queries, 64)]
         by_tma = "mK", "mV", *(() if config.features.wide else ("mdK", "mdV"))
         boxes += [(name, PART_ROWS, 64) for name in by_tma]
-        if config.ctas_a_tile == 2:  # by columns as well, of d = 192 half of which are 3 times 32
-            columns = 32 if config.tile_d == 192 else 64
-            boxes += [("mQ", config.tile_m, columns), ("mdO", config.tile_m, 64), ("mK", PART_ROWS, 64)]
+        if config.ctas_a_tile == 2:  # by columns as well, of 192 half of which are 3 times 32
+            columns, columns_v = (32 if d == 192 else 64 for d in (config.tile_d, config.tile_dv))
+            boxes += [("mQ", config.tile_m, columns), ("mdO", config.tile_m, columns_v), ("mK", PART_ROWS, 64)]
         for name, rows, columns in boxes:
             x = given[name]
             batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
@@ -327,7 +332,8 @@ def test_backward(case: str, fuzz_seconds: float) -> None:
             break
 
 
-# With the kernel of long sequences, whose tiles of 256 keys are the work of pairs of CTAs.
+D256 = {"head_dim": 256, "head_dim_v": 256}
+# With the kernels of long sequences, whose tiles of 256 keys are the work of pairs of CTAs.
 PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "two-tiles": ([150], [300], {"packed": False, "nheads": 1}),
     "grouped-causal": ([130], [270], {"packed": False, "nheads": 4, "nheads_k": 1, "causal": True}),
@@ -344,6 +350,20 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
         [100, 1],
         [290, 0],
         {**EVERYTHING, "head_dim": 160, "head_dim_v": 96, "nheads": 2, "nheads_k": 1},
+    ),
+    "d192": ([65], [300], {"packed": False, "head_dim": 192, "head_dim_v": 192, "nheads": 1}),
+    "d256": ([100], [270], {"packed": False, **D256, "nheads": 1}),
+    "d256-grouped-causal": ([65], [270], {"packed": False, **D256, "nheads": 3, "nheads_k": 1, "causal": True}),
+    "d256-packed": ([65, 0, 20], [257, 17, 100], {**D256, "nheads": 1, "causal": True, "dtype": torch.float16}),
+    "d232-dv200-everything": (
+        [100, 1],
+        [290, 0],
+        {**EVERYTHING, "head_dim": 232, "head_dim_v": 200, "nheads": 2, "nheads_k": 1},
+    ),
+    "d176-everything": (
+        [100, 1],
+        [290, 0],
+        {**EVERYTHING, "head_dim": 176, "head_dim_v": 168, "nheads": 2, "nheads_k": 1},
     ),
 }
 
@@ -371,6 +391,8 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
         ([70], [90], False, {"head_dim": 256, "head_dim_v": 200, "packed": False}),
         ([129, 9], [270, 30], True, {"head_dim": 128, "head_dim_v": 72}),
         ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 128}),
+        ([70, 9], [270, 30], True, {"head_dim": 192, "head_dim_v": 176}),
+        ([70, 9], [270, 30], True, {"head_dim": 232, "head_dim_v": 256}),
     ],
 )
 def test_wide_gradients_are_what_is_rounded_else(
@@ -405,8 +427,9 @@ def test_wide_gradients_are_what_is_rounded_else(
         (65, 140, (192, 192), False),
         (100, 300, (128, 128), True),
         (65, 300, (192, 128), True),
+        (65, 270, (256, 256), True),
     ],
-    ids=["d64", "d192", "pairs", "pairs-d192-dv128"],
+    ids=["d64", "d192", "pairs", "pairs-d192-dv128", "pairs-d256"],
 )
 def test_schedules_give_the_same_bits(queries: int, keys: int, head_dims: tuple[int, int], by_pairs: bool) -> None:
     """Several tiles of keys add to each block of dQ, and two heads' to dK and dV, by one CTA or pair, or several."""

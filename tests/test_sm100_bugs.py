@@ -91,7 +91,7 @@ class Backward:
 
     def __init__(self, bugs: Bugs, calls: Calls, kernel: str):
         self.bugs, self.calls, self.kernel = bugs, calls, kernel
-        self.by_pairs = kernel == "BackwardPair"
+        self.by_pairs = kernel.startswith("BackwardPair")
 
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
@@ -232,6 +232,16 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
         },
         "BackwardTwoWalks",
+    ),
+    "pairs in two walks": Backward(
+        TABLES["pairs in two walks"],
+        {
+            "one": lambda: of_d256([50], [140]),
+            "two": lambda: of_d256([70], [140]),
+            "steps": lambda: of_d256([150], [140]),
+            "tiles": lambda: of_d256([50], [300]),
+        },
+        "BackwardPairTwoWalks",
     ),
     "bias": BiasGradient(
         TABLES["bias"],

@@ -122,8 +122,8 @@ def paired(c: BackwardConfig) -> BackwardConfig:
     return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
 
 
-def pair(d: int = 128, **options: Any) -> BackwardConfig:
-    return paired(backward(d, 128, **options))
+def pair(d: int = 128, d_v: int = 128, **options: Any) -> BackwardConfig:
+    return paired(backward(d, d_v, **options))
 
 
 LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
@@ -154,6 +154,10 @@ FEW_BACKWARD = {
     "pair-d192-dv128": pair(192),
     "pair-d192-dv128-causal-float16-b300": pair(192, right=True, dtype="float16", target=B300),
     "pair-d192-dv128-everything": pair(192, **BACKWARD_EVERYTHING),
+    "pair-d192": pair(192, 192),
+    "pair-d256-causal-float16-b300": pair(256, 256, right=True, dtype="float16", target=B300),
+    "pair-d256-everything": pair(256, 256, **BACKWARD_EVERYTHING),
+    "pair-d256-wide-grouped": pair(256, 256, wide=True, packed=True, grouped=True),
     "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
     "d128-dbias-causal-b300": backward(128, bias=True, dbias=True, right=True, keys=LONG, target=B300),
     "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
@@ -221,8 +225,8 @@ ALL_BACKWARD = {
     for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 } | {
-    f"pair-d{d}-dv128-{mask}-{dtype}-{target}": pair(d, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
-    for d, mask in itertools.product((128, 192), BACKWARD_MASKS)
+    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": pair(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for (d, d_v), mask in itertools.product(_SIZES[1:], BACKWARD_MASKS)
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
 
@@ -289,7 +293,8 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     kernels = machine_code(c, tmp_path, spilled)
     check_before_and_after(kernels, zeroes=False, num_after=0)
     pair = c.ctas_a_tile == 2
-    (sass,) = kernels["BackwardPair" if pair else "BackwardCta" if c.walks == 1 else "BackwardTwoWalks"]
+    names_of_one, names_of_two = ("BackwardCta", "BackwardPair"), ("BackwardTwoWalks", "BackwardPairTwoWalks")
+    (sass,) = kernels[(names_of_one if c.walks == 1 else names_of_two)[pair]]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
@@ -298,9 +303,10 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 5 + c.parts_dQ)
     assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
     assert count["HGMMA"] == 0
-    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart.
+    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart; of two walks
+    # that of K by the last dQ, and that of Q by each S.
     commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 3 + 4 + c.parts_dQ)
-    assert count["UTCBAR"] == commits + (3 if pair else 0)
+    assert count["UTCBAR"] == commits + (4 - c.walks if pair else 0)
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["USETMAXREG"] == 3
     # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, or to have a bias
@@ -311,14 +317,18 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     # Of dV and of dK, the last of an odd number for whose piece it is.
     pieces = sum(-(-num // COMPUTE_WARPGROUPS) for num in (c.pieces_dV, c.pieces_dK))
     assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
-    assert count["STTM"] == 2 * blocks + changes
+    assert count["STTM"] == 2 * blocks + changes + (c.tile_d // 64 if c.holds_keys else 0)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.walks * c.tile_m // COMPUTE_WARPGROUPS
     # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns. Half of 192 columns
-    # of Q are 3 times 32.
+    # are 3 times 32. Two walks of a pair have loads of Q of their own, and K is that of a CTA; two walks of a CTA have
+    # loads of Q and dO of their own.
     loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
-    halves = (c.tile_d // 64 if c.tile_d % 128 else 1) + c.tile_dv // 128 + 2 * c.columns_of_keys // 64
-    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + (halves if pair else 0)
-    assert all(load.endswith(".cta_group::2") == pair for load in loads)
+    halves = sum(n // 64 if n % 128 else n // 128 for n in (c.tile_d, c.tile_dv)) + 2 * c.columns_of_keys // 64
+    halves += c.tile_d // 64 if c.holds_keys else 0
+    again = halves if pair else (c.walks - 1) * (c.tile_d + c.tile_dv) // 64
+    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + again
+    of_both = len(loads) - (c.tile_d // 64 if c.holds_keys else 0) if pair else 0
+    assert sum(load.endswith(".cta_group::2") for load in loads) == of_both
     assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
     assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else pieces)
     assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
@@ -397,7 +407,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
     """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
     for d_v in range(8, max(HEAD_DIMS) + 8, 8):
         c = backward(d, d_v, keys=keys)
-        pair = keys > 0 and (c.tile_d, c.tile_dv) in ((128, 128), (192, 128))
+        pair = keys > 0 and c.tile_d > 64
         assert c.ctas_a_tile == (2 if pair else 1)
         assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
@@ -405,18 +415,20 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert c.bytes_shared <= SHARED_MEMORY
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
+        parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
-        if c.dQ_over_S:  # between two quarters, which hold weights
+        if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
             first, columns = parts.pop()
-            assert first == c.first_S + c.queries // 2
-            assert first + columns == c.first_S + c.weights_apart
-            assert c.weights_apart + c.queries // 2 == c.tile_m
+            weights = c.queries // 2 if c.walks == 1 else 0
+            assert first == c.first_S + weights
+            assert columns == c.tile_m - 2 * weights
+            assert c.walks == 2 or c.weights_apart == weights + columns
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS
         if c.walks == 2:
             assert sums[0] == sums[1]
-            assert not c.dQ_over_dP
+            assert pair or not c.dQ_over_dP
         if c.dQ_over_dP:  # which its first part does not reach beyond
             assert c.first_dQ(0) == c.first_dP
             assert c.columns_dQ <= c.tile_m

@@ -10,6 +10,7 @@
     pair          bugs of that of pairs of CTAs, where it is another
     wide_pair     of the same, what is another at (192, 128)
     two_walks     bugs of that of two walks, where it is another
+    pair_two_walks  bugs of that of pairs of CTAs that walk twice
     bias          bugs of the kernel of a bias's gradient
 
 ``python -m tests.sm100_bugs`` writes the tables of the page.
@@ -23,6 +24,7 @@ from tests.sm100_bugs.forward import FORWARD
 from tests.sm100_bugs.forward_pair import FORWARD_PAIR
 from tests.sm100_bugs.lists import LISTS
 from tests.sm100_bugs.pair import PAIR
+from tests.sm100_bugs.pair_two_walks import PAIR_TWO_WALKS
 from tests.sm100_bugs.table import PAGE, Bug, Bugs, page, table
 from tests.sm100_bugs.two_walks import TWO_WALKS
 from tests.sm100_bugs.wide_pair import WIDE_PAIR
@@ -37,6 +39,7 @@ TABLES: dict[str, Bugs] = {
     "pairs": PAIR,
     "wide pairs": WIDE_PAIR,
     "two walks": TWO_WALKS,
+    "pairs in two walks": PAIR_TWO_WALKS,
     "bias": BIAS,
 }
 

@@ -31,8 +31,14 @@ TWO_WALKS: Bugs = {
         ),
         Bug(
             "Q is loaded over Q that products still read",
-            waits(PRODUCER, "q.empty").left_out(),
-            "one",
+            waits(PRODUCER, "q.empty", 2)[1].left_out(),
+            "d256",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "dO is loaded over dO that dP still reads",
+            waits(PRODUCER, "do.empty", 2)[1].left_out(),
+            "d256",
             PRODUCTS_LAG,
         ),
         Bug(
@@ -46,12 +52,6 @@ TWO_WALKS: Bugs = {
             waits(_DRAIN, "dq.full+1").left_out(),
             "one",
             PRODUCTS_LAG,
-        ),
-        Bug(
-            "delta of the first walk is given back before it has come",
-            waits(_COMPUTE, "do.full", 2)[0].left_out(),
-            "d256",
-            LOADS_LAG,
         ),
     ),
     "wrong phase": (
@@ -69,7 +69,8 @@ TWO_WALKS: Bugs = {
         Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
     ),
     "missing arrival": (
-        Bug("the first walk does not give delta back", arrivals(_COMPUTE, "do.empty", 2)[:1].left_out(), "one"),
+        Bug("the first walk does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
+        Bug("the second walk does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
         Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one"),
         Bug("nobody is told of complete dP: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
         Bug(

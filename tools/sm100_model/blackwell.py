@@ -17,8 +17,8 @@ from tools.sm100_model.simulation import Barrier, Needs
 from tools.sm100_model.sm import Sm, Walk
 
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
-_MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
-_BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
+MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
+BLOCK = 128  # rows of a tile in tensor memory, and keys of a block, but where a design says otherwise
 _COLUMNS = 32  # of P, which are stored together
 
 
@@ -30,7 +30,7 @@ class ForwardDesign:
     d_v: int
     polynomials: float = 0.0  # share of the exponentials
     maxima: bool = True  # every block's are looked for, and a correction warpgroup compares them
-    keys: int = _BLOCK  # of a block
+    keys: int = BLOCK  # of a block
     early: bool = True  # products with P begin when all but the last 32 columns of it are stored
     persistent: bool = True
     stages: int = 3  # of keys or values
@@ -47,7 +47,8 @@ class Forward:
         self.design = design
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
-        self.rows, self.columns, self.persistent = _BLOCK * design.tiles * self.ctas, design.keys, design.persistent
+        self.rows, self.columns, self.persistent = BLOCK * design.tiles * self.ctas, design.keys, design.persistent
+        self.walks = 1
         sm = self.sm
         tiles = range(design.tiles)
         self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
@@ -78,7 +79,7 @@ class Forward:
         for tile, (num, _) in enumerate(walks):
             for q in self.q:
                 yield q.wait_empty(tile)
-                self.sm.load("Q", 2 * _BLOCK * c.d, q, tile)
+                self.sm.load("Q", 2 * BLOCK * c.d, q, tile)
             for _ in range(num):
                 for what, columns in (("K", c.d), ("V", c.d_v)):
                     yield self.kv.wait_empty(fill)
@@ -117,8 +118,8 @@ class Forward:
         if i + 1 == num:
             then.append(lambda: self.q[t].release(tile))
         keys = c.keys // 2 if c.pair else c.keys
-        operands = m.bytes_shared(2.0 * c.d * (_BLOCK + keys))
-        sm.products.issue("mma", f"S{t}", m.product(_BLOCK, c.keys, c.d), operands, then)
+        operands = m.bytes_shared(2.0 * c.d * (BLOCK + keys))
+        sm.products.issue("mma", f"S{t}", m.product(BLOCK, c.keys, c.d), operands, then)
 
     def _output(self, tile: int, t: int, g: int, i: int, num: int, number: int, block: int) -> Needs:
         """The i-th product with P of a tile, in two parts if P comes in two."""
@@ -126,7 +127,7 @@ class Forward:
         if i == 0:
             yield self.o[t].wait_empty(tile)
         columns = c.d_v / 2 if c.pair else c.d_v
-        clocks, operands = m.product(_BLOCK, c.d_v, c.keys), m.bytes_shared(2.0 * c.keys * columns)
+        clocks, operands = m.product(BLOCK, c.d_v, c.keys), m.bytes_shared(2.0 * c.keys * columns)
         yield self.p_ready[g].phase(number)
         first = 1 - _COLUMNS / c.keys if c.early else 1.0
         then = []
@@ -154,9 +155,9 @@ class Forward:
                 numbers[g] += 1
                 number = numbers[g]
                 yield self.s_full[g].phase(number)
-                hides = _MASK * c.keys if i < masked else 0.0
+                hides = MASK * c.keys if i < masked else 0.0
                 looks = c.keys / 2 if c.maxima or i == 0 else 0.0
-                yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * _BLOCK * c.keys)
+                yield from sm.compute(me, "load S", 20 + looks + hides, tmem=4.0 * BLOCK * c.keys)
                 if c.maxima:
                     yield self.maxima[g].wait_empty(number - 1)
                     self.maxima[g].arrive(number - 1)
@@ -166,7 +167,7 @@ class Forward:
                         instructions += _COLUMNS / 2
                         if piece == hands_over:  # and of a piece that is still to come its maximum
                             instructions += 15 + (_COLUMNS / 2 if c.early else 0.0)
-                    unit, stored = _COLUMNS * (1 - c.polynomials), 2.0 * _BLOCK * _COLUMNS
+                    unit, stored = _COLUMNS * (1 - c.polynomials), 2.0 * BLOCK * _COLUMNS
                     yield from sm.compute(me, "P", instructions, unit, tmem=stored, goes_on=True)
                     if piece == hands_over:
                         yield sm.machine.handover  # stores are complete
@@ -196,7 +197,7 @@ class Forward:
         for tile in range(len(walks)):
             for o, q in zip(self.o, self.q, strict=True):
                 yield o.wait_full(tile)
-                size = _BLOCK * c.d_v
+                size = BLOCK * c.d_v
                 yield from self.sm.compute("epilogue", "O", 1.5 * c.d_v + 50, shared=2.0 * size, tmem=4.0 * size)
                 o.release(tile)
                 if c.o_over_q:
@@ -218,7 +219,8 @@ class BackwardDesign:
     overwrites: bool = False  # the first to add to a block, so that nobody needs to zero them
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
-    queries: int = _BLOCK  # of a block: as many as there are lanes, or half of them, and dQ is transposed
+    walks: int = 1  # over the queries that see a tile; of two ``two_walks`` has what is done
+    queries: int = BLOCK  # of a block: as many as there are lanes, or half of them, and dQ is transposed
     q_stages: int = 2
     do_stages: int = 1
     piece_columns: int = 32  # of tensor memory, of dQ that is put out and added together
@@ -232,12 +234,14 @@ class Backward:
         self.design = design
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
-        self.rows, self.columns, self.persistent = _BLOCK * self.ctas, design.queries, design.persistent
+        self.rows, self.columns, self.persistent = BLOCK * self.ctas, design.queries, design.persistent
+        self.walks = design.walks
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", 1)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
         users = 1 if c.pair else 2
-        self.q, self.do = sm.ring("Q", c.q_stages, empty=users), sm.ring("dO", c.do_stages, empty=users)
+        self.q = sm.ring("Q", c.q_stages, empty=users)
+        self.do = sm.ring("dO", c.do_stages, empty=users if c.walks == 1 else 1)
         self.q_columns, self.do_columns = sm.ring("Q by columns", 1), sm.ring("dO by columns", 1)
         self.stats = sm.ring("lse and delta", 2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
@@ -268,7 +272,7 @@ class Backward:
         c, step = self.design, 0
         for tile, (num, _) in enumerate(walks):
             yield self.keys.wait_empty(tile)
-            self.sm.load("K and V", 2 * _BLOCK * (c.d + c.d_v + self._columns_of_keys), self.keys, tile)
+            self.sm.load("K and V", 2 * BLOCK * (c.d + c.d_v + self._columns_of_keys), self.keys, tile)
             for _ in range(num):
                 if c.pair:
                     yield from self._load_halves(step)
@@ -285,7 +289,7 @@ class Backward:
         c = self.design
         if not c.pair:
             return 0
-        return c.d if c.queries == _BLOCK else 2 * _BLOCK
+        return c.d if c.queries == BLOCK else 2 * BLOCK
 
     def _load_halves(self, step: int) -> Needs:
         """A block of each, half by rows and half by columns."""
@@ -324,7 +328,7 @@ class Backward:
 
     def _left(self, columns: float) -> float:
         """Clocks of shared memory for an operand of 128 rows."""
-        return self.sm.machine.bytes_shared(2.0 * _BLOCK * columns)
+        return self.sm.machine.bytes_shared(2.0 * BLOCK * columns)
 
     def _right(self, columns: float) -> float:
         """The same for one of a block's queries, of which a pair's CTA holds half."""
@@ -339,7 +343,7 @@ class Backward:
         self.sm.products.issue(
             "mma",
             "S",
-            m.product(_BLOCK, c.queries, c.d),
+            m.product(BLOCK, c.queries, c.d),
             self._left(c.d) + self._right(c.d),
             [lambda: self.s.arrive(step), *([lambda: self.q.release(step)] if c.pair else [])],
         )
@@ -352,7 +356,7 @@ class Backward:
             ring = self.q_columns
             yield ring.wait_full(step)
         then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dK", m.product(_BLOCK, c.d, c.queries), self._right(c.d), then)
+        self.sm.products.issue("mma", "dK", m.product(BLOCK, c.d, c.queries), self._right(c.d), then)
 
     def _dQ(self, tile: int, step: int, is_last: bool) -> Needs:
         c, m = self.design, self.sm.machine
@@ -364,11 +368,11 @@ class Backward:
         then = [lambda: self.dq.arrive(step), self.ds_free.arrive]
         if is_last:
             then += [lambda: self.keys.release(tile), lambda: self.sums.arrive(tile)]
-        if c.queries == _BLOCK:  # a pair's CTA has 64 queries and the keys of both
-            clocks, operands = m.product(_BLOCK, c.d, _BLOCK), self._left(_BLOCK) + self._left(c.d)
+        if c.queries == BLOCK:  # a pair's CTA has 64 queries and the keys of both
+            clocks, operands = m.product(BLOCK, c.d, BLOCK), self._left(BLOCK) + self._left(c.d)
         else:  # 128 columns of dQ at a time, a pair's CTA once, and of the keys of both
-            times, keys = 1 if c.pair else -(-c.d // _BLOCK), _BLOCK * self.ctas
-            clocks = times * m.product(_BLOCK, c.queries, keys)
+            times, keys = 1 if c.pair else -(-c.d // BLOCK), BLOCK * self.ctas
+            clocks = times * m.product(BLOCK, c.queries, keys)
             operands = times * (self._left(keys) + self._right(keys))
         self.sm.products.issue("mma", "dQ", clocks, operands, then)
 
@@ -381,7 +385,7 @@ class Backward:
         self.sm.products.issue(
             "mma",
             "dP",
-            m.product(_BLOCK, c.queries, c.d_v),
+            m.product(BLOCK, c.queries, c.d_v),
             self._left(c.d_v) + self._right(c.d_v),
             [lambda: self.dp.arrive(step), *([lambda: self.do.release(step)] if c.pair else [])],
         )
@@ -396,7 +400,7 @@ class Backward:
             ring = self.do_columns
             yield ring.wait_full(step)
         then = [lambda: ring.release(step)]
-        self.sm.products.issue("mma", "dV", m.product(_BLOCK, c.d_v, c.queries), self._right(c.d_v), then)
+        self.sm.products.issue("mma", "dV", m.product(BLOCK, c.d_v, c.queries), self._right(c.d_v), then)
 
     def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: a key a thread, half of the queries."""
@@ -408,7 +412,7 @@ class Backward:
                 if c.pair:
                     yield self.stats.wait_full(step)
                 yield self.s.wait_full(step)
-                each = 0.5 + 1.0 + 0.5 + (_MASK if i < masked else 0.0)
+                each = 0.5 + 1.0 + 0.5 + (MASK if i < masked else 0.0)
                 # lse and delta are read by all threads alike: a word a clock and query.
                 read = 4 * 128.0 * elements / 4
                 yield from sm.compute(me, "load S", 10, shared=read, tmem=4.0 * half)
@@ -456,16 +460,16 @@ class Backward:
         sm = self.sm
         yield sm.machine.load / 2
         yield from sm.simulation.work(
-            "exchange", "dS", {sm.shared: 2 * sm.machine.bytes_shared(_BLOCK * self.design.queries)}
+            "exchange", "dS", {sm.shared: 2 * sm.machine.bytes_shared(BLOCK * self.design.queries)}
         )
         self.ds_exchanged.arrive()
 
     @property
     def _piece(self) -> float:
         """Bytes of a piece of dQ: of all lanes, or of those whose columns are added together."""
-        c, lanes = self.design, _BLOCK
-        if c.queries < _BLOCK:
-            lanes = c.d // 2 if c.pair else _BLOCK // 2
+        c, lanes = self.design, BLOCK
+        if c.queries < BLOCK:
+            lanes = c.d // 2 if c.pair else BLOCK // 2
         return 4.0 * lanes * c.piece_columns
 
     @property

@@ -9,6 +9,7 @@ from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, Forwa
 from tools.sm100_model.launch import Order, Prediction, Shape, predict
 from tools.sm100_model.machine import B200, Machine
 from tools.sm100_model.sm import Maker
+from tools.sm100_model.two_walks import BackwardTwoWalks
 
 _TOKENS, _COLUMNS = 32768, 2048
 _HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
@@ -33,7 +34,7 @@ class Case:
     def make(self, machine: Machine = B200) -> Maker:
         """Makes a CTA to simulate."""
         if isinstance(self.design, BackwardDesign):
-            return Maker(Backward, self.design, machine)
+            return Maker(Backward if self.design.walks == 1 else BackwardTwoWalks, self.design, machine)
         return Maker(Forward, self.design, machine)
 
     def predict(self, machine: Machine = B200) -> Prediction:
@@ -97,6 +98,10 @@ _BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True
 _BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
 _BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
 _BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
+_BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, walks=2, queries=64, q_stages=1, own_columns=True)
+_BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
+_BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
+_BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)
 _NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
@@ -115,6 +120,10 @@ DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "backward d = 64": replace(_BACKWARD, d=64, d_v=64, own_columns=True),
     "backward (192, 128) 1-CTA": _BACKWARD_192,
     "backward (192, 128) 2-CTA": _BACKWARD_192_PAIR,
+    "backward d = 192 1-CTA": _BACKWARD_TWO_192,
+    "backward d = 192 2-CTA": _BACKWARD_TWO_192_PAIR,
+    "backward d = 256 1-CTA": _BACKWARD_256,
+    "backward d = 256 2-CTA": _BACKWARD_256_PAIR,
 }
 
 # What one change alone does to a design.
@@ -132,6 +141,8 @@ CHANGES: dict[str, tuple[ForwardDesign | BackwardDesign, ForwardDesign | Backwar
     "forward: no maxima (in the plan)": (replace(_OURS, maxima=True), _OURS),
     "backward: 2-CTA": (_BACKWARD, _BACKWARD_PAIR),
     "backward (192, 128): 2-CTA": (_BACKWARD_192, _BACKWARD_192_PAIR),
+    "backward d = 192: 2-CTA": (_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR),
+    "backward d = 256: 2-CTA": (_BACKWARD_256, _BACKWARD_256_PAIR),
     "backward: compute warpgroups do not meet (in the plan)": (replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR),
     "backward: a warp waits for turns (in the plan)": (replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR),
     "the same, 1-CTA": (replace(_BACKWARD, turns_ahead=False), _BACKWARD),

@@ -25,6 +25,7 @@ class Forward:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_m, config.tile_n, config.persistent, 1
+        self.walks = 1
         c, sm = config, self.sm
         self.warpgroups = c.num_mma_warpgroups
         self.tiles = sm.ring("tiles", c.tile_stages, empty=self.warpgroups)
@@ -113,6 +114,7 @@ class BackwardCta:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, True, 1
+        self.walks = 1
         c, sm = config, self.sm
         self.warpgroups = c.num_mma_warpgroups
         self.tiles = sm.ring("tiles", 2, empty=2 * self.warpgroups)
@@ -254,6 +256,7 @@ class BackwardCluster:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, False, 2
+        self.walks = 1
         sm = self.sm
         self.q, self.do = sm.ring("Q", 2, empty=2), sm.ring("dO", 2, empty=2)
         self.p, self.ds = sm.ring("P", 1), sm.ring("dS", 2, full=2)

@@ -23,6 +23,7 @@ class Kernel(Protocol):
     ctas: int  # that work on a tile together
     columns: int  # of a block
     persistent: bool  # it works on one tile after the other
+    walks: int  # over the blocks of a tile
 
     def run(self, walks: Sequence[Walk]) -> "Sm":
         """Simulates the work on these tiles. For one use."""

@@ -272,6 +272,11 @@ class BackwardConfig(BackwardSizes):
         return self.q_stages
 
     @property
+    def delta_stages(self) -> int:
+        """Blocks whose delta is in shared memory: it comes with dO, or, of two walks, with Q."""
+        return self.do_stages if self.walks == 1 else self.q_stages
+
+    @property
     def mask_tile(self) -> MaskTile:
         """How a mask is cut: a thread has a key, and half of a block's queries."""
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True, row_a_thread=True, sharing=COMPUTE_WARPGROUPS)
@@ -366,9 +371,19 @@ class BackwardConfig(BackwardSizes):
         return min(part * PART_ROWS, self.tile_d - PART_ROWS)
 
     @property
+    def holds_keys(self) -> bool:
+        """Whether K of a tile is in tensor memory, from where products of scores read it."""
+        return self.ctas_a_tile == CTAS and self.walks == 2
+
+    @property
+    def first_K(self) -> int:
+        """The first column of K, if it is there; two elements of 16 bits a column."""
+        return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
+
+    @property
     def _end(self) -> int:
         """The column behind all but dQ."""
-        return max(self.first_dK + self.tile_d, self.first_dP + self.tile_m)
+        return self.first_K + (self.tile_d // 2 if self.holds_keys else 0)
 
     @property
     def _has_place_of_dQ(self) -> bool:
@@ -382,18 +397,18 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def dQ_over_S(self) -> bool:
-        """Whether dQ takes the place of scores, between the weights of two warpgroups."""
+        """Whether dQ takes the place of scores; of one walk between the weights of two warpgroups."""
         return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
 
     @property
     def weights_apart(self) -> int:
         """Columns of tensor memory from the first warpgroup's weights to the second's."""
-        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S else self.queries
+        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.walks == 1 else self.queries
 
     def first_dQ(self, part: int = 0) -> int:
         """The first column of dQ, or of one of its parts."""
         if self.dQ_over_S:
-            return self.first_S + SCORE_COLUMNS // 4
+            return self.first_S + (SCORE_COLUMNS // 4 if self.walks == 1 else 0)
         if self.dQ_over_dP:
             return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
         return self._end + part * self.columns_dQ
@@ -422,7 +437,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def columns_of_keys(self) -> int:
-        """That a CTA of a pair has of the keys of both: those of dQ that it computes, from 64 times its rank on."""
+        """That a CTA of a pair has of the keys of both: those of dQ that it computes, the first or the last."""
         return PART_ROWS if self.transposes_dQ else self.tile_d // CTAS
 
     @property
@@ -440,11 +455,14 @@ class BackwardConfig(BackwardSizes):
         """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
 
         A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
-        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one.
+        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one. If K is in
+        tensor memory, it comes by the place of its columns, and a stage of Q or dO is one of these halves; those of dO
+        by columns are where dO by rows and dS are later.
         """
-        keys = self.kv_stages * PART_ROWS * (self.tile_d + self.tile_dv)
-        queries = self.tile_m * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
-        numbers = keys + queries + PART_ROWS * self.tile_m
+        keys = self.kv_stages * PART_ROWS * (self.tile_dv + (0 if self.holds_keys else self.tile_d))
+        queries = self.queries_shared if self.holds_keys else self.tile_m
+        blocks = queries * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
+        numbers = keys + blocks + PART_ROWS * self.tile_m
         if self.ctas_a_tile == 2:
             numbers += self.tile_n * self.columns_of_keys + PART_ROWS * self.queries_shared
         return 2 * numbers + 4 * DQ_STAGES * self.piece_numbers + _BARRIERS_AND_STATS
@@ -482,7 +500,11 @@ _BACKWARD_TILES = (
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 

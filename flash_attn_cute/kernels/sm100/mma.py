@@ -63,9 +63,22 @@ def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 |
     else:
         first = opaque(row * 128 + row % 8 * 16)
     for i in cutlass.range_constexpr(cute.size(numbers) // 8):
-        address = sX.iterator.toint() + (first ^ (16 * (column // 8 + i)))
-        place = cute.make_ptr(numbers.element_type, address, cute.AddressSpace.smem, assumed_align=16)
-        cute.autovec_copy(cute.local_tile(numbers, (8,), (i,)), cute.make_tensor(place, cute.make_layout(8)))
+        cute.autovec_copy(cute.local_tile(numbers, (8,), (i,)), _vector(sX, first, column // 8 + i))
+
+
+@cute.jit
+def read_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 | int) -> None:
+    """The same back into registers, from a tile of 64 columns."""
+    first = opaque(row * 128 + row % 8 * 16)
+    for i in cutlass.range_constexpr(cute.size(numbers) // 8):
+        cute.autovec_copy(_vector(sX, first, column // 8 + i), cute.local_tile(numbers, (8,), (i,)))
+
+
+def _vector(sX: cute.Tensor, first: Int32, number: Int32 | int) -> cute.Tensor:
+    """One of eight numbers of a row, whose vector 0 is at so many bytes from the tile's beginning."""
+    address = sX.iterator.toint() + (first ^ (16 * number))
+    place = cute.make_ptr(sX.element_type, address, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(place, cute.make_layout(8))
 
 
 @cute.jit

@@ -94,6 +94,7 @@ from flash_attn_cute.kernels.common.assembly import opaque, pack
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
@@ -119,10 +120,11 @@ DV, DK = 0, 1  # which of a tile's results
 class Mmas(NamedTuple):
     """Products, called by their results."""
 
-    S: cute.TiledMma  # and dP
+    S: cute.TiledMma  # and dP, if that is not another one
     dV: cute.TiledMma
     dK: cute.TiledMma
     dQ: cute.TiledMma
+    dP: cute.TiledMma | None = None
 
 
 class BackwardCtaSm100:
@@ -332,7 +334,7 @@ class BackwardCtaSm100:
         results: cutlass.Constexpr,
     ) -> None:
         """Of 64 columns, by turns; of an odd number the first one of dV is the first warpgroup's, of dK the other's."""
-        c, rings = self.config, work.shared.rings
+        c = self.config
         for which in results:
             num = (c.pieces_dV, c.pieces_dK)[which]
             odd = num % COMPUTE_WARPGROUPS
@@ -345,7 +347,11 @@ class BackwardCtaSm100:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for which in results:
                 if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
-                    (rings.v, rings.k)[which].release(walk)  # to the producer
+                    self._ways_out(work.shared)[which][1].release(walk)  # to the producer
+
+    def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
+        """Where dV and dK leave through, and the rings of what is loaded there."""
+        return (shared.sV, shared.rings.v), (shared.sK, shared.rings.k)
 
     @cute.jit
     def _piece(
@@ -361,10 +367,8 @@ class BackwardCtaSm100:
     ) -> None:
         """A piece of dV or dK, this warpgroup's last one or not."""
         c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
-        ring, first, sX, kv, t = (
-            (rings.dv, c.first_dV, shared.sV, rings.v, tma.dV),
-            (rings.dk, c.first_dK, shared.sK, rings.k, tma.dK),
-        )[which]
+        ring, first, t = ((rings.dv, c.first_dV, tma.dV), (rings.dk, c.first_dK, tma.dK))[which]
+        sX, kv = self._ways_out(shared)[which]
         sX = cute.local_tile(sX[None, None, kv.stage(walk)], (PART_ROWS, O_COLUMNS), (0, piece))
         scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
@@ -443,7 +447,7 @@ class Products:
     @staticmethod
     def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
         """Those of all operands in shared memory."""
-        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas)
+        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas[:4])
         c, tdS = config, transposed(shared.sdS)
         if c.transposes_dQ:
             tQrdS = mmas.dQ.make_fragment_B(dQ.partition_B(tdS))

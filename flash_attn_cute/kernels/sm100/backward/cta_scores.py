@@ -114,7 +114,8 @@ class Scores:
     ) -> list[Int32]:
         """A step's scores, which have a number in their ring and a first column, to weights.
 
-        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too.
+        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
+        ``to_gradients`` gives back lse, with the delta that came with it.
         """
         c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
         listed = self._listed(work, block) if f.listed else None  # while scores are computed
@@ -128,10 +129,11 @@ class Scores:
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
         self.change(work, block, place, listed, bias)
-        weights = self._weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
+        weights = self.weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
-        rings.q.release(step)  # to the producer: lse is read
+        if stores:
+            rings.q.release(step)  # to the producer: lse is read
         return weights
 
     def to_gradients(
@@ -146,15 +148,17 @@ class Scores:
     ) -> None:
         """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
-        rings.do.wait_full(step)  # from the producer: delta
+        with_delta = rings.do if c.walks == 1 else rings.q
+        if c.walks == 1:
+            rings.do.wait_full(step)  # from the producer: delta
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        gradients = self.differentiate(work, place, weights, shared.delta[None, rings.do.stage(step)])
+        gradients = self.differentiate(work, place, weights, shared.delta[None, with_delta.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         ring.release(number)  # to the mma warp: dS is there
-        rings.do.release(step)  # to the producer: delta is read
+        with_delta.release(step)  # to the producer: delta is read
         if c.features.dbias:
             self._store_dbias(work, gradients, block)
 
@@ -250,7 +254,7 @@ class Scores:
                 tile.k.length,
             )
 
-    def _weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any) -> list[Int32]:
+    def weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
         """Scores to weights, in their place if it ``stores`` them; returns what ``to_weights`` does.
 
         ``later`` reads a bias that they are yet to have, or is None.
@@ -305,10 +309,17 @@ class Scores:
             return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
         return sdS, c.queries * work.warpgroup
 
-    def differentiate(self, work: Work, place: Int32, weights: list[Int32], delta: cute.Tensor) -> list[cute.Tensor]:
+    def differentiate(
+        self,
+        work: Work,
+        place: Int32,
+        weights: list[Int32],
+        delta: cute.Tensor,
+        await_room: Callable[[], None] = lambda: None,
+    ) -> list[cute.Tensor]:
         """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
 
-        Returns them, rounded, some queries after the other.
+        Returns them, rounded, some queries after the other. ``await_room`` waits until shared memory has room.
         """
         found = []
         sdS, column = self.place_of_dS(work)
@@ -324,6 +335,7 @@ class Scores:
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)
             tensor_memory.store(place + first // 2, [packed[j] for j in range(COLUMNS // 2)])
+            await_room()
             write_row(rounded, sdS, work.thread, column + first)
             found.append(rounded)
         return found

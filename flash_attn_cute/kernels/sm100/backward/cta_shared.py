@@ -94,8 +94,8 @@ class Rings(RingSet):
         for ring, pieces in ((self.k, config.pieces_dK), (self.v, config.pieces_dV)):
             # An arrival with the bytes announced; what took its place left, and who had pieces of it tells.
             ring.init(full=1, empty=min(pieces, COMPUTE_WARPGROUPS))
-        for ring in (self.q, self.do):
-            ring.init(full=1, empty=1 + compute)  # likewise; a commit, and lse or delta is read
+        for ring, has_stats in ((self.q, True), (self.do, config.walks == 1)):
+            ring.init(full=1, empty=1 + compute * has_stats)  # likewise; a commit, and lse or delta is read
         for ring in (self.scores, self.dp):
             ring.init(full=1, empty=compute)  # a commit; what is made of it is there
         self.dq.init(full=1, empty=drain)  # a commit
@@ -139,7 +139,7 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
         entries: cute.struct.MemRange[Int32, _entry_numbers(c) * stages_told]
         turns: cute.struct.MemRange[Int32, _TURN_NUMBERS * stages_told]
         lse: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
-        delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.delta_stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
@@ -185,7 +185,7 @@ class Shared(ToldTiles):
     sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (tile_n, tile_m)
     lse: cute.Tensor  # (tile_m, stage of q)
-    delta: cute.Tensor  # (tile_m, stage of do)
+    delta: cute.Tensor  # (tile_m, stage of do, or, of two walks, of q)
     dQ: cute.Tensor  # (numbers of a piece, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
     tiles: Ring
@@ -206,7 +206,7 @@ class Shared(ToldTiles):
         return Shared(
             **tensors_of(storage, layouts_of(c, dtype)),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
-            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
+            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.delta_stages))),
             dQ=storage.dQ.get_tensor(cute.make_layout((c.piece_numbers, DQ_STAGES))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             tiles=rings.tiles,

@@ -1,5 +1,7 @@
 """What brings tiles to the backward kernel and takes dQ away (see ``cta``)."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -55,11 +57,30 @@ class Transfers:
                             if step >= first_of_last_walk:
                                 shared.turns.tell(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
                                 dq_step += 1
-                        lse, delta = (ws.mStats[j, head, tile.first_block + m_block, None] for j in range(2))
-                        self._load_queries(tile, tma.Q, shared.sQ, lse, shared.lse, rings.q, head, m_block, step)
-                        if step == first_of_last_walk:  # in the first of two, V's place is where dV leaves through
-                            self._load_keys(tile, tma.V, shared, shared.sV, rings.v, walk, c.walks - 1)
-                        self._load_queries(tile, tma.dO, shared.sdO, delta, shared.delta, rings.do, head, m_block, step)
+                        lse, delta = (
+                            (ws.mStats[j, head, tile.first_block + m_block, None], sX)
+                            for j, sX in enumerate((shared.lse, shared.delta))
+                        )
+                        of_Q, of_dO = ((lse,), (delta,)) if const_expr(c.walks == 1) else ((lse, delta), ())
+                        load_Q = partial(self._load_queries, tile, tma.Q, shared.sQ, of_Q, rings.q, head, m_block, step)
+                        load_dO = partial(
+                            self._load_queries, tile, tma.dO, shared.sdO, of_dO, rings.do, head, m_block, step
+                        )
+                        load_V = partial(self._load_keys, tile, tma.V, shared, shared.sV, rings.v, walk, c.walks - 1)
+                        if const_expr(c.walks == 1):
+                            load_Q()
+                            if step == first_of_last_walk:
+                                load_V()
+                            load_dO()
+                        else:
+                            if step < first_of_last_walk:
+                                load_Q()
+                                load_dO()
+                            else:  # in the order in which there comes to be room
+                                load_dO()
+                                load_Q()
+                                if step == first_of_last_walk:  # its place is where dV leaves through
+                                    load_V()
                         step += 1
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
@@ -91,21 +112,22 @@ class Transfers:
         tile: KeyTile,
         t: RowTiles,
         sX: cute.Tensor,
-        gStats: cute.Tensor,
-        stats: cute.Tensor,
+        stats: cutlass.Constexpr,
         ring: Ring,
         head: Int32,
         m_block: Int32,
         step: Int32,
     ) -> None:
-        """A block of Q with lse, or of dO with delta."""
+        """A block of Q or dO, with the lse or delta that come with it: from where, and to where."""
         start = m_block * t.tile_rows
         stop = cutlass.min(start + t.tile_rows, tile.q.length)
         ring.wait_empty(step)  # from the tensor cores and compute warps: what was there is read no more
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), t.tile_rows * (2 * t.tile_columns + 4))
+            num_bytes = t.tile_rows * (2 * t.tile_columns + 4 * len(stats))
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
             numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-            cute.copy(numbers, gStats, stats[None, ring.stage(step)], mbar_ptr=ring.full(step))
+            for gStats, sStats in stats:
+                cute.copy(numbers, gStats, sStats[None, ring.stage(step)], mbar_ptr=ring.full(step))
         gX = t.at(tile.q.start + start, tile.q.start + stop, head, tile.batch)
         t.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
 
@@ -118,12 +140,13 @@ class Transfers:
         while shared.has_tile(walk):
             num_steps = shared.num_steps(c, a, walk)
             shared.tiles.release(walk)  # to the producer
+            end = step + num_steps
             for _ in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(c.parts_dQ):
                     product = c.parts_dQ * step + part
                     rings.dq.wait_full(product)  # from the tensor cores
                     tensor_memory.after_sync()
-                    numbers = tensor_memory.load(address + c.first_dQ(part), c.columns_dQ)
+                    numbers = tensor_memory.load(address + self._first_dQ(part, end), c.columns_dQ)
                     tensor_memory.before_sync()
                     rings.dq.release(product)  # to the mma warp: what lies in its place may be computed
                     for i in cutlass.range_constexpr(*self._pieces(part)):
@@ -133,6 +156,11 @@ class Transfers:
                         rings.put_out(c, step, i)
                 step += 1
             walk += 1
+
+    def _first_dQ(self, part: int, end: Int32) -> Int32 | int:
+        """The first column of a part of dQ. ``end``: the step behind its tile."""
+        del end
+        return self.config.first_dQ(part)
 
     def _pieces(self, part: int) -> tuple[int, int]:
         """The first piece of a part of dQ, and the one behind its last one."""

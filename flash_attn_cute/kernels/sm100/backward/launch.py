@@ -7,6 +7,7 @@ from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
+from flash_attn_cute.kernels.sm100.backward.pair_two_walks import BackwardPairTwoWalksSm100
 from flash_attn_cute.kernels.sm100.backward.two_walks import BackwardTwoWalksSm100
 from flash_attn_cute.kernels.sm100.config import BackwardConfig
 
@@ -17,7 +18,12 @@ class BackwardPassSm100:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.tables, self.preprocess = KeyTables(config), Preprocess(config)
-        kernels = {(1, 1): BackwardCtaSm100, (2, 1): BackwardTwoWalksSm100, (1, 2): BackwardPairSm100}
+        kernels = {
+            (1, 1): BackwardCtaSm100,
+            (2, 1): BackwardTwoWalksSm100,
+            (1, 2): BackwardPairSm100,
+            (2, 2): BackwardPairTwoWalksSm100,
+        }
         self.main = kernels[config.walks, config.ctas_a_tile](config)
 
     @cute.jit

@@ -115,7 +115,7 @@ class BackwardPairSm100(BackwardCtaSm100):
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
         self.transfers = PairTransfers(config)
-        self.scores = _PairScores(config)
+        self.scores = PairScores(config)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
@@ -123,17 +123,10 @@ class BackwardPairSm100(BackwardCtaSm100):
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
-        rows_dQ, columns_dQ = _shape_of_dQ(c)
-        mmas = Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
-            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, c.tile_n, both),
-            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both),
-            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, mn_major, rows_dQ, both),
-        )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(both), cpasync.CopyBulkTensorTileS2GOp()
+        self.Storage = self._storage()
+        mmas = self._mmas()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO), cpasync.CopyBulkTensorTileS2GOp()
+        load_K = cpasync.CopyBulkTensorTileG2SOp() if const_expr(c.holds_keys) else load  # which counts in its own CTA
         leaves_wide = c.features.wide  # from registers
         sK, sV, piece = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, c.tile_dv, O_COLUMNS))
         tma = BackwardTiles(
@@ -141,7 +134,7 @@ class BackwardPairSm100(BackwardCtaSm100):
             Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, c.tile_d // CTAS), packed),
             dO=make_row_tiles(load, mdO, layouts.sdO, (c.queries_shared, c.tile_dv), packed),
             dO_columns=make_row_tiles(load, mdO, layouts.sdO_columns, (c.tile_m, c.tile_dv // CTAS), packed),
-            K=make_row_tiles(load, mK, sK, (PART_ROWS, c.tile_d), packed),
+            K=make_row_tiles(load_K, mK, sK, (PART_ROWS, c.tile_d), packed),
             K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
             V=make_row_tiles(load, mV, sV, (PART_ROWS, c.tile_dv), packed),
             dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, piece, (PART_ROWS, O_COLUMNS), packed),
@@ -155,6 +148,22 @@ class BackwardPairSm100(BackwardCtaSm100):
             cluster=[CTAS, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+        )
+
+    def _storage(self) -> type:
+        """All shared memory of a CTA."""
+        return storage_of(self.config, self.dtype, layouts_of(self.config, self.dtype))
+
+    def _mmas(self) -> Mmas:
+        """The products of both CTAs."""
+        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
+        shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
+        rows_dQ, columns_dQ = _shape_of_dQ(c)
+        return Mmas(
+            S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
+            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, c.tile_n, both),
+            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both),
+            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, mn_major, rows_dQ, both),
         )
 
     def _shared(self, storage: Any) -> PairShared:
@@ -282,17 +291,12 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
         tensor_memory.after_sync()
         place = work.address + (c.first_dP + c.queries * work.warpgroup)
-        self.scores.differentiate(work, place, weights, shared.delta[None, stage])
-        tensor_memory.before_sync()
-        if work.warpgroup == shared.rank:
-            cute.arch.fence_proxy("async.shared", space="cta")
-        else:
-            shared.send_dS(step, work.thread // 32)
+        self.scores.hand_over(work, place, weights, shared.delta[None, stage], step)
         rings.dp.release(step)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
 
 
-class _PairScores(Scores):
+class PairScores(Scores):
     """Those of a CTA of a pair."""
 
     def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
@@ -300,6 +304,24 @@ class _PairScores(Scores):
         rank = work.shared.rank
         place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))
         return work.shared.sdS[None, None, place], 0
+
+    @cute.jit
+    def hand_over(
+        self,
+        work: Work,
+        place: Int32,
+        weights: cutlass.Constexpr,
+        delta: cute.Tensor,
+        exchange: Int32,
+        await_room: cutlass.Constexpr = lambda: None,
+    ) -> None:
+        """As ``differentiate``; dS is where it is multiplied, or on its way there, in the exchange of that number."""
+        self.differentiate(work, place, weights, delta, await_room)
+        tensor_memory.before_sync()
+        if work.warpgroup == work.shared.rank:
+            cute.arch.fence_proxy("async.shared", space="cta")
+        else:
+            work.shared.send_dS(exchange, work.thread // 32)
 
 
 def _shape_of_dQ(config: BackwardConfig) -> tuple[int, int]:

@@ -65,18 +65,21 @@ class PairRings(Rings):
     stats: Ring
     weights: Ring
     exchange: Ring
+    keys: Ring
 
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
         """Of each, by its name."""
-        more = dict.fromkeys(("k_columns", "q_columns", "do_columns", "weights", "exchange"), 1)
-        return {**Rings.stages(config), **more, "stats": STATS_STAGES}
+        walks = config.walks
+        columns = {"k_columns": 1, "q_columns": 2 - walks, "do_columns": walks}
+        more = {"weights": 2 - walks, "exchange": 1, "stats": STATS_STAGES, "keys": walks - 1}
+        return {**Rings.stages(config), **columns, **more}
 
     @classmethod
     def at(cls, config: BackwardConfig, barriers: cute.Pointer) -> "PairRings":
         """One after the other."""
         rings = super().at(config, barriers)
-        led = ("tiles", "scores", "weights", "dp", "dq", "exchange", "dv", "dk")
+        led = ("tiles", "scores", "weights", "dp", "dq", "exchange", "dv", "dk", "keys")
         return replace(
             rings, **{name: LedRing(getattr(rings, name).barriers, getattr(rings, name).stages) for name in led}
         )
@@ -86,15 +89,17 @@ class PairRings(Rings):
         compute, drain, mma, producer = 4 * COMPUTE_WARPGROUPS, 4, 1, 1  # warps
         # An arrival, and of the second CTA the bytes that it announces.
         self.tiles.init(full=1, empty=CTAS * (compute + drain + mma + producer + ADDING_WARPS))
-        for ring in (self.k, self.v):
+        by_dV, other = (self.k_columns, self.k) if config.holds_keys else (self.k, self.k_columns)
+        for ring in (by_dV, self.v):
             # An arrival with the bytes announced; what took its place left, of which each warpgroup had pieces.
             ring.init(full=1, empty=COMPUTE_WARPGROUPS)
-        for ring in (self.k_columns, self.q, self.q_columns, self.do, self.do_columns):
+        for ring in (other, self.q, self.q_columns, self.do, self.do_columns):
             ring.init(full=1, empty=1)  # likewise; a commit
         self.stats.init(full=1, empty=compute)  # likewise; lse and delta are read
         for ring in (self.scores, self.dp):
             ring.init(full=1, empty=CTAS * compute)  # a commit; scores are read, or dS is there
-        self.weights.init(full=CTAS * compute, empty=1)
+        for ring in (self.weights, self.keys):
+            ring.init(full=CTAS * compute, empty=1)
         self.exchange.init(full=4, empty=1)  # the warps that announce bytes; the second CTA's mma warp
         self.dq.init(full=1, empty=CTAS * drain)  # a commit
         for ring in (self.pieces_even, self.pieces_odd):
@@ -138,12 +143,12 @@ class PairShared(Shared):
     sdO_columns: cute.Tensor  # (tile_m, d_v / 2)
     rank: Int32  # of the CTA: the leader is 0
 
-    @staticmethod
-    def at(config: BackwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
+    @classmethod
+    def at(cls, config: BackwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
         """Of a CTA, on the kernel's side."""
         c, rings = config, PairRings.at(config, storage.barriers.data_ptr())
-        return PairShared(
-            **tensors_of(storage, layouts_of(c, dtype)),
+        return cls(
+            **cls._tensors(c, dtype, storage),
             lse=storage.lse.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, STATS_STAGES))),
             dQ=storage.dQ.get_tensor(cute.make_layout((c.piece_numbers, DQ_STAGES))),
@@ -155,6 +160,11 @@ class PairShared(Shared):
             turns=None,
             rank=rank,
         )
+
+    @staticmethod
+    def _tensors(config: BackwardConfig, dtype: type, storage: Any) -> dict[str, cute.Tensor]:
+        """Operands by their names."""
+        return tensors_of(storage, layouts_of(config, dtype))
 
     @property
     def is_leader(self) -> cutlass.Boolean:

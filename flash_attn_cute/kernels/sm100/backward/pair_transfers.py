@@ -31,7 +31,7 @@ class PairTransfers(Transfers):
         self._tell_next(a, ws, shared, walk)
         while shared.has_tile(walk):
             tile = shared.tile(c, a, walk)
-            rank, begin = shared.rank, tile.q.start
+            rank = shared.rank
             shared.tiles.release(walk)
             start, stop = tile.keys_of(rank, PART_ROWS)
             self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, walk)
@@ -39,9 +39,7 @@ class PairTransfers(Transfers):
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     head, m_block = tile.head + nth, tile.blocks.nth(i)
-                    first, last = begin + m_block * c.tile_m, begin + tile.q.length
-                    own, all_of_it = first + c.queries_shared * rank, cutlass.min(first + c.tile_m, last)
-                    own_end = cutlass.max(cutlass.min(own + c.queries_shared, last), own)
+                    (own, own_end), (first, all_of_it) = self._rows(shared, tile, m_block)
                     self._load(tma.Q, own, own_end, head, tile, shared, shared.sQ, rings.q, step)
                     self._load_stats(ws, shared, head, tile.first_block + m_block, step)
                     if step == first_step:
@@ -59,6 +57,13 @@ class PairTransfers(Transfers):
             walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             self._tell_next(a, ws, shared, walk)
+
+    def _rows(self, shared: PairShared, tile: KeyTile, m_block: Int32) -> tuple[tuple[Int32, Int32], ...]:
+        """Where a CTA's own queries of a block begin and end, and where the block does."""
+        c, first, last = self.config, tile.q.start + m_block * self.config.tile_m, tile.q.start + tile.q.length
+        own, end = first + c.queries_shared * shared.rank, cutlass.min(first + c.tile_m, last)
+        own_end = cutlass.max(cutlass.min(own + c.queries_shared, last), own)
+        return (own, own_end), (first, end)
 
     @cute.jit
     def _tell_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, walk: Int32) -> None:
@@ -101,16 +106,23 @@ class PairTransfers(Transfers):
         t.load(t.at(start, stop, head, tile.batch, column_tile), sX, ring.full(step))
 
     @cute.jit
-    def _load_columns_of_keys(self, tile: KeyTile, t: RowTiles, shared: PairShared, walk: Int32) -> None:
-        """This CTA's columns of the keys of both, 64 at a time; of those of dQ that both compute, both have them."""
-        ring, parts = shared.rings.k_columns, self.config.columns_of_keys // t.tile_columns
-        ring.wait_empty(walk)  # from the tensor cores
+    def _load_columns_of_keys(
+        self, tile: KeyTile, t: RowTiles, shared: PairShared, walk: Int32, later: cutlass.Constexpr = 0
+    ) -> None:
+        """This CTA's columns of the keys of both, 64 at a time; of those of dQ that both compute, both have them.
+
+        ``later``: whether their place is empty behind something of this tile, not of the last one.
+        """
+        c, ring = self.config, shared.rings.k_columns
+        parts = c.columns_of_keys // t.tile_columns
+        first = shared.rank * ((c.tile_d - c.columns_of_keys) // t.tile_columns)
+        ring.wait_empty(walk + later)
         self._announce(t, shared, ring, walk, times=CTAS * parts)
         for rank in cutlass.range_constexpr(CTAS):
             start, stop = tile.keys_of(Int32(rank), PART_ROWS)
             for part in cutlass.range_constexpr(parts):
                 sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, part))
-                t.load(t.at(start, stop, tile.head_k, tile.batch, shared.rank + part), sX, ring.full(walk))
+                t.load(t.at(start, stop, tile.head_k, tile.batch, first + part), sX, ring.full(walk))
 
     @cute.jit
     def _announce(self, t: RowTiles, shared: PairShared, ring: Ring, step: Int32, times: cutlass.Constexpr = 1) -> None:

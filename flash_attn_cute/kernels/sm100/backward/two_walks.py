@@ -21,8 +21,9 @@ Rings that are not as in ``cta``:
 
     ring     stages  counts    full by                        empty by
     v        1       tiles     1 + bytes, producer's TMA      2, compute: dV of the *same* tile has left
-    q        table   steps     1 + bytes, producer's TMA      1, commit of S, then of dK; 8, compute: lse is read
-    do       table   steps     1 + bytes, producer's TMA      1, commit of dV, then of dP; 8, compute: delta is read
+    q        table   steps     1 + bytes, producer's TMA      1, commit of S, then of dK; 8, compute: lse is read, then
+                                                              delta
+    do       table   steps     1 + bytes, producer's TMA      1, commit of dV, then of dP
     scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
     dq       2       parts     1, commit of a part of dQ      4, drain: it is read
     dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
@@ -34,7 +35,8 @@ second one's. (In the code ``walk`` is the number of a tile among the CTA's, as 
     second walk    tensor cores   dP0 S0 |        | dK0 dP1 dQ0 S1 |        | dK1 dP2 dQ1 S2 ...
                    compute                 P0 dS0                    P1 dS1
                    drain                                         dQ0
-At d = 256 there is one Q and one dO: the next Q is loaded beside dP and dQ, the next dO beside all but dP.
+At d = 256 there is one Q and one dO. In the second walk the next dO is loaded beside all but dP, and the next Q, behind
+it, beside dP and dQ; so delta comes with Q, and nobody waits for compute warps ahead of dO.
 
 What products being done in the order of issue brings, beyond ``cta``:
   - S(t + 2) of the first walk may take the place of P(t), which dV(t) reads ahead of it, and the second walk's first S
@@ -67,6 +69,7 @@ from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm100.config import BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit
 
 
@@ -103,7 +106,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
-                before = _plus(i, -1)
+                before = plus(i, -1)
                 rings.do.wait_full(step + before)  # from the producer
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
@@ -129,7 +132,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
         for i in cutlass.range(num_steps + 1, unroll=1):
             scores, gradients = number + 2 * i, number + 2 * i + 1
-            before = _plus(i, -1)
+            before = plus(i, -1)
             dq_before = c.parts_dQ * (dq_step + before)
             if i > 0:
                 rings.scores.wait_empty(gradients)  # from compute warps: dS of the step before is there, S was read
@@ -156,8 +159,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
 
     def _first_column(self, scores: Ring, number: Int32) -> Int32:
-        """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
-        return scores.stage(number) * self.config.first_dP
+        return first_column(self.config, scores, number)
 
     @cute.jit
     def compute(
@@ -181,8 +183,6 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, walk, nth, i, step)
                     self.scores.to_weights(work, block, step, number, self._first_column(rings.scores, number))
-                    rings.do.wait_full(step)  # from the producer, or this would empty the place of the step before
-                    rings.do.release(step)  # to the producer: delta is not asked for
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, walk, (DV,))
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
@@ -190,13 +190,18 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, walk, nth, i, step)
                     weights = self.scores.to_weights(work, block, step, number, first_S, stores=False)
-                    self.scores.to_gradients(work, weights, block, step, rings.scores, _plus(number, 1), first_dP)
+                    self.scores.to_gradients(work, weights, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, walk, (DK,))
             shared.tiles.release(walk)  # to the producer
             walk += 1
 
 
-def _plus(number: Int32, distance: int) -> Int32:
+def first_column(config: BackwardConfig, scores: Ring, number: Int32) -> Int32:
+    """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
+    return scores.stage(number) * config.first_dP
+
+
+def plus(number: Int32, distance: int) -> Int32:
     """That of another step or product. Opaque, so that its stages are found like others, and the lint can follow."""
     return opaque(number + distance)

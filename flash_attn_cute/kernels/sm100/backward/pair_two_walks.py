@@ -1,0 +1,390 @@
+"""Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two walks, and products of both CTAs.
+
+A tile is 256 keys, the work of a cluster of two, and the pair walks twice over the blocks, of 64 queries, that see it:
+``two_walks`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
+
+K, which both walks multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
+the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
+has (rows are ``left``'s and the sum's, columns ``right``'s):
+    walk      sum, in tensor memory        left                              right, in shared memory
+    both      S' = K Q'     keys r x 64    K, tensor memory: keys r x d      Q: queries r x d
+    first     dV += P' dO   keys r x d_v   P', tensor memory: keys r         dO: 64 queries x columns r
+    second    dP' = V dO'   keys r x 64    V: keys r x d_v                   dO: queries r x d_v
+              dK += dS' Q   keys r x d     dS', tensor memory: keys r        Q: 64 queries x columns r
+              dQ' = K' dS   128 columns    K: 256 keys x 128 columns         dS: 256 keys x queries r
+                            x 64
+dQ is transposed, as in ``pair`` at (192, 128): at d = 256 CTA r computes and adds columns 128 r .. 128 r + 127.
+
+Shared memory, in KB, and less than 3 of barriers, lse and delta. Those that share a place are there one by one:
+                                       d = 192                  d = 256
+    K; dV on its way out; K by columns 48; 48; 64               64; 64; 64
+    V; dK on its way out               48; 48                   64; 64
+    Q, two blocks                      2 x 12                   2 x 16
+    dO by columns, two blocks;         2 x 12;                  2 x 16;
+        dO by rows and dS                  12 + 16 + 8              16 + 16 + 8 (dS to be sent is 8)
+    pieces of dQ                       12: 184                  16: 216
+Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scores`` has them:
+    first walk    Q by rows, of one step after the other
+    second walk   Q by rows in the one, and by columns in the other
+
+Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
+and 320. The two places of 64 columns are the ring ``scores`` of ``two_walks``: S of the first walk, and P over it; S of
+the second in the one, and dP in the other, and dS over that. At d = 192 dQ has columns from 416 on. At d = 256 it takes
+the place of the second walk's S: so it is computed when S has been read, and the next S when dQ has.
+
+Rings that are not as in ``pair``. Steps are those of both walks; of dO by columns, the first one's, of dO by rows, dQ
+and exchanges the second one's.
+
+    ring         stages  counts    full by                                  empty by
+    k            1       tiles     1 + bytes, the CTA's own TMA             1, commit of the last dQ
+    keys         1       tiles     16*, compute: K is in tensor memory      nobody: compute warps know of the last S
+    k_columns    1       tiles     1 + bytes*, TMA of both                  2, compute: dV of the *same* tile has left
+    v            1       tiles     1 + bytes*, TMA of both                  2, compute: dK has left
+    q            2       products  1 + bytes*, TMA of both                  1, commit of S, or of dK
+    do_columns   2       steps     1 + bytes*, TMA of both                  1, commit of dV
+    scores       2       products  1, commit of S or dP                     16*, compute: P, S is read, or dS is there
+
+The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
+    first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
+                   compute           P0     P1      P2
+    second walk    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1 ...
+                   compute           P0    dS0           P1     dS1           P2
+                   drain                                             dQ0
+So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
+to shared memory alone.
+
+What is ahead of what, beyond ``two_walks``:
+  - dO by rows is loaded when the first walk's last dV is done, and dS written when that and the first dP are: so where
+    dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
+  - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
+
+Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
+                                       d = 256                      d = 192
+    tensor cores, both walks           1024 + 2048                  768 + 1664
+    shared memory: operands            256 + 1536                   192 + 1312
+        loads, stats                   324 + 516                    260 + 420
+        dS, written and sent           0 + 256                      0 + 256
+        dQ, written and added          0 + 512                      0 + 384
+So the tensor cores bind the first walk, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
+and 4736.
+
+What orders accesses, beyond what ``pair`` and ``cta`` list:
+    K in shared memory -> threads       mbarrier -> wait, ld.shared
+    K in tensor memory -> tensor cores  tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after
+    K read -> dV written in its place   arrival at ``keys`` -> wait, products -> commit of dV -> wait
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.score import ScoreScales
+from flash_attn_cute.kernels.common.tma import BackwardTiles
+from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, Mmas, halves
+from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
+from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
+from flash_attn_cute.kernels.sm100.backward.pair_two_walks_shared import PairTwoWalksShared, storage_of
+from flash_attn_cute.kernels.sm100.backward.pair_two_walks_transfers import PairTwoWalksTransfers
+from flash_attn_cute.kernels.sm100.backward.two_walks import first_column, plus
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, read_row, tiled_mma, transposed
+
+_COLUMNS_OF_K = 32  # that a compute thread copies at once
+
+
+class BackwardPairTwoWalksSm100(BackwardPairSm100):
+    """The backward kernel of one configuration."""
+
+    def __init__(self, config: BackwardConfig):
+        super().__init__(config)
+        self.transfers = PairTwoWalksTransfers(config)
+
+    def _storage(self) -> type:
+        return storage_of(self.config, self.dtype)
+
+    def _shared(self, storage: Any) -> PairTwoWalksShared:
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return PairTwoWalksShared.at(self.config, self.dtype, storage, rank)
+
+    def _mmas(self) -> Mmas:
+        c, k_major, mmas = self.config, OperandMajorMode.K, super()._mmas()
+        tensors, both = tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
+        S = tiled_mma(self.dtype, k_major, c.tile_m, tensors, k_major, c.tile_n, both)
+        return mmas._replace(S=S, dP=mmas.S)
+
+    @cute.jit
+    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairTwoWalksShared) -> None:  # type: ignore[override]
+        """The products of both CTAs."""
+        c, rings = self.config, shared.rings
+        products = _Products.of(c, mmas, shared)
+        walk, dq_step, number = Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_steps = shared.num_steps(c, a, walk)
+            shared.tiles.release(walk)  # to the leader's producer
+            rings.keys.wait_full(walk)  # from compute warps: K is there, and nothing of the last tile's scores is read
+            if const_expr(c.dQ_over_S):
+                rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
+            tensor_memory.after_sync()
+            self._first_walk(products, shared, walk, dq_step, number, num_steps)
+            number += num_steps
+            rings.v.wait_full(walk)  # from producers
+            self._second_walk(products, shared, walk, dq_step, number, num_steps)
+            dq_step, number = dq_step + num_steps, number + 2 * num_steps
+            walk += 1
+
+    @cute.jit
+    def _first_walk(
+        self, products: "_Products", shared: PairTwoWalksShared, walk: Int32, step: Int32, number: Int32, num: Int32
+    ) -> None:
+        """S of a step ahead of dV of the one before."""
+        c, rings = self.config, shared.rings
+        for i in cutlass.range(num + 1, unroll=1):
+            if i < num:
+                rings.q.wait_full(number + i)  # from producers
+                products.start_S(number + i)
+                commit_to_both(rings.q.empty(number + i))  # to producers
+                commit_to_both(rings.scores.full(number + i))  # to compute warps
+            if i > 0:
+                before = plus(i, -1)
+                rings.do_columns.wait_full(step + before)  # from producers
+                rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
+                if i == 1:
+                    rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+                tensor_memory.after_sync()
+                products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
+                commit_to_both(rings.do_columns.empty(step + before))  # to producers
+        commit_to_both(rings.dv.full(walk))  # to compute warps
+
+    @cute.jit
+    def _second_walk(
+        self,
+        products: "_Products",
+        shared: PairTwoWalksShared,
+        walk: Int32,
+        dq_step: Int32,
+        number: Int32,
+        num: Int32,
+    ) -> None:
+        """DK of the step before, S and dP of a step, and dQ of the one before."""
+        c, rings = self.config, shared.rings
+        first_S, first_dP = first_column(c, rings.scores, number), first_column(c, rings.scores, number + 1)
+        for i in cutlass.range(num + 1, unroll=1):
+            scores, gradients = number + 2 * i, plus(number, 2 * i + 1)
+            before, columns = plus(dq_step + i, -1), plus(number, 2 * i - 1)
+            if i > 0:
+                rings.scores.wait_empty(gradients)  # from compute warps: dS is there
+                rings.q.wait_full(columns)  # from producers
+                if i == 1:
+                    rings.dv.wait_empty(walk + 1)  # from compute warps: they have dV
+                tensor_memory.after_sync()
+                products.start_dK(columns, first_dP, i > 1)
+                commit_to_both(rings.q.empty(columns))  # to producers
+                rings.dq.wait_empty(before)  # from drain warps: they have the dQ of the step before that
+            if i < num:
+                rings.q.wait_full(scores)  # from producers
+                tensor_memory.after_sync()
+                products.start_S(scores)
+                commit_to_both(rings.q.empty(scores))  # to producers
+                commit_to_both(rings.scores.full(scores))  # to compute warps
+                rings.do.wait_full(dq_step + i)  # from producers
+                products.start_dP(first_dP)
+                commit_to_both(rings.do.empty(dq_step + i))  # to producers
+                commit_to_both(rings.scores.full(gradients))  # to compute warps
+            if i > 0:
+                if const_expr(c.dQ_over_S):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                    if i < num:
+                        rings.scores.wait_empty(scores + 2)  # from compute warps: S is read, in whose place dQ is to be
+                rings.exchange.wait_full(before)  # from the second CTA's compute warps: their dS
+                rings.exchange.wait_empty(before + 1)  # from its mma warp: this CTA's has come there
+                if i == 1:
+                    rings.k_columns.wait_full(walk)  # from producers
+                tensor_memory.after_sync()
+                products.start_dQ(first_S if const_expr(c.dQ_over_S) else c.first_dQ())
+                commit_to_both(rings.dq.full(before))  # to drain and compute warps
+        commit_to_both(rings.k.empty(walk))  # to producers
+        commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+
+    @cute.jit
+    def compute(  # type: ignore[override]
+        self,
+        a: BackwardArguments,
+        ws: Workspace,
+        tma: BackwardTiles,
+        shared: PairTwoWalksShared,
+        scales: ScoreScales,
+        warpgroup: Int32,
+        thread: Int32,
+    ) -> None:
+        """A compute warpgroup: K to tensor memory; half of every step's queries; dV and dK behind their walks."""
+        c = self.config
+        address = tensor_memory.row_address(shared.tensor_memory, thread)
+        work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
+        walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(walk):
+            num_blocks = shared.tile(c, a, walk).blocks.num
+            self._copy_keys(work, walk)
+            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    self._weights(work, walk, nth, i, step, number)
+                    shared.rings.stats.release(step)  # to the producer
+                    step, number = step + 1, number + 1
+            self._put_out(work, ws, tma, walk, (DV,))
+            for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
+                for i in cutlass.range(num_blocks, unroll=1):
+                    weights = self._weights(work, walk, nth, i, step, number, stores=False)
+                    self._gradients(work, weights, step, plus(number, 1), dq_step)
+                    step, number, dq_step = step + 1, number + 2, dq_step + 1
+            self._put_out(work, ws, tma, walk, (DK,))
+            shared.tiles.release(walk)  # to the leader's producer
+            walk += 1
+
+    @cute.jit
+    def _copy_keys(self, work: Work, walk: Int32) -> None:
+        """A warpgroup's half of the columns of K, to tensor memory."""
+        c, shared, rings = self.config, work.shared, work.shared.rings
+        num = c.tile_d // COMPUTE_WARPGROUPS
+        rings.k.wait_full(walk)  # from the producer
+        for first in cutlass.range_constexpr(0, num, _COLUMNS_OF_K):
+            column = num * work.warpgroup + first
+            sK = cute.local_tile(shared.sK[None, None, 0], (PART_ROWS, O_COLUMNS), (0, column // O_COLUMNS))
+            keys = cute.make_rmem_tensor(_COLUMNS_OF_K, self.dtype)
+            read_row(keys, sK, work.thread, column % O_COLUMNS)
+            words = cute.recast_tensor(keys, Int32)
+            place = work.address + (c.first_K + column // 2)
+            tensor_memory.store(place, [words[j] for j in range(_COLUMNS_OF_K // 2)])
+        tensor_memory.before_sync()
+        rings.keys.arrive(walk)  # to the mma warp
+
+    @cute.jit
+    def _weights(
+        self,
+        work: Work,
+        walk: Int32,
+        nth: Int32,
+        i: Int32,
+        step: Int32,
+        number: Int32,
+        stores: cutlass.Constexpr = True,
+    ) -> list[Int32]:
+        """Of the i-th block of a walk over its nth head's, from scores of that number, as ``Scores.to_weights``."""
+        shared, rings = work.shared, work.shared.rings
+        rings.stats.wait_full(step)  # from the producer
+        rings.scores.wait_full(number)  # from the tensor cores
+        tensor_memory.after_sync()
+        place = self._place(work, number)
+        self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
+        lse = shared.lse[None, rings.stats.stage(step)]
+        if const_expr(stores):
+            weights = self.scores.weigh(work, place, lse, stores)
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: P is there
+        else:
+            scores = tensor_memory.load(place, self.config.queries)
+            tensor_memory.before_sync()
+            rings.scores.release(number)  # to the mma warp: S is read
+            _, weights = self.scores.weights(work, scores, 0, lse)
+        return weights
+
+    @cute.jit
+    def _gradients(self, work: Work, weights: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
+        """A step's gradients of scores, from those of weights, which have that number."""
+        shared, rings = work.shared, work.shared.rings
+        rings.scores.wait_full(number)  # from the tensor cores
+        tensor_memory.after_sync()
+        delta = shared.delta[None, rings.stats.stage(step)]
+        # From the tensor cores: the last step's dS is read no more, here and in the other CTA.
+        await_room = partial(rings.dq.wait_full, dq_step - 1)
+        self.scores.hand_over(work, self._place(work, number), weights, delta, dq_step, await_room)
+        rings.scores.release(number)  # to the mma warp: dS is there
+        rings.stats.release(step)  # to the producer
+
+    def _place(self, work: Work, number: Int32) -> Int32:
+        """Where this thread's scores, or gradients of weights, of that number are."""
+        c = self.config
+        return work.address + (first_column(c, work.shared.rings.scores, number) + c.queries * work.warpgroup)
+
+    def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
+        return (shared.sdV, shared.rings.k_columns), (shared.sV, shared.rings.v)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """All products of a pair, called by their results, by the leader; in flight on return."""
+
+    config: BackwardConfig
+    mmas: Mmas
+    shared: PairTwoWalksShared
+    memory: cute.Pointer  # tensor memory
+    # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K), and of Q and dO (MMA, 1, MMA_K, stage)
+    tSrK: cute.Tensor
+    tSrQ: cute.Tensor
+    tPrV: cute.Tensor
+    tPrdO: cute.Tensor
+    tVrdO: cute.Tensor
+    tKrQ: cute.Tensor
+    tQrK: cute.Tensor
+    tQrdS: cute.Tensor
+
+    @staticmethod
+    def of(config: BackwardConfig, mmas: Mmas, shared: PairTwoWalksShared) -> "_Products":
+        """Those of all operands."""
+        c, memory = config, shared.tensor_memory
+        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, c.queries_shared, CTAS), (0, 0, 0)))
+        of_K = mmas.S.make_fragment_A(mmas.S.partition_shape_A((c.tile_n, c.tile_d))).layout
+        return _Products(
+            config=config,
+            mmas=mmas,
+            shared=shared,
+            memory=memory,
+            tSrK=cute.make_tensor(cute.recast_ptr(memory + c.first_K, dtype=DTYPES[c.dtype]), of_K),
+            tSrQ=mmas.S.make_fragment_B(operand(shared.sQ)),
+            tPrV=mmas.dP.make_fragment_A(operand(shared.sV[None, None, 0])),
+            tPrdO=mmas.dP.make_fragment_B(operand(shared.sdO)),
+            tVrdO=mmas.dV.make_fragment_B(operand(transposed(shared.sdO_columns))),
+            tKrQ=mmas.dK.make_fragment_B(operand(transposed(shared.sQ_columns))),
+            tQrK=mmas.dQ.make_fragment_A(operand(transposed(shared.sK_columns))),
+            tQrdS=mmas.dQ.make_fragment_B(operand(cute.group_modes(dS, 1, 3))),  # (its queries, keys of both CTAs)
+        )
+
+    def start_S(self, number: Int32) -> None:
+        """S' = K Q', with that number."""
+        rings = self.shared.rings
+        Q, first = self.tSrQ[None, None, None, rings.q.stage(number)], first_column(self.config, rings.scores, number)
+        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), self.tSrK, Q, Boolean(False))
+
+    def start_dP(self, first: Int32) -> None:
+        """DP' = V dO', from a column on."""
+        gemm(self.mmas.dP, self._sum(self.mmas.dP, first, self.config.tile_m), self.tPrV, self.tPrdO, Boolean(False))
+
+    def start_dV(self, step: Int32, first: Int32, accumulates: Boolean) -> None:
+        """DV += P' dO, with P where S was."""
+        c, mma = self.config, self.mmas.dV
+        dO = self.tVrdO[None, None, None, self.shared.rings.do_columns.stage(step)]
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), dO, accumulates)
+
+    def start_dK(self, number: Int32, first: Int32, accumulates: Boolean) -> None:
+        """DK += dS' Q, with dS where dP was, and Q by columns, which has that number."""
+        c, mma = self.config, self.mmas.dK
+        Q = self.tKrQ[None, None, None, self.shared.rings.q.stage(number)]
+        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), Q, accumulates)
+
+    def start_dQ(self, first: Int32 | int) -> None:
+        """DQ' = K' dS, from a column on: 128 columns of dQ a CTA."""
+        mma = self.mmas.dQ
+        gemm(mma, self._sum(mma, first, self.config.tile_m), self.tQrK, self.tQrdS, Boolean(False))
+
+    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:
+        """A CTA's half of 256 rows and some columns, from a column of tensor memory on, as a product's result."""
+        layout = mma.make_fragment_C(mma.partition_shape_C((self.config.tile_n, columns))).layout
+        return cute.make_tensor(self.memory + first, layout)
