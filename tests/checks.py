@@ -297,8 +297,9 @@ def assert_close(
     Infinite elements (the lse of a query that sees no key) must agree exactly. Exact results can be differences in
     which large terms cancel; the error of those is in proportion to ``size``, the largest element of the result or of
     all gradients. In float32 the order of the sums shows beside the rounding. And the largest error among a few
-    elements (zeros have none) says little about another few. Each gets room for that, and what else is known to be
-    needed as ``room``.
+    elements (zeros have none) says little about another few; nor does it among the elements of a few rows, if these
+    have one error in common, as a row of dq does that of its delta. Each gets room for that, and what else is known to
+    be needed as ``room``.
     """
     assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     infinite = expected.isinf()
@@ -316,7 +317,7 @@ def assert_close(
         bound += 64 * torch.finfo(torch.float32).eps * size + room
         if low.dtype == torch.float32:
             bound *= 2
-        elif true.count_nonzero() < 64:
+        elif true.count_nonzero() < 64 or (name[:2] in ("dq", "dk") and (expected != 0).any(-1).sum() < 8):
             bound = 2 * bound + 4 * torch.finfo(low.dtype).eps * size
     assert error <= bound, f"{name}: error {error:.3g} above the bound {bound:.3g}"  # NaN fails too
 
