@@ -1,4 +1,4 @@
-"""Attention with a block mask over ranks: each has all rows of its part of the heads, and calls the plain functions.
+"""Attention with a block mask over ranks: each has all rows of its part of the heads, and makes one call of them.
 
 A block mask is a rule about all rows in their order. So ranks trade rows for heads (``heads``), whatever rows each of
 them had, and nothing has to be known of the mask here.
@@ -6,19 +6,20 @@ them had, and nothing has to be known of the mask here.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from flash_attn_cute import api
-from flash_attn_cute.distributed import heads
+from flash_attn_cute import dispatch, lowering
+from flash_attn_cute import plan as plans
+from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.distributed import attention, heads, passes
 from flash_attn_cute.distributed.attention import Question, of_both
 from flash_attn_cute.distributed.groups import Place
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
 from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.spec import Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
 def plan(question: Question, place: Place, device: torch.device) -> "Whole":
@@ -100,54 +101,72 @@ class Whole(NamedTuple):
     seqused_k: Tensor | None
     trade: heads.Trade
 
-    def attend(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        sink: Tensor | None,
-        mask: BlockMask,
-        group: ProcessGroup | None,
-        options: Options,
-        backend: str | None,
-        entries: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable.
+    def under(self, mask: BlockMask, entries: int | None) -> attention.Plan:
+        """Attention under a mask over all rows: of ``entries`` of a dense batch, or, None, of packed documents."""
+        return attention.Plan(_Masked(self, mask, entries), self.trade)
 
-        Args:
-            qkv: this rank's rows, (rows, heads, d).
-            sink: (nheads,) or None.
-            mask: over all rows.
-            group: the ranks that trade rows for heads; None: there is one.
-            options: of the call.
-            backend: the name of one, or None.
-            entries: of a dense batch, which rows are then those of, one behind another; None: packed documents.
+
+class _Masked(NamedTuple):
+    """A call of some heads and all rows: an ``attention.Method`` whose keys are all at hand."""
+
+    whole: Whole
+    mask: BlockMask
+    entries: int | None
+
+    def forward(
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Out (rows, heads, d_v) and lse (heads, rows).
 
         Raises:
-            ValueError: a mask that does not fit the rows; or what the plain functions refuse.
+            ValueError: a mask that does not fit the rows, or what backends refuse.
         """
-        q, k, v, sink = self.trade.split(*qkv, sink, group)
-        given: dict[str, Any] = {
-            "seqused_q": self.seqused_q,
-            "seqused_k": self.seqused_k,
-            "softmax_scale": options.softmax_scale,
-            "window_size": (options.window_left, options.window_right),
-            "softcap": options.softcap,
-            "learnable_sink": sink,
-            "block_mask": mask,
-            "deterministic": options.deterministic,
-            "return_lse": True,
-            "backend": backend,
-        }
-        if entries is None:
-            where = self.queries.cu_seqlens, self.keys.cu_seqlens, self.queries.longest, self.keys.longest
-            out, lse = api.flash_attn_varlen_func(q, k, v, *where, **given)
+        backend, spec, inputs = self._prepared(context, q, k, v, sink, backward=False)
+        out, lse = backend.forward(spec, inputs)
+        return (out, lse) if inputs.packed else (out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
+
+    def backward(
+        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v; not rounded if ranks share heads of k and v, and so have parts of theirs."""
+        backend, spec, inputs = self._prepared(context, given.q, k, v, None, backward=True)
+        out, lse, dout, dlse = given.out, given.lse, given.dout, given.dlse
+        if not inputs.packed:
+            out, dout = (x.unflatten(0, inputs.q.shape[:2]) for x in (out, dout))
+            lse, dlse = _by_entry(lse, inputs), None if dlse is None else _by_entry(dlse, inputs)
+        spec = spec._replace(wide=self.whole.trade.ranks_a_head > 1)
+        grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
+        dq, dk, dv = (x if inputs.packed else x.flatten(0, 1) for x in (grads.dq, grads.dk, grads.dv))
+        return dq, dk, dv
+
+    def _prepared(
+        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
+    ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
+        """As ``passes.prepared`` for calls without a mask."""
+        queries, keys, *used, _ = self.whole
+        offsets: tuple[Tensor | None, ...] = (None, None)
+        bounds: plans.Bounds = ()
+        if self.entries is None:
+            offsets, bounds = (queries.cu_seqlens, keys.cu_seqlens), (queries.longest, keys.longest)
         else:
-            q, k, v = (
-                x.unflatten(0, (entries, rows.longest))
-                for x, rows in zip((q, k, v), (self.queries, self.keys, self.keys), strict=True)
-            )
-            out, lse = api.flash_attn_func(q, k, v, **given)
-            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        return self.trade.join(out, lse, group)
+            q, k, v = (x.unflatten(0, (self.entries, -1)) for x in (q, k, v))
+        tensors: plans.Tensors = (q, k, v, *offsets, *used, sink, None, None)
+        mask: BlockMask | None = self.mask
+        options = context.options
+        lowered = lowering.of(tensors, bounds, mask, options)
+        if lowered is not None:
+            tensors, bounds, options, _ = lowered
+            mask = None
+        options = plans.with_turns(mask, options)
+        chosen = plans.recall(tensors, bounds, mask, options, context.backend)
+        tables = None if mask is None else mask.tables(q.device, backward=backward)
+        inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
+        return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
+
+
+def _by_entry(x: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Lse or its gradient (heads, rows) as (batch, heads, seqlen), in memory as backends write it."""
+    return x.unflatten(1, inputs.q.shape[:2]).transpose(0, 1).contiguous()
 
 
 def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:

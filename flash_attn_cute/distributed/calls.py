@@ -83,9 +83,10 @@ def _planned(
     """What gives out and lse of packed rows; whatever cannot be served is refused here, before any message."""
     where = question, ranks.place, call.q.device
     if call.block_mask is None:
-        return partial(attention.attend, *call.packed, call.sink, attention.plan(*where), ranks, options, backend)
-    attend, entries = block_masks.plan(*where).attend, question.batch if call.dense else None
-    return partial(attend, call.packed, call.sink, call.block_mask, ranks.inner, options, backend, entries)
+        chosen = attention.plan(*where)
+    else:
+        chosen = block_masks.plan(*where).under(call.block_mask, question.batch if call.dense else None)
+    return partial(attention.attend, *call.packed, call.sink, chosen, ranks, options, backend)
 
 
 def gradients(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_attn_cute import BlockMask
 from flash_attn_cute.distributed.layout import Layout, side_by_side
 from flash_attn_cute.distributed.parts import is_shared, parts_of
 from tests import checks, oracle
@@ -44,7 +45,8 @@ def as_precise_as_one() -> None:
     truth, one = by_oracle(case, leaves, torch.float64), alone(case, leaves)
     sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
     true = expected_here(case, truth, sharding, None, dist.get_rank())
-    for way in WAYS:
+    total = sum(documents)
+    for way in (*WAYS, {"block_mask": BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), total)}):
         got = together(case, leaves, sharding, None, **way)
         for name in ("dq", "dk", "dv"):
             squares = (got[name] - true[name]).square().sum()
