@@ -3,15 +3,13 @@
 DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509). What follows is an attention over fewer ranks, or over one.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute.distributed.groups import weakly
 from flash_attn_cute.distributed.sharding import Sharding
 
 
@@ -44,44 +42,14 @@ class Rows:
         self.order, self.inverse = order.to(device), inverse.to(device)
 
 
-class _ToHeads(torch.autograd.Function):
-    """(ranks, rows, width), a part a rank, to (rows of all, width); the inverse is the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
-        """The part of this rank of all rows."""
-        ctx.rows, ctx.group = rows, weakly(group)
-        return _to_heads(x, rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """To where the rows came from."""
-        return _to_rows(grad, ctx.rows, ctx.group()), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    """(rows of all, width) to (ranks, rows, width), of each rank its part; the inverse is the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
-        """All parts of this rank's rows."""
-        ctx.rows, ctx.group = rows, weakly(group)
-        return _to_rows(x, rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """To where the parts came from."""
-        return _to_heads(grad, ctx.rows, ctx.group()), None, None
-
-
 def _to_heads(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
+    """(ranks, rows, width), a part a rank, to (rows of all, width), of this rank's part."""
     sent = [rows.counts[rows.rank]] * rows.size
     return _exchanged(x.contiguous().flatten(0, 1), rows.counts, sent, group).index_select(0, rows.order)
 
 
 def _to_rows(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
+    """The inverse: (rows of all, width) to (ranks, rows, width), all parts of this rank's rows."""
     count = rows.counts[rows.rank]
     received = _exchanged(x.index_select(0, rows.inverse), [count] * rows.size, rows.counts, group)
     return received.unflatten(0, (rows.size, count))
@@ -111,12 +79,12 @@ class Trade(NamedTuple):
     def split(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Inputs of this rank's rows and all heads to those of the group's rows and this rank's heads, differentiable.
+        """Inputs of this rank's rows and all heads to those of the group's rows and this rank's heads.
 
         Args:
             q: (rows, nheads, d).
-            k: (rows, nheads_k, d). Autograd rounds parts of its gradient before it sums them, if ranks share heads.
-            v: (rows, nheads_k, d_v), likewise.
+            k: (rows, nheads_k, d).
+            v: (rows, nheads_k, d_v).
             sink: (nheads,) or None.
             group: the ranks that trade; None: there is one.
         """
@@ -124,17 +92,17 @@ class Trade(NamedTuple):
         size, d, nheads_k = self.keys.size, k.shape[2], k.shape[1] // self.keys.size
         both = torch.cat((_dealt(k, size).flatten(2), _dealt(v, size).flatten(2)), 2)
         q_part = self.part_of(q, group)
-        k_part, v_part = _ToHeads.apply(both, self.keys, group).split((nheads_k * d, nheads_k * v.shape[2]), 1)
+        k_part, v_part = _to_heads(both, self.keys, group).split((nheads_k * d, nheads_k * v.shape[2]), 1)
         own_sink = None if sink is None else self._own(sink)
         return q_part, k_part.unflatten(1, (nheads_k, -1)), v_part.unflatten(1, (nheads_k, -1)), own_sink
 
     def join(self, out: Tensor, lse: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Out (rows, nheads, d_v) and lse (nheads, rows) of what ``split`` gives to those of what it gets, likewise."""
+        """Out (rows, nheads, d_v) and lse (nheads, rows) of what ``split`` gives to those of what it gets."""
         return _joined(out, self.queries, group), _joined(lse.transpose(0, 1), self.queries, group).transpose(0, 1)
 
     def part_of(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
         """Q, or out or its gradient, of this rank's rows and all heads to the group's rows and this rank's heads."""
-        parts = _ToHeads.apply(_dealt(x, self.queries.size).flatten(2), self.queries, group)
+        parts = _to_heads(_dealt(x, self.queries.size).flatten(2), self.queries, group)
         return parts.unflatten(1, (x.shape[1] // self.queries.size, -1))
 
     def part_of_lse(self, lse: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -169,7 +137,7 @@ class Trade(NamedTuple):
 
 def _joined(x: Tensor, rows: Rows, group: ProcessGroup | None) -> Tensor:
     """(rows of the group, heads of this rank, ...) to (rows of this rank, all heads, ...)."""
-    parts = _ToRows.apply(x.flatten(1), rows, group)
+    parts = _to_rows(x.flatten(1), rows, group)
     return parts.unflatten(2, x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
