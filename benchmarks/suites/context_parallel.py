@@ -39,6 +39,7 @@ from flash_attn_cute.distributed.passes import Context, Given
 from flash_attn_cute.spec import Options
 
 ONE, PYTORCH = "one GPU", "PyTorch, cuDNN"
+REPEATED = f"{PYTORCH}, heads of k repeated"
 METHODS = tuple(method for method in attention.METHODS if method != "auto")
 HOST, MIX = 8, "all_to_all in hosts of 8, all_gather"
 RANKS = (8, 64, 512)
@@ -80,7 +81,9 @@ def suite(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[in
             yield _case(name, lengths, device, dtype, dist.get_rank(), dist.get_world_size(), *heads)
 
     contenders = [Contender(ONE, _one), *(Contender(method, _method(method)) for method in METHODS)]
-    contenders += [Contender("ring, deterministic", _method("ring", deterministic=True)), Contender(PYTORCH, _pytorch)]
+    for method in attention.KEY_METHODS:
+        contenders.append(Contender(f"{method}, deterministic", _method(method, deterministic=True), against=method))
+    contenders += [Contender(PYTORCH, _pytorch(grouped=True)), Contender(REPEATED, _pytorch(grouped=False))]
     return Suite("context_parallel", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
 
 
@@ -194,28 +197,39 @@ def _method(method: str, *, deterministic: bool = False) -> Callable[[RanksCase]
     return make
 
 
-def _pytorch(case: RanksCase) -> Run:
-    """PyTorch's own, of one causal sequence in early and late chunks, which is how ``Sharding`` deals it, too."""
-    if case.device.type != "cuda" or len(case.lengths) > 1 or case.lengths[0] % (2 * dist.get_world_size()):
-        raise Unavailable("PyTorch's context parallelism is for dense batches on GPUs, of lengths that divide evenly")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def _pytorch(*, grouped: bool) -> Callable[[RanksCase], Run]:
+    """PyTorch's own, of one causal sequence in early and late chunks, which is how ``Sharding`` deals it, too.
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    leaves = [case.own(x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
-    dout = case.own(case.dout)
+    ``grouped``: heads of k and v go round once, not once for each query head that reads them.
+    """
 
-    def attend(*rows: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in rows)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
+    def make(case: RanksCase) -> Run:
+        if case.device.type != "cuda" or len(case.lengths) > 1 or case.lengths[0] % (2 * dist.get_world_size()):
+            raise Unavailable(
+                "PyTorch's context parallelism is for dense batches on GPUs, of lengths that divide evenly"
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def run() -> Results:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh):
-            return _both_passes(attend, leaves, dout)
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        leaves = [case.own(x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
+        dout = case.own(case.dout)
 
-    return run
+        def attend(*rows: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in rows)
+            if not grouped:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return out[0].transpose(0, 1)
+
+        def run() -> Results:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh):
+                return _both_passes(attend, leaves, dout)
+
+        return run
+
+    return make
 
 
 def together(clock: harness.Clock, device: torch.device) -> harness.Clock:
