@@ -212,7 +212,7 @@ def _pytorch(*, grouped: bool) -> Callable[[RanksCase], Run]:
         from torch.distributed.tensor.experimental import context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        mesh, total = init_device_mesh("cuda", (dist.get_world_size(),)), case.lengths[0]
         leaves = [case.own(x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
         dout = case.own(case.dout)
 
@@ -224,7 +224,10 @@ def _pytorch(*, grouped: bool) -> Callable[[RanksCase], Run]:
             return out[0].transpose(0, 1)
 
         def run() -> Results:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh):
+            # The context wants a buffer, from which it knows how many rows there are.
+            rows = torch.empty(total, dtype=torch.uint8, device=case.device)
+            sharded = context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0], no_restore_buffers={rows})
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), sharded:
                 return _both_passes(attend, leaves, dout)
 
         return run

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flash_attn_cute.distributed import passes
 from flash_attn_cute.distributed.groups import Transfer
-from flash_attn_cute.distributed.key_values import KeyValues
+from flash_attn_cute.distributed.key_values import GradientSums, KeyValues
 from flash_attn_cute.distributed.layout import Layout, common, side_by_side
-from flash_attn_cute.distributed.parts import Run, calls_of, is_shared, parts_of
+from flash_attn_cute.distributed.parts import Call, Run, calls_of, is_shared, parts_of
 
 Rows = list[tuple[int, int]]  # ranges (start, stop)
 
@@ -37,6 +37,7 @@ class AllGather:
             self._taken.append([_place(run, collected[document]) for document, runs in taken.items() for run in runs])
         self._padding = layout.padding_of(self._rank)
         self._calls = calls_of(parts, device)
+        self._largest_first = sorted(self._calls, key=lambda call: call.k_start - call.k_stop)
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
         self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
@@ -54,18 +55,28 @@ class AllGather:
         self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
-        own = KeyValues.of(k, v)
-        keys = self._collect(context, own)
+        keys = self._collect(context, KeyValues.of(k, v))
         sums = passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
-        parts = keys.zeros(self._num_collected, sums if self._sums_parts else k.dtype)
-        for call in self._calls:
-            dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v, is_part=self._sums_parts)
-            dq[call.q_start : call.q_stop] += dq_part
-            parts.add(call.k_start, dk, dv)
-        total = own.zeros(k.shape[0], sums)
-        self._give_back(context, own, parts, total)
+        parts = GradientSums(keys, self._num_collected, sums if self._sums_parts else k.dtype)
+        for call in self._largest_first:
+            self._add_gradients(context, call, given, keys, dq, parts)
+        total = self._give_back(context, keys, parts.result(), k.shape[0])
         return dq, total.k, total.v
+
+    def _add_gradients(
+        self,
+        context: passes.Context,
+        call: Call,
+        given: passes.Given,
+        keys: KeyValues,
+        dq: Tensor,
+        parts: GradientSums,
+    ) -> None:
+        """Those of one call, which are gone before the next one needs as much memory."""
+        dq_part, dk, dv = passes.backward(context, call, given, keys.k, keys.v, is_part=self._sums_parts)
+        dq[call.q_start : call.q_stop] += dq_part
+        parts.add(call.k_start, dk, dv)
 
     def _collect(self, context: passes.Context, own: KeyValues) -> KeyValues:
         """The keys and values that the rank needs, in the order of the documents."""
@@ -80,9 +91,10 @@ class AllGather:
         transfer.wait()
         return keys
 
-    def _give_back(self, context: passes.Context, own: KeyValues, parts: KeyValues, total: KeyValues) -> None:
-        """Adds to the rank's own keys, in the order of the ranks, what each rank has for them."""
-        arriving = [[own.empty(b - a, parts.data.dtype).data for a, b in given] for given in self._given]
+    def _give_back(self, context: passes.Context, keys: KeyValues, parts: KeyValues, num_own: int) -> KeyValues:
+        """The sums, in the order of the ranks, of what each rank has for this rank's own keys; float32 or wider."""
+        total = keys.zeros(num_own, passes.wide(keys.data.dtype))
+        arriving = [[keys.empty(b - a, parts.data.dtype).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         Transfer(
             context.group,
@@ -92,6 +104,7 @@ class AllGather:
         for given, received in zip(self._given, arriving, strict=True):
             for (a, b), x in zip(given, received, strict=True):
                 total.data[a:b] += x
+        return total
 
     @property
     def _others(self) -> list[int]:

@@ -53,3 +53,24 @@ class KeyValues:
         rows = slice(start, start + dk.shape[0])
         self.k[rows] += dk
         self.v[rows] += dv
+
+
+class GradientSums:
+    """Gradients of as many rows, summed over calls: those of the first one themselves, if it is on all of them."""
+
+    def __init__(self, like: KeyValues, rows: int, dtype: torch.dtype) -> None:
+        """For keys and values like these."""
+        self._like, self._rows, self._dtype = like, rows, dtype
+        self._sums: KeyValues | None = None
+
+    def add(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the rows from ``start`` on."""
+        if self._sums is None and dk.shape[0] == self._rows and dk.dtype == self._dtype:
+            self._sums = KeyValues.of(dk, dv)
+        else:
+            self._sums = self.result()
+            self._sums.add(start, dk, dv)
+
+    def result(self) -> KeyValues:
+        """The sums; zeros, if there was nothing to add."""
+        return self._like.zeros(self._rows, self._dtype) if self._sums is None else self._sums

@@ -68,7 +68,8 @@ def _all_gather(layout: Layout, shape: Shape) -> Estimate:
     key = shape.nheads_k * (shape.d + shape.d_v)
     # K and V in either pass, and their gradients in float32, which the owner of the keys collects, too.
     received = most_others * key * (2 * shape.itemsize + 4)
-    buffers = most * key * (shape.itemsize + 4) + most_others * key * 4
+    # Gradients of all keys as summed, and those of a call, which kernels sum in a workspace if heads are grouped.
+    buffers = most * key * (shape.itemsize + 3 * 4)
     return Estimate(received, buffers, received / LINK)
 
 

@@ -121,7 +121,8 @@ def nothing_to_do() -> None:
             x = torch.randn(sharding.num_rows(rank), 4, 8, requires_grad=True)
             out = attend(x, x, x, sharding, **way)
             assert out.equal(x)  # one key's value, if any
-            assert torch.autograd.grad(out.sum(), x)[0].equal(torch.ones_like(x))
+            # Scores have a gradient of nothing, but for rounding of what it is the difference of.
+            torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
     attend, sharding = context_parallel_attn_func, Sharding.balanced([0, 5 * size], size)
     for way, batch in product(WAYS, (0, 1)):
         x = torch.randn(batch, 5, 4, 8, requires_grad=True)
