@@ -66,7 +66,7 @@ def recall(
 
 
 def with_turns(block_mask: BlockMask | None, options: Options) -> Options:
-    """The options of a call, and whether its block mask's tiles may as well add in turn.
+    """The options of a call, and how its block mask's tiles add to dQ.
 
     Raises:
         TypeError: another kind of mask.
@@ -74,7 +74,7 @@ def with_turns(block_mask: BlockMask | None, options: Options) -> Options:
     if block_mask is None:
         return options
     validate.check_type_of_block_mask(block_mask)
-    return options._replace(in_turn=block_mask.waits_little)
+    return options._replace(in_turn=block_mask.waits_little, walks=block_mask.has_walks)
 
 
 def check(

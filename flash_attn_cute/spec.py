@@ -58,9 +58,10 @@ class BlockColumns(NamedTuple):
     """Which query blocks see each block of 128 keys: the rows transposed, for blocks of 64 queries and of 128.
 
     ``spans`` (2, batch, heads, blocks_k, 2) holds of each column where its entries start and how many they are, [0] in
-    blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks, ascending within a column; the
-    tile of each, -1 if all of it is visible, of which a block of 64 queries has the half that it is; and its turn: how
-    many key blocks have added to its dQ before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add
+    blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks in the order in which the
+    column walks over them, ascending or as ``sparsity.model`` has found; the tile of each, -1 if all of it is visible,
+    of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its dQ
+    before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add
     to each; of blocks of 128 these are the counts of rows. All are int32.
     """
 
@@ -142,7 +143,7 @@ class Options(NamedTuple):
     """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
 
     ``in_turn``: tiles of the block mask wait so little for each other that additions to dQ have an order even if nobody
-    asks for one.
+    asks for one. ``walks``: they walk over blocks of queries in orders that have been found for them.
     """
 
     softmax_scale: float | None
@@ -152,6 +153,7 @@ class Options(NamedTuple):
     deterministic: bool
     zero_padding: bool
     in_turn: bool = False
+    walks: bool = False
 
 
 class AttentionSpec(NamedTuple):
@@ -181,6 +183,7 @@ class AttentionSpec(NamedTuple):
     deterministic: bool
     zero_padding: bool
     in_turn: bool = False
+    walks: bool = False
     wide: bool = False
 
     @classmethod
@@ -208,6 +211,7 @@ class AttentionSpec(NamedTuple):
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
             in_turn=options.in_turn,
+            walks=options.walks,
         )
 
     @property

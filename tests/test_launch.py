@@ -28,13 +28,14 @@ def spt(visible: Tensor) -> Tensor:
     return shortest_first(visible.sum(2))
 
 
-def simulated(visible: Tensor, order: Tensor) -> float:
+def simulated(visible: Tensor, order: Tensor, walks: Tensor | None = None) -> float:
     """What the event-driven simulation says of as many heads as the model takes."""
     copies = max(1, 16 // (visible.shape[0] * visible.shape[1]))
     turns, order = (
         x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order.long()), order)
     )
-    return simulate(backward(turns, order, section=8).tiles, Machine(132)).makespan
+    walks = None if walks is None else walks.flatten(0, 1).repeat(copies, 1, 1)
+    return simulate(backward(turns, order, section=8, walks=walks).tiles, Machine(132)).makespan
 
 
 def windowed(length: int, left: int | None, right: int | None) -> Tensor:
@@ -101,17 +102,53 @@ def test_orders_are_compared_side_by_side() -> None:
         assert spent / unordered == pytest.approx(makespan(order) / makespan(order, ordered=False), rel=0.04)
 
 
-def test_found_orders_wait_less() -> None:
-    """Of heads on their own, and of such as share an order, also where these are played side by side."""
-    visible = scattered(16, 32, 0.2, 3)
-    for group in (1, 4, 16):
-        work = model.Pass(visible, group, model.H200._replace(ctas=30, section=3))
-        start = last_first(visible)[:, ::group]
-        (found,) = work.schedule(start, [3])
-        assert all(map(torch.equal, work.schedule(start, [2, 3]), (*work.schedule(start, [2]), found)))
-        assert torch.equal(found.sort(-1).values, torch.arange(32).expand_as(found))
-        if group < 16:  # no order is good for so many masks
-            assert work.play(found).makespan < work.play(start).makespan
+def test_found_walks_wait_less() -> None:
+    """Of heads on their own, and of such as share an order; they are walks, and tables keep them."""
+    visible = scattered(64, 64, 0.2, 3)
+    machine = model.machine_of(64 * 128, has_walks=True)
+    for group, most in ((1, 0.9), (4, 0.9), (16, 0.95)):
+        order = shortest_first(visible.unflatten(1, (-1, group)).sum((2, 3)))
+        work = model.Pass(visible, group, machine)
+        walks = work.walks(order)
+        assert walks.shape == visible.shape
+        for head, n in ((0, 0), (3, 63), (15, 7)):
+            of_tile = visible[0, head, :, n]
+            assert walks[0, head, of_tile, n].sort().values.tolist() == list(range(int(of_tile.sum())))
+        found = model.Pass(visible, group, machine, walks)
+        assert found.play(order).makespan < most * work.play(order).makespan
+        # All that is visible is done, whoever waits for whom: nobody is faster than without an order.
+        assert found.play(order).makespan > found.play(order, ordered=False).makespan
+
+
+def test_walks_by_hand() -> None:
+    """A first tile does the first two of three blocks; the second one takes that first which it does not wait for."""
+    visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
+    visible[0, :, 2, 0] = False
+    machine = model.Machine(ctas=4, section=2, tile=1.0, step=2.0, hand_over=50.0)
+    walks = model.Pass(visible, machine=machine).walks(torch.tensor([[[0, 1], [0, 1]]]))
+    assert walks[0, 0, :2, 0].tolist() == [0, 1]
+    assert walks[0, 0, :, 1].tolist() == [1, 2, 0]
+
+
+def test_tables_walk_as_they_are_told() -> None:
+    """Columns of either size, of masks with blocks in part, and rows and columns of none."""
+    rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    for _ in range(10):
+        mask, _ = random_mask(rng.choice([130, 700]), rng.choice([100, 650]), rng, (rng.choice([1, 2]), 2))
+        plain = tables_of(mask)
+        shown = plan.steps(plain.rows, mask.sizes) > 0
+        assert torch.equal(plan.walks_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown])
+        places = torch.rand(shown.shape, generator=generator).argsort(2).to(torch.int16)
+        found = plain._replace(columns=plan.columns(plain.rows, None, mask.sizes, places))
+        walks = plan.walks_of(found, mask.sizes)
+        for block_q in (64, 128):
+            ascending, columns = columns_spelled_out(plain, block_q), columns_spelled_out(found, block_q)
+            assert columns.keys() == ascending.keys()
+            for (b, h, n), entries in columns.items():
+                assert sorted(entries) == ascending[b, h, n]
+                blocks = [m * block_q // 128 for m, _, _ in entries]
+                assert blocks == sorted(blocks, key=lambda m: int(places[b, h, m, n]))
+                assert blocks == sorted(blocks, key=lambda m: int(walks[b, h, m, n]))
 
 
 def test_timeline() -> None:
@@ -162,18 +199,27 @@ def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
 def test_permutations_are_faster_where_masks_are_irregular() -> None:
     """By both the model and the simulation, of one sum a block: random blocks, an eighth of them, a mask a head."""
     visible = scattered(128, 128, 0.125, 1)
-    (found,) = model.Pass(visible).schedule(spt(visible), [8])
-    for time_of in (simulated, lambda visible, order: model.Pass(visible).play(order).makespan):
-        times = [time_of(visible, order) for order in (found, spt(visible), last_first(visible))]
-        assert times[0] < 0.95 * times[1] < 0.95 * times[2]
+    order = spt(visible)
+    walks = model.Pass(visible).walks(order)
+    assert (
+        simulated(visible, order, walks)
+        < 0.95 * simulated(visible, order)
+        < 0.95 * simulated(visible, last_first(visible))
+    )
+    walking = model.Pass(visible, walks=walks).play(order).makespan
+    assert walking == pytest.approx(simulated(visible, order, walks), rel=0.05)
 
 
 @pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
 def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
-    work = model.Pass(steps_of(visible), machine=model.machine_of(64 * visible.shape[2]))
-    found = order_of(visible, "permutation").expand_as(last_first(visible))
-    times = work.cta_times([found, last_first(visible), spt(visible)])
-    assert times[0] == min(times)
+    mask = BlockMask.from_blocks(visible, (64, 128)).with_order("permutation")
+    tables, steps = tables_of(mask), steps_of(visible)
+    walks = plan.walks_of(tables, mask.sizes)
+    machine = model.machine_of(64 * visible.shape[2], has_walks=True)
+    work = model.Pass(steps, machine=machine)
+    orders = [last_first(visible), spt(visible)]
+    found = model.Pass(steps, machine=machine, walks=walks).cta_times([tables.order.expand_as(orders[0])])
+    assert found[0] <= 1.001 * min(work.cta_times(orders))
 
 
 def test_auto_takes_the_default_where_that_is_good() -> None:

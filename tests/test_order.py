@@ -130,6 +130,7 @@ def backward(
     group: int = 1,
     section: int = 1,
     walk: Sequence[int] | None = None,
+    walks: Tensor | None = None,
     ordered: bool = True,
 ) -> Backward:
     """The tiles that a kernel draws.
@@ -140,6 +141,7 @@ def backward(
         group: query heads of a key head; more than one add to dK and dV.
         section: so many heads, one after the other, draw each their next tile; then all of the next section.
         walk: blocks of queries in the order in which a tile meets them; None is from the first.
+        walks: (heads, blocks_q, blocks_k), their places in the walk of each tile, in the place of ``walk``.
         ordered: whether additions wait for their turns.
     """
     heads, blocks_q, blocks_k = turns.shape
@@ -151,11 +153,13 @@ def backward(
         for head in range(first, min(first + section, heads))
     ]
     tiles = []
+    places = None if walks is None else walks.tolist()
     for head, n in tickets:
+        of_tile = range(blocks_q) if walk is None else walk
+        if places is not None:
+            of_tile = sorted(of_tile, key=lambda m: places[head][m][n])
         additions = [
-            Addition(("dQ", head, m), table[head][m][n] if ordered else None)
-            for m in (range(blocks_q) if walk is None else walk)
-            if table[head][m][n] >= 0
+            Addition(("dQ", head, m), table[head][m][n] if ordered else None) for m in of_tile if table[head][m][n] >= 0
         ]
         if group > 1:
             additions.append(Addition(("dKV", head // group, n), head % group if ordered else None))

@@ -133,6 +133,11 @@ class BlockMask:
         """
         return self._node.is_regular and self._order == "default"
 
+    @property
+    def has_walks(self) -> bool:
+        """Whether the walks of its tiles over blocks of queries are found together with its order."""
+        return isinstance(self._order, str) and self._order in launch.WAITING
+
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
         """Query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
@@ -486,10 +491,10 @@ class BlockMask:
 
         Args:
             order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
-                processing time); ``"permutation"``, found for this mask by list scheduling on a model of the device;
-                ``"auto"``, of all these the one that takes that model the least time, but for masks whose constructors
-                tell that the default waits for little: these keep it, and one sum of dQ. Or a tensor of key blocks as
-                they are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
+                processing time); ``"permutation"``, one of both, and walks of tiles over blocks of queries that a model
+                of the device finds for this mask, so that they wait less; ``"auto"``, the same, or the default where
+                that waits for little, which some constructors tell without a search. Or a tensor of key blocks as they
+                are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
                 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1. Passes that add
                 in no order launch them the other way round, so that long tiles come first.
             group: query heads of a key head, if the mask is one of query heads: those share an order.
@@ -580,9 +585,10 @@ class BlockMask:
                 rows = self._node.rows()
             elif rows is None:
                 rows = plan.build(self._node, self.sizes, device)
-            order = launch.order_of(self._order, rows, self.sizes, self._group)
+            order, walks = launch.of(self._order, rows, self.sizes, self._group)
             irregular = None if self._order == "default" else order
-            tables = BlockTables(rows, order, plan.columns(rows, irregular, self.sizes) if backward else None)
+            columns = plan.columns(rows, irregular, self.sizes, walks) if backward else None
+            tables = BlockTables(rows, order, columns)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
         return tables

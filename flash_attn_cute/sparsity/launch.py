@@ -1,6 +1,8 @@
-"""Launch orders by name, for the tables of a mask."""
+"""Launch orders by name, and walks, for the tables of a mask."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,30 +12,35 @@ from flash_attn_cute.sparsity.nodes import Sizes
 from flash_attn_cute.sparsity.order import shortest_first
 from flash_attn_cute.spec import BlockRows
 
-_WORTH = 0.98  # of the time of a plain order
-_GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
-
-
 NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
 
+_WORTH = 0.98  # of the time of walks that ascend, which share more in the cache
+_GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
 
-def order_of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Tensor:
-    """The order of a mask: (batch or 1, key heads or 1, blocks_k), int32.
+
+class Launch(NamedTuple):
+    """In which order blocks of keys are launched, and how each walks over its blocks of queries."""
+
+    order: Tensor  # (batch or 1, key heads or 1, blocks_k), int32
+    walks: Tensor | None = None  # (batch, heads, blocks_q, blocks_k), int16: places; None: as blocks ascend
+
+
+def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch:
+    """The launch of a mask in an order, of which heads of a group have the same.
 
     Waits for the device only to find ``"permutation"`` and ``"auto"``.
     """
     device = rows.spans.device
     if isinstance(order, Tensor):
-        return order.to(device).contiguous()
+        return Launch(order.to(device).contiguous())
     last_first = torch.arange(sizes.blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
     if order == "default":
-        return last_first
+        return Launch(last_first)
     if order == "spt":
-        return _shortest_first(plan.lengths_of_columns(rows, sizes), group)
-    steps = plan.steps(rows, sizes).cpu()
-    found = _fastest(order, last_first.cpu(), steps, group, sizes.seqlen_q)
-    return found.to(device).contiguous()
+        return Launch(_shortest_first(plan.lengths_of_columns(rows, sizes), group))
+    found, walks = _found(order, last_first.cpu(), plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
+    return Launch(found.to(device).contiguous(), None if walks is None else walks.to(device))
 
 
 def _shortest_first(lengths: Tensor, group: int) -> Tensor:
@@ -41,26 +48,23 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
-def _fastest(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q: int) -> Tensor:
-    """The order that takes the model the least time; a plain one unless another is worth it, the first one on ties."""
+def _found(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q: int) -> Launch:
+    """What takes the model the least time; walks that ascend unless others are worth it, the first order on ties."""
     from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
     spt = _shortest_first(steps.sum(2), group)
-    last_first = last_first.expand_as(spt)
+    orders = [last_first.expand_as(spt), spt]
     if not steps.numel():
-        return last_first
-    machine = machine_of(seqlen_q)
-    work = Pass(steps, group, machine)
-    if order == "auto":
-        unordered = work.cta_times([last_first], ordered=False)[0]
-        if work.cta_times([last_first])[0] <= _GOOD_ENOUGH * unordered:
-            return last_first
-    twice = 1 << (2 * machine.section - 1).bit_length()  # as many heads as are in flight, or some more
-    orders = [last_first, spt, *work.schedule(spt, (twice, 2 * twice))]
-    times = work.cta_times(orders)
-    plain = min((0, 1), key=times.__getitem__)
-    best = min(range(len(orders)), key=times.__getitem__)
-    return orders[best if times[best] <= _WORTH * times[plain] else plain]
+        return Launch(orders[0])
+    work = Pass(steps, group, machine_of(seqlen_q, has_walks=True))
+    times = work.cta_times([*orders, *orders], free=len(orders))
+    if order == "auto" and times[0] <= _GOOD_ENOUGH * work.cta_times(orders[:1], ordered=False)[0]:
+        return Launch(orders[0])
+    ascending, free = times[: len(orders)], times[len(orders) :]
+    if min(free) > _WORTH * min(ascending):
+        return Launch(orders[ascending.index(min(ascending))])
+    best = orders[free.index(min(free))]
+    return Launch(best, work.walks(best))
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

@@ -1,28 +1,29 @@
-"""A model of the backward pass, in which launch orders are compared, and found.
+"""A model of the backward pass, in which launch orders are compared, and walks found.
 
 CTAs draw tickets in the order of launch. A tile of keys takes a time to begin and a step for every block of queries
-that it meets, in ascending order; before it adds to a block's dQ it waits for its turn, which the tile before hands
-over after a while. So a tile only ever waits for tickets below its own, and tickets can be played through one after
-the other: if r is when a block is handed over, and k the steps taken up to it, a tile that begins at time s is done
-with a block at ``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. Of a block that
-has several sums r is when the one is handed over to which the tile of this turn adds. That is the longest path of
-DASH's graph of additions (arXiv 2601.21824), with as many CTAs as there are.
+that it meets; before it adds to a block's dQ it waits for its turn, which the tile before hands over after a while. So
+a tile only ever waits for tickets below its own, and tickets can be played through one after the other: if r is when a
+block is handed over, and k the steps taken up to it, a tile that begins at time s is done with a block at
+``step * k + max(s, max of r - step * k)``, the inner maximum over the blocks so far. Of a block that has several sums r
+is when the one is handed over to which the tile of this turn adds. That is the longest path of DASH's graph of
+additions (arXiv 2601.21824), with as many CTAs as there are.
+
+Turns follow tickets, but in which order a tile walks over its blocks is its own affair, and under irregular masks that
+decides how long it waits. A tile waits the least if it takes what is handed over first before the rest: jobs with
+release times, on one machine (Jackson, 1955). When that is depends on the tiles before alone, so playing them in the
+order of tickets finds a walk for each.
 
 Heads of a section draw a ticket each, in turn. Those of one rank are played together: that a CTA could be through with
 one of them and draw another is left out.
 
-List scheduling (Graham, 1969) finds orders: whoever draws gets, of the next tiles of a given order, the one that will
-wait the least. How long a tile would wait in all takes no more than the maximum over its blocks, as what it takes up to
-each of them is known beforehand. Where few heads draw in turn most tiles of a head are under way at once, and whoever
-draws can only wait: orders found for more heads are better there, too.
-
-Orders are found and compared in a pass in full swing: sections are played side by side, each by CTAs that come free one
-after the other, as they would from the section before.
+Walks are found, and orders compared, in a pass in full swing: sections are played side by side, each by CTAs that come
+free one after the other, as they would from the section before.
 
 A pass is more than its tiles: a call, what is read ahead of them and, where dQ is not rounded by whoever adds last,
 what is written before and read behind them. That is counted in bytes of memory.
 
-It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch.
+It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch, and in whole
+nanoseconds, so that every host finds the same walks.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flash_attn_cute.sparsity.order import SUMS
+from flash_attn_cute.sparsity.order import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
 
 Numbers: TypeAlias = NDArray[Any]
 
-_CANDIDATES = 8  # tiles that list scheduling chooses among
-_LATER = 1e-4  # us that a tile may wait more for each place that it comes earlier: of those that do not wait the first
 _LEAST_HEADS = 16
 _TILES_TO_COMPARE = 1024  # of a mask, at the least: eight for each CTA
 _ROWS = 128  # queries of a block
 _NARROW, _WIDE = 256, 512  # bytes of a row of 128 columns, in 16 bits and in float32
+_NS = 1000  # a microsecond
+_BLOCK_BITS = 20  # of a number that is a time in nanoseconds and behind it a block of queries
+_NEVER = 1 << 42  # nanoseconds
 
 
 class Machine(NamedTuple):
@@ -64,15 +66,16 @@ class Machine(NamedTuple):
 H200 = Machine()
 
 
-def machine_of(seqlen_q: int, waits_little: bool = False) -> Machine:
+def machine_of(seqlen_q: int, waits_little: bool = False, has_walks: bool = False) -> Machine:
     """An H200, with as many heads in flight as deterministic backward passes at d = 128 have on it.
 
     As ``backends.cute.plan`` has it: so many as the cache has room for, or more where few would wait too long for each
-    other's first turns. A block of queries has one sum where a mask ``waits_little``.
+    other's first turns. A block of queries has one sum where a mask ``waits_little`` or ``has_walks``.
     """
-    sums = 1 if waits_little else SUMS
+    sums = 1 if waits_little or has_walks else SUMS
     halves = max(1, -(-seqlen_q // 64))
-    in_cache = 16_000_000 // (512 * (1 + sums) * max(seqlen_q, 1))
+    in_flight = BYTES_IN_FLIGHT_OF_WALKS if has_walks else BYTES_IN_FLIGHT
+    in_cache = in_flight // (512 * (1 + sums) * max(seqlen_q, 1))
     for_turns = -(-5 * H200.ctas // (2 * halves))
     return H200._replace(section=min(max(1, in_cache, for_turns), H200.ctas), sums=sums)
 
@@ -96,7 +99,7 @@ class Timeline(NamedTuple):
 class Pass:
     """The tiles of a backward pass: which blocks of queries see each, and which heads share an order."""
 
-    def __init__(self, steps: Tensor, group: int = 1, machine: Machine = H200) -> None:
+    def __init__(self, steps: Tensor, group: int = 1, machine: Machine = H200, walks: Tensor | None = None) -> None:
         """The pass of a mask.
 
         Args:
@@ -104,6 +107,7 @@ class Pass:
                 add to a block of queries, 0 where nothing is added.
             group: heads that share an order.
             machine: what runs it.
+            walks: of the same shape, as ``walks`` returns them; None: tiles walk over their blocks as these ascend.
 
         Raises:
             ValueError: a machine of fewer CTAs than heads of a section.
@@ -111,12 +115,12 @@ class Pass:
         if machine.ctas < machine.section:
             raise ValueError(f"machine: expected at least a CTA for each head of a section, got {machine}")
         self.machine, self.group = machine, group
-        batch, heads, self.blocks_q, self.blocks_k = steps.shape
+        self.shape = batch, heads, self.blocks_q, self.blocks_k = steps.shape
         self.num_masks = batch * heads
         # A mask of few heads is played through several times, as for a batch.
         self.mask_of_head = np.tile(np.arange(self.num_masks), max(1, -(-_LEAST_HEADS // max(self.num_masks, 1))))
         self.order_shape = (batch, heads // group, self.blocks_k)
-        self.tiles = _Tiles(steps.flatten(0, 1).mT.to(torch.uint8).contiguous().numpy(), machine)
+        self.tiles = _Tiles(_by_tile(steps), machine, None if walks is None else _by_tile(walks))
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
         """With a launch order (batch, key heads, blocks_k); unordered if additions do not wait for their turns."""
@@ -143,77 +147,93 @@ class Pass:
         rows = len(self.mask_of_head) * self.blocks_q * _ROWS
         return self.machine.call + rows * a_row / self.machine.bytes_a_us
 
-    def cta_times(self, orders: Sequence[Tensor], *, ordered: bool = True) -> list[float]:
+    def cta_times(self, orders: Sequence[Tensor], *, ordered: bool = True, free: int = 0) -> list[float]:
         """What tiles take of CTAs in a pass in full swing, under each of several launch orders: microseconds in all.
 
-        Of a large mask only some heads are played. How a pass ends is left out.
+        Of a large mask only some heads are played. How a pass ends is left out. Under the last so many of the orders
+        walks are ``free``: tiles take of their blocks that first which is handed over first.
         """
-        every = np.stack([order.flatten(0, 1).numpy() for order in orders])
         size = self.machine.section
         sections = min(-(-self.num_masks // size), -(-_TILES_TO_COMPARE // max(size * self.blocks_k, 1)))
         masks = np.resize(np.arange(self.num_masks), sections * size)
-        device = _Device(self.machine, len(orders) * sections, self.tiles.mean_time)
-        section = _Section(self, np.tile(masks, len(orders)), device, ordered)
-        drawn = device.first_of([size] * (len(orders) * sections))
+        section = self._in_full_swing(masks, orders, ordered=ordered, free=free)
+        spent = np.stack([end - start for _, _, start, end, _ in section.played]).sum(0)
+        tiles = self.blocks_k * len(masks)
+        return [self.machine.tile * tiles + x / _NS for x in spent.reshape(len(orders), -1).sum(1).tolist()]
+
+    def walks(self, order: Tensor) -> Tensor:
+        """Those of tiles that take of their blocks that first which is handed over first.
+
+        Returns:
+            (batch, heads, blocks_q, blocks_k), int16: the place of a block of queries in the walk of a tile of keys,
+            anything where they do not meet.
+        """
+        size = self.machine.section
+        masks = np.arange(-(-self.num_masks // size) * size) % max(self.num_masks, 1)
+        section = self._in_full_swing(masks, [order], free=1)
+        walks = np.zeros((self.num_masks, self.blocks_k, self.blocks_q + 2), dtype=np.int16)
+        for (n, *_), met in zip(section.played, section.walks, strict=True):
+            first = np.arange(self.num_masks)
+            walks[first[:, None], n[first, None], met[first]] = np.arange(-1, met.shape[1] - 1)
+        batch, heads, _, _ = self.shape
+        return torch.from_numpy(walks).unflatten(0, (batch, heads)).mT[:, :, : self.blocks_q]
+
+    def _in_full_swing(
+        self, masks: Numbers, orders: Sequence[Tensor], *, ordered: bool = True, free: int = 0
+    ) -> _Section:
+        """Sections of masks, side by side, under each of several orders; walks are free under the last of these."""
+        every = np.stack([order.flatten(0, 1).numpy() for order in orders])
+        size, lanes = self.machine.section, len(orders) * len(masks) // self.machine.section
+        device = _Device(self.machine, lanes, self.tiles.mean_time)
+        section = _Section(self, np.tile(masks, len(orders)), device, ordered, free * len(masks))
+        drawn = device.first_of([size] * lanes)
         for n in every[:, masks // self.group].transpose(2, 0, 1).reshape(self.blocks_k, -1):
             section.play(n, *device.draw(drawn))
-        spent = np.stack([self.machine.tile + end - start for _, _, start, end, _ in section.played]).sum(0)
-        times: list[float] = spent.reshape(len(orders), -1).sum(1).tolist()
-        return times
+        return section
 
-    def schedule(self, order: Tensor, heads_at_once: Sequence[int]) -> list[Tensor]:
-        """Orders found by list scheduling in a given one, in a pass in full swing, each with so many heads at once.
 
-        They are found side by side, which takes hardly more calls of numpy than one.
-        """
-        at_once = [min(heads, self.machine.ctas) for heads in heads_at_once]
-        sections = [-(-self.num_masks // heads) for heads in at_once]
-        device = _Device(self.machine, sum(sections), self.tiles.mean_time)
-        masks = [np.resize(np.arange(self.num_masks), heads * n) for heads, n in zip(at_once, sections, strict=True)]
-        section = _Section(self, np.concatenate(masks), device)
-        queue = order.flatten(0, 1).numpy()
-        of_head = np.concatenate([i * len(queue) + of // self.group for i, of in enumerate(masks)])
-        choice = _Choice(section, np.tile(queue, (len(at_once), 1)), of_head)
-        drawn = device.first_of([heads for heads, n in zip(at_once, sections, strict=True) for _ in range(n)])
-        for rank in range(self.blocks_k):
-            ctas, start = device.draw(drawn)
-            section.play(choice.next(rank, start), ctas, start)
-        found = torch.from_numpy(np.stack(choice.chosen, 1)).int()
-        return list(found.view(len(at_once), *self.order_shape))
+def _by_tile(of_blocks: Tensor) -> Numbers:
+    """(batch, heads, blocks_q, blocks_k) as (batch * heads * blocks_k, blocks_q)."""
+    return of_blocks.mT.flatten(0, 2).to(torch.int16).contiguous().numpy()
 
 
 class _Tiles:
-    """What the tiles of all masks meet: (masks * blocks_k, most blocks met + 1) each.
+    """What the tiles of all masks meet.
 
-    ``met`` has blocks of queries, ascending, and ``taken`` the time that steps up to each of them take. Before the
-    first one and behind the last one stands a block that nobody hands over, with nothing taken, and all. ``draws``
-    (masks * blocks_k,) is the place of the block after which the CTA draws.
+    Of blocks of queries there are two more than there are: one stands before each walk, one behind it.
+
+    Attributes:
+        met: (masks * blocks_k, most blocks met + 2): blocks of queries, as tiles walk over them.
+        time: (masks * blocks_k * (blocks_q + 2),): nanoseconds that the steps of a tile at a block take.
+        count: (masks * blocks_k,): how many blocks a tile meets.
+        draws: (masks * blocks_k,): nanoseconds of steps after which a tile's CTA draws its next ticket.
     """
 
-    def __init__(self, steps: Numbers, machine: Machine) -> None:
-        self.blocks_q = steps.shape[2]
-        by_tile = steps.reshape(steps.shape[0] * steps.shape[1], self.blocks_q)
-        found = (by_tile != 0).ravel().nonzero()[0]  # of one dimension that takes a seventh of the time of two
+    def __init__(self, steps: Numbers, machine: Machine, places: Numbers | None) -> None:
+        num_tiles, self.blocks_q = steps.shape
+        found = (steps != 0).ravel().nonzero()[0]  # of one dimension that takes a seventh of the time of two
         tile, m = np.divmod(found, max(1, self.blocks_q))
-        count = np.bincount(tile, minlength=len(by_tile))
-        place = np.arange(1, len(tile) + 1) - (count.cumsum() - count)[tile]
-        shape = len(by_tile), 1 + int(count.max(initial=0))
-        steps_at = np.zeros(shape, dtype=np.int32)
-        steps_at[tile, place] = by_tile.ravel()[found]
-        steps_at.cumsum(1, out=steps_at)
-        self.met = np.full(shape, self.blocks_q)
-        self.met[tile, place] = m
-        self.taken = (machine.step * steps_at).astype(np.float32)
-        self.draws = np.maximum((steps_at <= steps_at[:, -1:] - machine.steps_ahead).sum(1) - 1, 0)
-        self.mean_time = machine.tile + float(self.taken[:, -1].mean()) if len(tile) else machine.tile
+        self.count = np.bincount(tile, minlength=num_tiles)
+        if places is None:
+            place = np.arange(len(tile)) - (self.count.cumsum() - self.count)[tile]
+        else:
+            place = places.ravel()[found]
+        self.met = np.full((num_tiles, 2 + int(self.count.max(initial=0))), self.blocks_q + 1)
+        self.met[:, 0] = self.blocks_q
+        self.met[tile, 1 + place] = m
+        time = np.zeros((num_tiles, self.blocks_q + 2), dtype=np.int64)
+        time[:, : self.blocks_q] = steps
+        self.draws = (time.sum(1) - machine.steps_ahead).clip(0) * round(machine.step * _NS)
+        self.time = (time * round(machine.step * _NS)).ravel()
+        self.mean_time = machine.tile + machine.step * (float(steps.sum()) / num_tiles if num_tiles else 0.0)
 
 
 class _Device:
     """The CTAs of each lane: when they can draw, and when they are free to begin; at first within a time given."""
 
     def __init__(self, machine: Machine, lanes: int = 1, within: float = 0.0) -> None:
-        self.tile = machine.tile
-        self.draws = np.tile(np.arange(machine.ctas) * (within / machine.ctas), (lanes, 1))
+        self.tile = round(machine.tile * _NS)
+        self.draws = np.tile(np.arange(machine.ctas) * round(within * _NS) // machine.ctas, (lanes, 1))
         self.free = self.draws.copy()
         self.first = np.arange(lanes)[:, None] * machine.ctas
 
@@ -231,93 +251,73 @@ class _Device:
 
     def finish(self, ctas: Numbers, draws: Numbers, ends: Numbers) -> None:
         """When these can draw again, and are free. Of those that can draw together the one draws that is free first."""
-        self.draws.reshape(-1)[ctas] = draws + 1e-3 * ends
+        self.draws.reshape(-1)[ctas] = draws + ends // 1000
         self.free.reshape(-1)[ctas] = ends
 
 
 class _Section:
-    """Heads that draw their tickets in turn, rank by rank, and what their tiles have handed over."""
+    """Heads that draw their tickets in turn, rank by rank, and what their tiles have handed over.
 
-    def __init__(self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True) -> None:
-        """With the mask of each head, of each lane."""
-        self.masks, self.device, self.ordered = masks, device, ordered
-        self.tiles, self.after = work.tiles, np.float32(work.machine.hand_over)
+    When a block is handed over is a number whose last bits are the block's, so that sorting these makes a walk.
+    """
+
+    def __init__(self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True, free: int = 0) -> None:
+        """With the mask of each head, of each lane; the last so many heads walk freely."""
+        self.masks, self.device, self.ordered, self.first_free = masks, device, ordered, len(masks) - free
+        self.tiles, self.after = work.tiles, round(work.machine.hand_over * _NS)
         self.heads = np.arange(len(masks))
         self.first_tile = masks * work.blocks_k
-        self.handed_over = np.full((len(masks), self.tiles.blocks_q + 1), -np.inf, dtype=np.float32)
-        # Of a block with several sums that of the next turn; behind it those of the turns after it, the last one first.
-        self.later = [self.handed_over.copy() for _ in range(work.machine.sums - 1)]
-        self.first_block = self.heads[:, None] * (self.tiles.blocks_q + 1)
+        blocks = self.tiles.blocks_q + 2
+        self.first_block = self.heads[:, None] * blocks
+        handed_over = np.tile(np.arange(blocks), (len(masks), 1))
+        handed_over[:, -1] += _NEVER << _BLOCK_BITS
+        handed_over[:, -2] -= 1 << _BLOCK_BITS  # before all others, whatever their numbers
+        # Of each of a block's sums, that of the next turn first.
+        self.handed_over = [handed_over.copy() for _ in range(work.machine.sums)]
         self.played: list[tuple[Numbers, ...]] = []
+        self.walks: list[Numbers] = []
 
     def play(self, n: Numbers, ctas: Numbers, start: Numbers) -> None:
         """Has the heads work on a tile of keys each: (lanes * heads,) each."""
         tile = self.first_tile + n
-        taken = self.tiles.taken.take(tile, 0)
+        met = self.tiles.met.take(tile, 0)
+        ready = self.handed_over[0].take(met + self.first_block)
+        if self.first_free < len(tile):
+            of_free = ready[self.first_free :]
+            of_free.sort(1)
+            np.bitwise_and(of_free, (1 << _BLOCK_BITS) - 1, out=met[self.first_free :])
+            self.walks.append(met[self.first_free :])
+        ready >>= _BLOCK_BITS
+        taken = self.tiles.time.take(met + (tile * (self.tiles.blocks_q + 2))[:, None])
+        taken.cumsum(1, out=taken)
         if self.ordered:
-            met = self.tiles.met.take(tile, 0)
-            met += self.first_block
-            done = self.handed_over.take(met)
-            done -= taken
-            done[:, 0] = start
-            np.maximum.accumulate(done, 1, out=done)
+            ready -= taken
+            ready[:, 0] = start
+            done = np.maximum.accumulate(ready, 1, out=ready)
             done += taken
-            ready = done + self.after
-            for sums in self.later:
-                of_turn_before = sums.take(met)
-                sums.reshape(-1)[met] = ready
-                ready = of_turn_before
-            self.handed_over.reshape(-1)[met] = ready
-            for sums in (self.handed_over, *self.later):
-                sums[:, -1] = -np.inf
+            self._hand_over(met, done + self.after)
         else:
             done = taken + start[:, None]
-        end = done[:, -1]
-        self.device.finish(ctas, done[self.heads, self.tiles.draws.take(tile)], end)
+        count = self.tiles.count.take(tile)
+        end = done[self.heads, count]
+        draws = (taken <= self.tiles.draws.take(tile)[:, None]).sum(1) - 1
+        self.device.finish(ctas, done[self.heads, np.minimum(draws, count)], end)
         self.played.append((n, ctas, start, end, end - start - taken[:, -1]))
+
+    def _hand_over(self, met: Numbers, when: Numbers) -> None:
+        """The blocks met, when those who are next may add to them."""
+        at = met + self.first_block
+        when <<= _BLOCK_BITS
+        when += met
+        for this, following in zip(self.handed_over, self.handed_over[1:], strict=False):
+            this.reshape(-1)[at] = following.take(at)
+        last = self.handed_over[-1]
+        before, behind = last[:, -2].copy(), last[:, -1].copy()
+        last.reshape(-1)[at] = when
+        last[:, -2], last[:, -1] = before, behind
 
     def told(self, first_head: int) -> tuple[Numbers, ...]:
         """What a timeline has of it, whose heads are numbered from that one on: (tickets,) each."""
         n, ctas, start, end, waited = (np.stack(x).ravel() for x in zip(*self.played, strict=True))
-        return np.tile(first_head + self.heads, len(self.played)), n, ctas, start - self.device.tile, end, waited
-
-
-class _Choice:
-    """The next tile of each order: of those at hand the one that its heads would wait the least for."""
-
-    def __init__(self, section: _Section, queue: Numbers, orders: Numbers) -> None:
-        """With the tiles of each order in the sequence given, and which order each head has."""
-        self.section, self.queue, self.of = section, queue, orders
-        self.each = np.arange(len(queue))
-        self.judges = np.float32(orders == self.each[:, None])  # (orders, heads)
-        self.at_hand = queue[:, :_CANDIDATES].copy()
-        self.later = np.tile(_LATER * np.arange(self.at_hand.shape[1]), (len(queue), 1))
-        # (blocks met, heads, tiles at hand): where blocks are handed over, and what is taken up to them.
-        shape = (-1, len(orders), self.at_hand.shape[1])
-        met, taken = self._costs((section.first_tile[:, None] + self.at_hand[orders]).ravel(), self.at_hand.shape[1])
-        self.met, self.taken = met.reshape(shape), taken.reshape(shape)
-        self.chosen: list[Numbers] = []
-
-    def next(self, rank: int, start: Numbers) -> Numbers:
-        """A tile for each head, (heads,)."""
-        waits = self.section.handed_over.take(self.met)
-        waits -= self.taken
-        longest = np.maximum(np.maximum.reduce(waits, 0) - start[:, None], 0)
-        best = (self.judges @ longest + self.later).argmin(1)
-        chosen = self.at_hand[self.each, best]
-        self.chosen.append(chosen)
-        upcoming = rank + self.at_hand.shape[1]
-        if upcoming < self.queue.shape[1]:
-            tiles = self.queue[:, upcoming]
-            self.at_hand[self.each, best] = tiles
-            self.later[self.each, best] = _LATER * upcoming
-            place = slice(None), self.section.heads, best[self.of]
-            self.met[place], self.taken[place] = self._costs(self.section.first_tile + tiles[self.of], 1)
-        else:
-            self.later[self.each, best] = np.inf
-        return chosen[self.of]
-
-    def _costs(self, tiles: Numbers, of_each: int) -> tuple[Numbers, Numbers]:
-        """(blocks met, tiles): of so many tiles of each head."""
-        met = self.section.tiles.met.take(tiles, 0) + self.section.first_block.repeat(of_each, 0)
-        return met.T, self.section.tiles.taken.take(tiles, 0).T
+        times = ((start - self.device.tile) / _NS, end / _NS, waited / _NS)
+        return (np.tile(first_head + self.heads, len(self.played)), n, ctas, *times)

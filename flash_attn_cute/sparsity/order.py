@@ -29,7 +29,8 @@ start with their first keys and walk from the last query.
 
 Irregular masks wait in any order. Their blocks have several sums, to which turns 0, 1, ... belong one after the other:
 a tile waits for the last one that added to its own sum, and in the end the sums are added up, the first one first. The
-argument above covers that, as a tile still waits for lower tickets alone.
+argument above covers that, as a tile still waits for lower tickets alone. Or they have one sum, and walks that have
+been found for them, in which a tile waits less than with two (``sparsity.model``).
 """
 
 import torch
@@ -38,6 +39,10 @@ from torch import Tensor
 # Of a block of queries, under masks that are not known to be regular. Two make waits half as long; what more of them
 # would take to and from memory is more than the waits they would spare.
 SUMS = 2
+# Of the L2 cache, for Q, dO and sums of dQ of the heads that draw their tickets in turn: little, as tiles that follow
+# each other are far apart in what they read, and add to more than that. Walks that have been found win more by another
+# head, the fourth of 8192 tokens, than they lose by what the cache has no room for.
+BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS = 16_000_000, 34_000_000
 
 
 def turns_of_window(

@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import ALL, FULL, HALF, NONE, SOME, TILE
 from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
-from flash_attn_cute.spec import BlockColumns, BlockRows
+from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
 
 _PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
 _TILES_AT_ONCE = 1 << 12  # blocks whose tiles are compared at a time: 8 MB
@@ -131,7 +131,7 @@ def steps(rows: BlockRows, sizes: Sizes) -> Tensor:
     return seen[:, :-1].unflatten(0, (sizes.batch, sizes.heads, sizes.blocks_q))
 
 
-def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns:
+def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, walks: Tensor | None = None) -> BlockColumns:
     """The columns of rows, under an order in which key blocks are launched; nothing waits for the device.
 
     Args:
@@ -140,6 +140,8 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
             0 .. blocks_k - 1. Heads that share an order are neighbours. None: last keys first, which takes no sorting
             as rows ascend.
         sizes: of the mask.
+        walks: (batch, heads, blocks_q, blocks_k), int16: the place of a block of queries in the walk of a tile of keys,
+            anything where they do not meet; None: walks ascend.
     """
     blocks_q, blocks_k, device = sizes.blocks_q, sizes.blocks_k, rows.spans.device
     start, count = rows.spans.flatten(0, 2).unbind(1)
@@ -158,7 +160,13 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
 
     # Stable: query blocks ascend within a column as they do among the rows.
     num_columns = sizes.batch * sizes.heads * blocks_k
-    column, by_column = torch.where(is_used, column, num_columns).sort(stable=True)
+    column = torch.where(is_used, column, num_columns)
+    if walks is None:
+        column, by_column = column.sort(stable=True)
+    else:
+        place = walks.flatten().index_select(0, row * blocks_k + block * is_used)
+        by_column = (column.long() * (blocks_q + 1) + place).argsort()
+        column = column[by_column]
     edges = torch.searchsorted(column, torch.arange(num_columns + 1, dtype=torch.int32, device=device))
     m = row % max(blocks_q, 1)
     whole = torch.stack((m, tile, turn[2]), 1)[by_column]
@@ -176,6 +184,17 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes) -> BlockColumns
     ends = torch.stack((before[2 * edges], edges + 2 * len(row)))
     spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
     return BlockColumns(spans.view(2, sizes.batch, sizes.heads, blocks_k, 2), entries[:-1], contributors)
+
+
+def walks_of(tables: BlockTables, sizes: Sizes) -> Tensor:
+    """The walks that columns have, as ``columns`` takes them."""
+    assert tables.columns is not None
+    start, count = tables.columns.spans[1].flatten(0, 2).long().unbind(1)
+    column = torch.arange(len(count), device=start.device).repeat_interleave(count)
+    place = torch.arange(len(column), device=start.device) - (count.cumsum(0) - count)[column]
+    walks = torch.zeros(len(count), sizes.blocks_q, dtype=torch.int16, device=start.device)
+    walks[column, tables.columns.entries[start[column] + place, 0].long()] = place.to(torch.int16)
+    return walks.view(sizes.batch, sizes.heads, sizes.blocks_k, sizes.blocks_q).mT
 
 
 def _reverse(order: Tensor | None, row: Tensor, column: Tensor, is_used: Tensor, sizes: Sizes) -> Tensor | None:

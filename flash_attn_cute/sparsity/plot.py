@@ -134,8 +134,8 @@ class _Lane:
 def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """The backward pass of a mask, and its launch order."""
     group = mask.heads // tables.order.shape[1]
-    machine = machine_of(mask.seqlen_q, mask.waits_little)
-    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine)
+    machine = machine_of(mask.seqlen_q, mask.waits_little, mask.has_walks)
+    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine, plan.walks_of(tables, mask.sizes).cpu())
     return work, tables.order.cpu().expand(work.order_shape)
 
 

@@ -18,15 +18,14 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.sparsity.order import SUMS
+from flash_attn_cute.sparsity.order import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
 from flash_attn_cute.spec import AttentionSpec
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 FEW_QUERIES = 64  # at most as many of a sequence, and heads of a group share a tile
 
-# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else. Tiles of
-# the backward pass that follow each other are further apart in what they read, and add to more than they read.
-_CACHE_BYTES_FORWARD, _CACHE_BYTES_BACKWARD = 40_000_000, 16_000_000
+# What the heads that run at the same time read again and again: what fits the L2 cache beside everything else.
+_CACHE_BYTES_FORWARD = 40_000_000
 # At the end of a backward pass in no order more run together: their longest tiles come first, their shortest end it.
 _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
@@ -176,10 +175,11 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    sums = SUMS if config.spreads_sums and spec.has_block_mask and not spec.in_turn else 1
+    sums = SUMS if config.spreads_sums and spec.has_block_mask and not (spec.in_turn or spec.walks) else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
-    heads_in_cache = max(1, _CACHE_BYTES_BACKWARD // bytes_a_head)
+    in_walks = config.features.deterministic and spec.walks
+    heads_in_cache = max(1, (BYTES_IN_FLIGHT_OF_WALKS if in_walks else BYTES_IN_FLIGHT) // bytes_a_head)
     if config.features.deterministic and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.
