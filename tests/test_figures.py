@@ -139,9 +139,37 @@ def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
     ids = sparse.document_ids(batch, row.seqlen) if row.kind == "documents" else None
     measured = record("sparse-cuda-bfloat16")[f"backward {row.name}"]
     contenders = {"no order": OURS, "default": f"{OURS} deterministic"}
-    for order, time in sparse.modelled(sparse.shown_by(row, batch, ids, cpu).mask, batch, cpu).items():
+    times = sparse.modelled(sparse.shown_by(row, batch, ids, cpu).mask, batch, cpu)
+    times.pop("permutation")  # not measured since it has walks
+    for order, time in times.items():
         took = median(measured[contenders.get(order, f"{OURS} deterministic {order}")])
         assert took == pytest.approx(time, rel=0.15), order
+
+
+def test_two_ranks() -> None:
+    """The table of context parallelism is the record's: times, and the speed over one GPU."""
+    cases = record("context_parallel-cuda-bfloat16")
+    content = json.loads((ROOT / "benchmarks" / "results" / "context_parallel-cuda-bfloat16.json").read_text())
+    memory = {case["name"]: case["peak_bytes"] for case in content["cases"]}
+    page = (ROOT / "docs" / "context-parallelism.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.partition("| | one GPU |")[2].splitlines()[2:6]]
+    methods = ["all_gather", "ring", "all_to_all", "PyTorch, cuDNN"]
+    for (_, one, *others), (name, times) in zip(lines[:2], cases.items(), strict=True):
+        assert one == f"{median(times['one GPU']) / 1e3:.0f}"
+        for method, cell in zip(methods, others, strict=True):
+            if method in times:
+                assert cell == f"{median(times[method]) / 1e3:.0f} ({ratio(times['one GPU'], times[method]):.2f})", name
+            else:
+                assert cell == "not served"
+    for (_, *cells), taken in zip(lines[2:], memory.values(), strict=True):
+        shown = [float(cell.split()[0]) for cell in cells if cell.strip("| ")]
+        assert shown == [round(taken[who] / 1e9, 1) for who in ["one GPU", *methods] if who in taken]
+    slower = [
+        ratio(times[f"{method}, deterministic"], times[method])
+        for times in cases.values()
+        for method in ("all_gather", "ring")
+    ]
+    assert f"`deterministic=True` takes {min(slower):.2f} to {max(slower):.2f}\ntimes as long" in page
 
 
 def test_the_cost_of_determinism() -> None:
