@@ -99,7 +99,7 @@ def train(chosen: argparse.Namespace, group: ProcessGroup | None, device: torch.
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     model = Model(chosen.width, chosen.heads, chosen.heads_k, chosen.layers).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.2 / chosen.width)  # wider models want smaller steps
     losses = []
     for _, (lengths, tokens) in zip(range(chosen.steps), documents(chosen.tokens, chosen.longest), strict=False):
         cu_seqlens = [0, *accumulate(lengths)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,9 @@ def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch
         return Launch(last_first)
     if order == "spt":
         return Launch(_shortest_first(plan.lengths_of_columns(rows, sizes), group))
-    found, walks = _found(order, last_first.cpu(), plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
+    spt = _shortest_first(plan.lengths_of_columns(rows, sizes), group)
+    orders = [x.cpu() for x in (last_first.expand_as(spt), spt)]
+    found, walks = _found(order, orders, plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
     return Launch(found.to(device).contiguous(), None if walks is None else walks.to(device))
 
 
@@ -48,12 +51,13 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
-def _found(order: str, last_first: Tensor, steps: Tensor, group: int, seqlen_q: int) -> Launch:
-    """What takes the model the least time; walks that ascend unless others are worth it, the first order on ties."""
+def _found(order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int) -> Launch:
+    """Of these orders, the default one ahead, what takes the model the least time.
+
+    The first one on ties, and with walks that ascend unless others are worth it.
+    """
     from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
-    spt = _shortest_first(steps.sum(2), group)
-    orders = [last_first.expand_as(spt), spt]
     if not steps.numel():
         return Launch(orders[0])
     work = Pass(steps, group, machine_of(seqlen_q, has_walks=True))

@@ -120,7 +120,7 @@ class Pass:
         # A mask of few heads is played through several times, as for a batch.
         self.mask_of_head = np.tile(np.arange(self.num_masks), max(1, -(-_LEAST_HEADS // max(self.num_masks, 1))))
         self.order_shape = (batch, heads // group, self.blocks_k)
-        self.tiles = _Tiles(_by_tile(steps), machine, None if walks is None else _by_tile(walks))
+        self.tiles = _Tiles(_by_tile(steps.to(torch.uint8)), machine, None if walks is None else _by_tile(walks))
 
     def play(self, order: Tensor, *, ordered: bool = True) -> Timeline:
         """With a launch order (batch, key heads, blocks_k); unordered if additions do not wait for their turns."""
@@ -171,12 +171,14 @@ class Pass:
         size = self.machine.section
         masks = np.arange(-(-self.num_masks // size) * size) % max(self.num_masks, 1)
         section = self._in_full_swing(masks, [order], free=1)
-        walks = np.zeros((self.num_masks, self.blocks_k, self.blocks_q + 2), dtype=np.int16)
-        for (n, *_), met in zip(section.played, section.walks, strict=True):
-            first = np.arange(self.num_masks)
-            walks[first[:, None], n[first, None], met[first]] = np.arange(-1, met.shape[1] - 1)
+        # (blocks_k, masks, ...), in the order of tickets; further heads are masks played once more.
+        n = np.stack([n[: self.num_masks] for n, *_ in section.played])
+        met = np.stack([met[: self.num_masks] for met in section.walks])
+        tile = np.arange(self.num_masks) * self.blocks_k + n
+        walks = np.zeros((self.num_masks * self.blocks_k, self.blocks_q + 2), dtype=np.int16)
+        walks.reshape(-1)[met + (tile * walks.shape[1])[:, :, None]] = np.arange(-1, met.shape[2] - 1)
         batch, heads, _, _ = self.shape
-        return torch.from_numpy(walks).unflatten(0, (batch, heads)).mT[:, :, : self.blocks_q]
+        return torch.from_numpy(walks).unflatten(0, (batch, heads, self.blocks_k)).mT[:, :, : self.blocks_q]
 
     def _in_full_swing(
         self, masks: Numbers, orders: Sequence[Tensor], *, ordered: bool = True, free: int = 0
@@ -194,7 +196,7 @@ class Pass:
 
 def _by_tile(of_blocks: Tensor) -> Numbers:
     """(batch, heads, blocks_q, blocks_k) as (batch * heads * blocks_k, blocks_q)."""
-    return of_blocks.mT.flatten(0, 2).to(torch.int16).contiguous().numpy()
+    return of_blocks.mT.flatten(0, 2).numpy()
 
 
 class _Tiles:
@@ -204,7 +206,7 @@ class _Tiles:
 
     Attributes:
         met: (masks * blocks_k, most blocks met + 2): blocks of queries, as tiles walk over them.
-        time: (masks * blocks_k * (blocks_q + 2),): nanoseconds that the steps of a tile at a block take.
+        steps: (masks * blocks_k * (blocks_q + 2),): how many a tile takes at a block.
         count: (masks * blocks_k,): how many blocks a tile meets.
         draws: (masks * blocks_k,): nanoseconds of steps after which a tile's CTA draws its next ticket.
     """
@@ -221,11 +223,11 @@ class _Tiles:
         self.met = np.full((num_tiles, 2 + int(self.count.max(initial=0))), self.blocks_q + 1)
         self.met[:, 0] = self.blocks_q
         self.met[tile, 1 + place] = m
-        time = np.zeros((num_tiles, self.blocks_q + 2), dtype=np.int64)
-        time[:, : self.blocks_q] = steps
-        self.draws = (time.sum(1) - machine.steps_ahead).clip(0) * round(machine.step * _NS)
-        self.time = (time * round(machine.step * _NS)).ravel()
-        self.mean_time = machine.tile + machine.step * (float(steps.sum()) / num_tiles if num_tiles else 0.0)
+        self.steps = np.zeros((num_tiles, self.blocks_q + 2), dtype=steps.dtype)
+        self.steps[:, : self.blocks_q] = steps
+        of_tile = np.bincount(tile, weights=steps.ravel()[found], minlength=num_tiles)
+        self.draws = (of_tile - machine.steps_ahead).clip(0) * round(machine.step * _NS)
+        self.mean_time = machine.tile + machine.step * (float(of_tile.mean()) if num_tiles else 0.0)
 
 
 class _Device:
@@ -264,7 +266,8 @@ class _Section:
     def __init__(self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True, free: int = 0) -> None:
         """With the mask of each head, of each lane; the last so many heads walk freely."""
         self.masks, self.device, self.ordered, self.first_free = masks, device, ordered, len(masks) - free
-        self.tiles, self.after = work.tiles, round(work.machine.hand_over * _NS)
+        self.tiles = work.tiles
+        self.step, self.after = (round(x * _NS) for x in (work.machine.step, work.machine.hand_over))
         self.heads = np.arange(len(masks))
         self.first_tile = masks * work.blocks_k
         blocks = self.tiles.blocks_q + 2
@@ -288,8 +291,9 @@ class _Section:
             np.bitwise_and(of_free, (1 << _BLOCK_BITS) - 1, out=met[self.first_free :])
             self.walks.append(met[self.first_free :])
         ready >>= _BLOCK_BITS
-        taken = self.tiles.time.take(met + (tile * (self.tiles.blocks_q + 2))[:, None])
-        taken.cumsum(1, out=taken)
+        steps = self.tiles.steps.take(met + (tile * (self.tiles.blocks_q + 2))[:, None])
+        taken = steps.cumsum(1, dtype=np.int64)
+        taken *= self.step
         if self.ordered:
             ready -= taken
             ready[:, 0] = start
