@@ -50,10 +50,9 @@ def check(seed: int) -> None:
 
 def test_random_block_masks(fuzz_seconds: float) -> None:
     first, start, cases = random.SystemRandom().randrange(2**32), time.monotonic(), 0
-    while time.monotonic() < start + 5 * fuzz_seconds:
+    while time.monotonic() < start + 5 * fuzz_seconds or cases < 6:  # a busy machine may be slow
         try:
             check(first + cases)
         except Exception as error:
             raise AssertionError(f"check({first + cases}) fails after {cases} others: {error}") from error
         cases += 1
-    assert cases > 5
