@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, backward_config, forward_config
+from flash_attn_cute.kernels.sm90.config import (
+    BackwardClusterConfig,
+    backward_config,
+    bias_gradient_config,
+    forward_config,
+)
 from flash_attn_cute.kernels.sm100 import config as sm100
 from tools.ptx_lint import lint
 
@@ -195,6 +200,27 @@ def test_most_planted_bugs_break_one_rule() -> None:
     assert alone == {rule for rule, *_ in PLANTED.values()}
 
 
+def test_a_commit_tells_of_stores() -> None:
+    """Of the warp that commits: they are complete by then only behind ``tcgen05.wait::st``."""
+    store, wait = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r24};", "tcgen05.wait::st.sync.aligned;"
+    place = r"(elect\.sync _\|%p12, -1;)"
+    assert rules(changed(KERNEL, place, rf"{store} {wait} tcgen05.fence::before_thread_sync; \1")) == set()
+    text = changed(KERNEL, place, rf"{store} tcgen05.fence::before_thread_sync; \1")
+    (finding,) = lint(text)
+    assert finding.rule == "store-wait"
+    assert "tcgen05.commit" in text.splitlines()[finding.line - 1]
+
+
+def test_registers_of_all_warpgroups_together() -> None:
+    """Of 12 warps, whose values are each as they may be."""
+    text = changed(KERNEL, r"\.reqntid 256", ".reqntid 384")
+    text = changed(text, r"(setmaxnreg\.inc[^;]*) 192", r"\1 248")
+    assert rules(changed(text, r"(setmaxnreg\.dec[^;]*) 56", r"\1 128")) == set()
+    (finding,) = lint(changed(text, r"(setmaxnreg\.dec[^;]*) 56", r"\1 136"))
+    assert finding.rule == "registers"
+    assert "comes to 520 registers" in finding.text
+
+
 def test_what_concerns_nobody_is_not_found() -> None:
     """A barrier of a warp, or of threads that use no tensor memory, tells nobody of loads and stores."""
     unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which nobody waits
@@ -245,6 +271,22 @@ def test_hopper_kernels(config: Any, num_fences: int, tmp_path: Path) -> None:
         changes["expected-bytes"] = (r"(mbarrier\.arrive)\.expect_tx(\.shared\.b64 \S+ \S+), %r\d+", r"\1\2, 1")
     for rule, change in changes.items():
         assert rules(re.sub(*change, text, count=1)) == {rule}
+
+
+HOPPER_LISTS = {
+    "forward": forward_config("bfloat16", 128, 128, Features(block_mask=True)),
+    "backward": backward_config("bfloat16", 128, 128, Features(block_mask=True)),
+    "gradient of a bias": bias_gradient_config("bfloat16", 64, 64, Features(bias=True, mask=True)),
+}
+
+
+@pytest.mark.parametrize("config", HOPPER_LISTS.values(), ids=HOPPER_LISTS)
+def test_hopper_kernels_under_masks(config: Any, tmp_path: Path) -> None:
+    """They keep all rules, those that make tables included, and would not with a count too high."""
+    text = ptx_of(config, tmp_path)
+    assert lint(text) == []
+    counts = re.compile(r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+16\]), %r\d+")
+    assert rules(counts.sub(r"\1, 13", text, count=1)) == {"arrivals"}
 
 
 BLACKWELL = {

@@ -20,7 +20,7 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, ForwardPlan, Shapes, plan_forward
 from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments, ForwardNumbers
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
-from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY
+from flash_attn_cute.kernels.sm100.config import PART_ROWS, SHARED_MEMORY, TARGETS
 from flash_attn_cute.sparsity.bits import pack
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests import oracle, ptx
@@ -29,6 +29,7 @@ from tests.oracle import Call
 from tests.test_sm100_code import forward_paired
 
 NUM_SMS = 2
+B200, B300 = TARGETS  # their compute capabilities
 WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
 
 
@@ -299,9 +300,10 @@ def by_pairs_of_ctas(architecture: Architecture) -> Architecture:
 class Interpreted(CuteBackend):
     """The backend, whose forward pass is executed by the interpreter."""
 
-    def __init__(self, *, by_pairs: bool = False, **options: Any):
+    def __init__(self, *, by_pairs: bool = False, capability: tuple[int, int] = B200, **options: Any):
         """``by_pairs``: with the kernel of long sequences, of any length."""
-        super().__init__(by_pairs_of_ctas(ARCHITECTURES["sm100"]) if by_pairs else ARCHITECTURES["sm100"])
+        architecture = ARCHITECTURES["sm100"].on(capability)
+        super().__init__(by_pairs_of_ctas(architecture) if by_pairs else architecture)
         self.options = options
         self._prepare_forward = self.prepare  # type: ignore[assignment]
 
@@ -320,13 +322,14 @@ def execute(
     *,
     by_pairs: bool = False,
     wide: bool = False,
+    capability: tuple[int, int] = B200,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a call; of a changed program instead of its configuration's, if there is one."""
     inputs, spec = as_given(call)
     spec = spec._replace(wide=wide)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32))
-        backend = Interpreted(by_pairs=by_pairs, draw=draw, changed=changed, lagging=lagging)
+        backend = Interpreted(by_pairs=by_pairs, capability=capability, draw=draw, changed=changed, lagging=lagging)
         return backend._forward(spec, inputs)
 
 
@@ -337,10 +340,11 @@ def check(
     lagging: ptx.Lagging | None = None,
     *,
     by_pairs: bool = False,
+    capability: tuple[int, int] = B200,
 ) -> None:
     """A call's results against the oracle's, and what stands in the padding."""
     call = dataclasses.replace(call, **{name: getattr(call, name).detach() for name in ("q", "k", "v")})
-    out, lse = execute(call, draw, changed, lagging, by_pairs=by_pairs)
+    out, lse = execute(call, draw, changed, lagging, by_pairs=by_pairs, capability=capability)
     with torch.no_grad():
         expected, low = oracle.attention(call.to(torch.float64)), oracle.attention(call.to(call.q.dtype))
     for name, got, true, yardstick in zip(("out", "lse"), (out, lse), expected, low, strict=True):
@@ -373,6 +377,23 @@ def test_forward(case: str, fuzz_seconds: float) -> None:
     call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, **options})
     for _, draw in draws(case, fuzz_seconds):
         check(call, draw)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "by_pairs", "options"),
+    [
+        ([129, 20], [200, 140], False, {"head_dim": 64, **EVERYTHING}),
+        ([140], [200], False, {"head_dim": 256, "causal": True}),
+        ([150], [140], True, {"head_dim": 192, "head_dim_v": 128}),
+        ([140], [130], False, {"head_dim": 128, "packed": False, "bias": (1, 1)}),  # no polynomials on either GPU
+    ],
+    ids=["d64-everything", "d256-causal", "pair-d192-dv128", "d128-bias"],
+)
+def test_kernels_of_a_b300(lengths_q: list[int], lengths_k: list[int], by_pairs: bool, options: dict[str, Any]) -> None:
+    """Which compute all weights without polynomials."""
+    call = random_call(lengths_q, lengths_k, **{"nheads": 1, "dtype": torch.bfloat16, **options})
+    for seed in range(2):
+        check(call, random.Random(seed), by_pairs=by_pairs, capability=B300)
 
 
 @pytest.mark.parametrize(

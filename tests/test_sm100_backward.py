@@ -30,6 +30,8 @@ from tests import oracle, ptx
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
 from tests.test_sm100 import (
+    B200,
+    B300,
     UNSEEN,
     Executed,
     Memory,
@@ -243,9 +245,10 @@ class Interpreted(CuteBackend):
         lagging: ptx.Lagging | None = None,
         *,
         by_pairs: bool = False,
+        capability: tuple[int, int] = B200,
     ):
         """``by_pairs``: with the kernel of long sequences, of any length."""
-        architecture = ARCHITECTURES["sm100"]
+        architecture = ARCHITECTURES["sm100"].on(capability)
         if by_pairs:
             backward = architecture.passes["backward"]
             configured = backward._replace(configure=lambda *given, **more: paired(backward.configure(*given, **more)))
@@ -380,6 +383,11 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
         check(call, backend, through_lse=len(case) % 2 == number % 2)
         if time.monotonic() > stop:
             break
+
+
+def test_kernels_of_a_b300() -> None:
+    call = random_call([70, 20], [140, 17], head_dim=64, nheads=1, causal=True, dtype=torch.bfloat16)
+    check(call, Interpreted(random.Random(0), capability=B300), through_lse=True)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
+from flash_attn_cute.sparsity import launch, plan
 from tests import oracle, test_sm100_backward
 from tests.checks import bitwise_equal, poisoned_dout, random_call
 from tests.oracle import Call
@@ -34,7 +35,7 @@ def with_order(call: Call, draw: random.Random) -> Call:
     assert mask is not None
     group = nheads // nheads_k if mask.heads == nheads else 1
     if draw.random() < 0.5:
-        return replace(call, block_mask=mask.with_order(draw.choice(["default", "spt"]), group=group))
+        return replace(call, block_mask=mask.with_order(draw.choice(launch.NAMES), group=group))
     sets = draw.choice([1, mask.batch]), draw.choice([1, mask.heads // group])
     orders = torch.stack([torch.randperm(mask.sizes.blocks_k) for _ in range(sets[0] * sets[1])])
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
@@ -62,6 +63,30 @@ def test_keys_and_queries_that_see_nothing() -> None:
     assert not got["dk"][:, 128:256].any()
     assert not got["dv"][:, 128:256].any()
     assert not got["dq"][:, 128:, 0].any()
+
+
+@pytest.mark.parametrize(("head_dim", "order"), [(64, "auto"), (192, "permutation")])
+def test_walks_that_do_not_ascend(head_dim: int, order: str) -> None:
+    """Tiles of keys take blocks of queries as others hand them over, whole ones, and halves above d = 128.
+
+    Whichever CTA takes which tile, the bits are the same.
+    """
+    visible = torch.rand(1, 1, 5, 5, generator=torch.Generator().manual_seed(2)) < 0.5
+    shown = visible.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :522, :524]
+    shown[..., 5::7] = False
+    mask = BlockMask.from_dense(shown).with_order(order)
+    tables = mask.tables(torch.device("cpu"), backward=True)
+    steps = plan.steps(tables.rows, mask.sizes) > 0
+    ascending = steps.cumsum(2, dtype=torch.int16) - 1
+    assert (plan.walks_of(tables, mask.sizes) != ascending)[steps].any()
+    options: dict[str, Any] = {"packed": False, "head_dim": head_dim, "nheads": 1, "dtype": torch.bfloat16}
+    call = replace(random_call([522], [524], **options), block_mask=mask, shown=shown)
+    results = []
+    for num_ctas in (1, 3):
+        torch.manual_seed(0)  # of the gradient of out
+        results.append(check(call, Interpreted(random.Random(num_ctas), num_ctas)))
+    first, other = results
+    assert all(bitwise_equal(first[name], other[name]) for name in first)
 
 
 MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {

@@ -68,7 +68,12 @@ BIAS: Bugs = {
             "several",
             lint="arrivals",
         ),
-        Bug("nobody is told of complete dP: there is no commit", commits(MMA, "dp.full").left_out(), "one"),
+        Bug(
+            "nobody is told of complete dP: there is no commit",
+            commits(MMA, "dp.full").left_out(),
+            "one",
+            lint="arrivals",
+        ),
         Bug("scores do not give Q and K back: there is no commit", commits(MMA, "qk.empty").left_out(), "several"),
     ),
     "missing barrier": (

@@ -93,7 +93,7 @@ COLUMNS: Bugs = {
             lint="arrivals",
         ),
         Bug("adding warps do not give turns back", arrivals(_ADD, "turns.empty").left_out(), "many", lint="arrivals"),
-        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists"),
-        Bug("nobody is told of a turn", arrivals(PRODUCER, "turns.full").left_out(), "lists"),
+        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
+        Bug("nobody is told of a turn", arrivals(PRODUCER, "turns.full").left_out(), "lists", lint="arrivals"),
     ),
 }

@@ -109,24 +109,28 @@ FORWARD_PAIR: Bugs = {
             find(PRODUCER, "mbarrier.init", 2, "weights.full").rewritten(r", %r\d+", ", 4"),
             "d256",
             _SECOND_SOFTMAX_LAGS,
+            lint="arrivals",
         ),
         Bug(
             "O is said to be read when one CTA has read it",
             find(PRODUCER, "mbarrier.init", barrier="outputs.empty").rewritten(r", %r\d+", ", 4"),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+            lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when one CTA has read it",
             find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 10"),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+            lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when all but one warp have read it",
             find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 18"),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+            lint="arrivals",
         ),
     ),
     "wrong CTA": (
@@ -139,13 +143,15 @@ FORWARD_PAIR: Bugs = {
             "weights are told to the second CTA, not to the leader",
             arrivals(_SOFTMAX, "weights.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
             "d256",
+            lint="arrivals",
         ),
         Bug(
             "the epilogue gives O back to the second CTA, not to the leader",
             arrivals(_EPILOGUE, "outputs.empty").ahead("mapa").rewritten(", 0;", ", 1;"),
             "tiles",
+            lint="arrivals",
         ),
-        Bug("the second CTA is not told of tiles", TOLD.left_out(), "d256"),
+        Bug("the second CTA is not told of tiles", TOLD.left_out(), "d256", lint="expected-bytes"),
     ),
     "wrong bytes": (
         Bug(

@@ -52,6 +52,7 @@ LISTS: Bugs = {
             "the mma warp does not give entries back",
             arrivals(MMA, "entries.empty").left_out(),
             "many",
+            lint="arrivals",
         ),
         Bug(
             "softmax does not give entries back",
@@ -59,7 +60,7 @@ LISTS: Bugs = {
             "many",
             lint="arrivals",
         ),
-        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists"),
+        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
         Bug(
             "softmax does not hand over the weights that it leaves out",
             arrivals(_SOFTMAX, "weights.full", 3)[2].left_out(),

@@ -156,12 +156,14 @@ PAIR: Bugs = {
             find(PRODUCER, "mbarrier.init", barrier="weights.full").rewritten(r", %r\d+", ", 8"),
             "one",
             frozenset((1, i) for i in range(4, 12)),
+            lint="arrivals",
         ),
         Bug(
             "a tile's place is said to be free when one CTA has read it",
             find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 16"),
             "tiles",
             _ADDING_LAGS,
+            lint="arrivals",
         ),
         Bug(
             "dS is said to have come when three of four warps have sent it",
@@ -177,6 +179,7 @@ PAIR: Bugs = {
             "the leader is not told that scores are read",
             arrivals(_COMPUTE, "scores.empty").left_out(),
             "steps",
+            lint="arrivals",
         ),
         Bug(
             "the second CTA's mma warp does not tell the leader that dS has come",
@@ -188,8 +191,9 @@ PAIR: Bugs = {
             "the second CTA's mma warp tells itself",
             find(SECOND + MMA, "mapa", 2)[0].rewritten(", 0;", ", 1;"),
             "one",
+            lint="arrivals",
         ),
-        Bug("the second CTA is not told of tiles", TOLD.left_out(), "one"),
+        Bug("the second CTA is not told of tiles", TOLD.left_out(), "one", lint="expected-bytes"),
     ),
     "wrong bytes": (
         Bug(

@@ -71,7 +71,7 @@ TWO_WALKS: Bugs = {
     "missing arrival": (
         Bug("the first walk does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
         Bug("the second walk does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
-        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one"),
+        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one", lint="arrivals"),
         Bug("nobody is told of complete dP: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
         Bug(
             "scores of the first walk do not give Q back: there is no commit",
