@@ -11,6 +11,7 @@ import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
+from tests import checks
 
 # Workers that share the machine's cores leave them to one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -33,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in Blackwell kernels, not some")
     parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
+
+
+def pytest_report_header() -> str:
+    """Whose kernels the GPU tests call."""
+    return f"kernels: {checks.GPU_ARCHITECTURE or 'none, without a GPU that has any'}"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute.backends.portable import blockwise
 from tests import oracle
-from tests.checks import assert_matches_oracle, bitwise_equal, needs_hopper, random_call, run
+from tests.checks import assert_matches_oracle, bitwise_equal, needs_kernels, random_call, run
 from tests.oracle import Call
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -288,8 +288,8 @@ def expanded(x: Tensor) -> Tensor:
     ("where", "backend"),
     [
         ("cpu", "portable"),
-        pytest.param("cuda", "portable", marks=needs_hopper),
-        pytest.param("cuda", "sm90", marks=needs_hopper),
+        pytest.param("cuda", "portable", marks=needs_kernels),
+        pytest.param("cuda", "sm90", marks=needs_kernels),
     ],
 )
 @pytest.mark.parametrize(

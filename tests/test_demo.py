@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import demo, flash_attn_varlen_func
-from tests.checks import bitwise_equal, needs_hopper
+from tests.checks import bitwise_equal, hopper_alone
 
 DOCUMENTS = [bytes((7 * i + j * j) % 251 for j in range(13 * i)) for i in range(60)]
 
@@ -108,7 +108,7 @@ class Recorded(demo.Transformer):
         return loss
 
 
-@needs_hopper
+@hopper_alone("asserts which backend its calls get by default")
 @pytest.mark.usefixtures("_default_device")
 def test_training_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs agree in every bit, and their losses with the portable backend's as far as bfloat16 allows.

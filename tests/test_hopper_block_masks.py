@@ -1,4 +1,4 @@
-"""Block masks in the Hopper kernels: against the oracle, in every launch order, bit by bit."""
+"""Block masks in the kernels: against the oracle, in every launch order, bit by bit."""
 
 import random
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.checks import (
     both_passes,
     differing,
     draws,
-    needs_hopper,
+    needs_kernels,
     random_call,
     run,
     synchronisations,
@@ -74,7 +74,7 @@ def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) 
     return replace(call, block_mask=mask, shown=made.shown.cuda())
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
     deterministic = options.get("deterministic", False)
@@ -96,7 +96,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
 def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuzz_seconds: float) -> None:
@@ -117,7 +117,7 @@ def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuz
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_mask(kind: str) -> None:
     for seed in range(3):
@@ -125,7 +125,7 @@ def test_every_kind_of_mask(kind: str) -> None:
         assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_who_sees_nothing(head_dim: int) -> None:
     """Blocks of queries and of keys, and rows alone; what stands in their q, k, v and dout reaches nothing."""
@@ -146,7 +146,7 @@ def test_who_sees_nothing(head_dim: int) -> None:
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
-@needs_hopper
+@needs_kernels
 def test_masks_of_nothing_and_of_everything() -> None:
     call = random_call([300], [300], packed=False, dtype=torch.bfloat16, head_dim=128, device="cuda")
     for all_of in (False, True):
@@ -161,7 +161,7 @@ def irregular(heads: int, blocks: int) -> BlockMask:
     return BlockMask.from_blocks(visible.cuda())
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("order", ["default", "spt", "permutation", "random"])
 def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -> None:
@@ -186,7 +186,7 @@ def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -
     assert not differing(expected, both, repetitions)
 
 
-@needs_hopper
+@needs_kernels
 def test_one_mask_by_two_constructors() -> None:
     """Other kinds of tables, the same bits: lists that say the same are walked alike, if nobody wants an order.
 
@@ -212,7 +212,7 @@ def test_one_mask_by_two_constructors() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
 
 
-@needs_hopper
+@needs_kernels
 def test_documents_as_a_mask_and_packed() -> None:
     offsets = torch.tensor([0, 100, 400, 401, 900], dtype=torch.int32, device="cuda")
     mask = listed(BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900))
@@ -226,7 +226,7 @@ def test_documents_as_a_mask_and_packed() -> None:
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("from_indices", [False, True], ids=["built", "from indices"])
 def test_the_host_never_waits(from_indices: bool) -> None:
     """In a call with a mask that has been used, or in one whose blocks are chosen anew. Graphs capture both."""

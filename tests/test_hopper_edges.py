@@ -1,4 +1,4 @@
-"""What the Hopper kernels do at the edges: odd strides, no keys, NaN, lengths that nobody has checked, several GPUs."""
+"""What the kernels do at the edges: odd strides, no keys, NaN, lengths that nobody has checked, several GPUs."""
 
 import threading
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from tests.checks import (
-    HOPPER,
+    GPU_ARCHITECTURE,
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
     gradients,
-    needs_hopper,
+    needs_kernels,
     offsets,
     poisoned_dout,
     random_call,
@@ -24,8 +24,10 @@ from tests.checks import (
 )
 from tests.oracle import Call, attention
 
-pytestmark = needs_hopper
-needs_two = pytest.mark.skipif(not HOPPER or torch.cuda.device_count() < 2, reason="needs two Hopper GPUs")
+pytestmark = needs_kernels
+needs_two = pytest.mark.skipif(
+    GPU_ARCHITECTURE is None or torch.cuda.device_count() < 2, reason="needs two Hopper or Blackwell GPUs"
+)
 
 
 def call_of(*lengths: Any, **options: Any) -> Call:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.jit import cache, disk, key
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, ForwardConfig, Sm90Config, backward_config, forward_config
+from tests.checks import hopper_alone
 from tests.conftest import NAME
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -553,9 +553,7 @@ print(json.dumps([cache.compile_count(), seconds, out.view(torch.int16).cpu().nu
 """
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+@hopper_alone("the other process calls its kernels, and their time is limited")
 def test_first_call_of_a_warm_process(tmp_path: Path) -> None:
     """The same bits as where the kernel was compiled, and soon."""
     cold, warm = (outcome(start(CALL, tmp_path / "kernels")) for _ in range(2))

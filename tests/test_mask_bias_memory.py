@@ -14,7 +14,8 @@ from tests.checks import (
     bitwise_equal,
     both_passes,
     gradients,
-    needs_hopper,
+    hopper_alone,
+    needs_kernels,
     on_each_backend,
     poisoned_dout,
     run,
@@ -53,7 +54,7 @@ def test_rows_that_overlap(backend: str) -> None:
     assert_matches_oracle(call, backend=backend)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_strides_beyond_32_bits(dim: int) -> None:
     """Of elements: the last of a dimension lies 2^31 behind its first, or further."""
@@ -72,7 +73,7 @@ def test_strides_beyond_32_bits(dim: int) -> None:
     assert_matches_oracle(call, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 def test_more_elements_than_32_bits_count() -> None:
     """A bias, and its gradient, of 2^31 elements and more: the last head gets what it gets alone."""
     length = 32776
@@ -109,7 +110,7 @@ def around(backend: str, case: Case) -> tuple[Call, Tensor]:
     return call, poisoned_dout(call, call.q)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
 def test_the_host_never_waits(case: Case) -> None:
     call, dout = around("sm90", case)
@@ -118,7 +119,7 @@ def test_the_host_never_waits(case: Case) -> None:
     assert synchronisations(function) == 0
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("case", AROUND.values(), ids=AROUND)
 def test_graph_capture(case: Case) -> None:
     """Replays see what stands in mask and bias then, and of their workspace nothing is left behind."""
@@ -163,7 +164,7 @@ def test_compiled(backend: str, case: Case) -> None:
         assert bitwise_equal(a, b)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("nheads_k", [2, 4])
 def test_what_shared_memory_held_before(nheads_k: int) -> None:
     """Rows behind the last query have no bias there, but what a call before has left: NaN, which reaches nothing."""
@@ -226,7 +227,7 @@ def dbias_bytes(bias: Tensor | None) -> int:
     return bias.nbytes + max(4 * FLOAT32_SUMS * bias.numel(), 2 * 132 * 128 * 128 * 4)
 
 
-@needs_hopper
+@hopper_alone("the bounds are of its tiles and SMs")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("case", REMEMBERED.values(), ids=REMEMBERED)
 def test_peak_memory(case: Case, deterministic: bool) -> None:

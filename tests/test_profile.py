@@ -21,7 +21,7 @@ import torch
 from flash_attn_cute import dispatch
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, timeline, workload
-from tests.checks import needs_hopper
+from tests.checks import hopper_alone
 
 MAIN = {"ncu": ncu.main, "nsys": nsys.main, "workload": workload.main}
 KERNEL = "kernel_cutlass_kernel_flash_attn_cutekernelssm90forwardForwardSm90_object_at__0"
@@ -662,7 +662,7 @@ def needs(tool: str) -> Path:
         pytest.skip(str(reason))
 
 
-@needs_hopper
+@hopper_alone("the profiled process gets its kernels alone")
 def test_real_ncu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The forward kernel, every line of the summary filled, and its hottest instructions."""
     needs("ncu")
@@ -677,7 +677,7 @@ def test_real_ncu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "k.ncu-rep").exists()
 
 
-@needs_hopper
+@hopper_alone("the profiled process gets its kernels alone")
 def test_real_nsys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A report, or where the installation cannot make one, a capture."""
     needs("nsys")

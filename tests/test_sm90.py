@@ -1,4 +1,4 @@
-"""The Hopper kernels: how they are launched, on any machine, and what they compute, on a Hopper GPU."""
+"""The kernels: how they are launched, on any machine, and what they compute, on a Hopper or Blackwell GPU."""
 
 import random
 import statistics
@@ -26,7 +26,8 @@ from tests.checks import (
     assert_matches_oracle,
     bitwise_equal,
     draws,
-    needs_hopper,
+    hopper_alone,
+    needs_kernels,
     poisoned_dout,
     random_call,
     random_lengths,
@@ -56,7 +57,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("lengths_q", "nheads"), [([300, 1, 0, 128], 2), ([7, 5, 3, 1], 4)])  # the latter in groups
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (256, 256)])
@@ -85,7 +86,7 @@ def test_a_wide_out_is_what_is_rounded_else(
     assert bitwise_equal(lse_beside, lse)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("nheads_k", [1, 2])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (192, 128), (256, 200)])
@@ -117,7 +118,7 @@ def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, he
         assert bitwise_equal(x.bfloat16(), expected)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -127,7 +128,7 @@ def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> N
     assert_matches_oracle(call, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 200])
 def test_dense(options: dict[str, Any], head_dim: int) -> None:
@@ -137,7 +138,7 @@ def test_dense(options: dict[str, Any], head_dim: int) -> None:
     assert_matches_oracle(call, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("shape", [{"packed": True}, {"packed": False}, {"packed": False, "seqused": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
@@ -155,7 +156,7 @@ BLIND: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("options", BLIND.values(), ids=BLIND)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
@@ -172,7 +173,7 @@ def test_queries_that_see_no_key(
     assert_blind_queries_reach_nothing(call, through_lse=through_lse, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize(
     "head_dims", [(8, 8), (40, 40), (72, 80), (96, 96), (104, 56), (192, 128), (64, 256), (248, 8)]
 )
@@ -184,7 +185,7 @@ def test_head_dims(head_dims: tuple[int, int]) -> None:
     )
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 2), (4, 4), (64, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
@@ -205,7 +206,7 @@ def test_few_queries(packed: bool, heads: tuple[int, int], head_dim: int) -> Non
 EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("seqlen_k", EDGES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
@@ -233,7 +234,7 @@ def _profiles(seqlen: int) -> dict[str, Tensor]:
     }
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("profile", _profiles(1))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -290,7 +291,7 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
     return replace(call, q=q, k=k, v=v)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -307,7 +308,7 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
             assert_close(f"draw {count}, {name}", got, true, rough, 3.0, max(1.0, size))
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -322,7 +323,7 @@ def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuz
         assert_matches_oracle(call, through_lse=draw.random() < 0.3, deterministic=deterministic, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 def test_many_sequences() -> None:
     """More than one round of the search for a tile's sequence, more tiles than CTAs, and many of nothing."""
     for lengths in ([*range(80)], [i % 7 for i in range(1500)]):
@@ -334,7 +335,7 @@ def test_many_sequences() -> None:
         assert_matches_oracle(call, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_many_tiles(head_dim: int) -> None:
     """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
@@ -344,7 +345,7 @@ def test_many_tiles(head_dim: int) -> None:
         assert_matches_oracle(call, backend="sm90")
 
 
-@needs_hopper
+@needs_kernels
 def test_more_sums_than_32_bits_count() -> None:
     """Those of the last head's dQ lie 2^31 numbers behind those of the first: 8 GB. It gets what it gets alone."""
     q, k, v, dout = torch.randn(4, 1, 2**19 + 4096, 64, 8, device="cuda", dtype=torch.bfloat16)
@@ -359,7 +360,7 @@ def test_more_sums_than_32_bits_count() -> None:
         assert torch.equal(among_all[:, :, last], alone)
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_strides(packed: bool) -> None:
     """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies.
@@ -387,7 +388,7 @@ def test_strides(packed: bool) -> None:
             assert bitwise_equal(a, b)
 
 
-@needs_hopper
+@needs_kernels
 def test_tensors_alone_in_memory() -> None:
     """Nothing is mapped before or behind the tensors: no address outside them may be touched."""
     torch.cuda.empty_cache()
@@ -399,7 +400,7 @@ def test_tensors_alone_in_memory() -> None:
     assert (out[4095:] == 0).all()
 
 
-@needs_hopper
+@needs_kernels
 def test_more_than_2_to_the_31_elements() -> None:
     q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 2**25 + 128, 1, 64, device="cuda", dtype=torch.bfloat16)
@@ -417,7 +418,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert not dk[:, :-256].any()
 
 
-@needs_hopper
+@needs_kernels
 @pytest.mark.parametrize(
     ("lengths_k", "kept"),
     [(None, slice(None)), ([200, 90], slice(None)), (None, slice(1))],
@@ -450,7 +451,7 @@ def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
     assert all(bitwise_equal(a, b) for a, b in zip(captured, attend(), strict=True))
 
 
-@needs_hopper
+@hopper_alone("the limit is of calls of its kernels")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_host_time(packed: bool) -> None:
     """What either pass costs the host, autograd recording: some 40 us on a quiet machine, with a margin for others."""
@@ -489,7 +490,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> AttentionInpu
     return AttentionInputs(q.detach(), k.detach(), v.detach(), cu, cu, None, None, None, None, None, 78, 78)
 
 
-@needs_hopper
+@needs_kernels
 def test_concurrent_streams() -> None:
     calls = [
         random_call([500, 70 + i], causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda") for i in range(4)
@@ -537,7 +538,7 @@ def assert_steps_agree(function: Any, plain: Any, device: str) -> None:
             assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@needs_hopper
+@needs_kernels
 def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernels on a stream run while PyTorch warms up for a graph, with memory that others get later."""
     monkeypatch.setattr(tile_counters._counters, "kept", {})
@@ -550,7 +551,7 @@ def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert new["cudagraph_recorded_non_static_inputs"] > 0
 
 
-@needs_hopper
+@needs_kernels
 def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernels on a stream run with memory from a pool of the user's: nothing of it is kept."""
     monkeypatch.setattr(tile_counters._counters, "kept", {})
@@ -568,7 +569,7 @@ def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(block["state"] == "inactive" for block in blocks)
 
 
-@needs_hopper
+@needs_kernels
 def test_lengths_do_not_recompile() -> None:
     shape: dict[str, Any] = {"causal": True, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     run(random_call([100, 20], **shape), backend="sm90").sum().backward()
