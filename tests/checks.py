@@ -192,9 +192,16 @@ def run(call: Call, **options: Any) -> Any:
     fields.pop("shown")  # for the oracle
     if cu_q is None:
         return flash_attn_func(call.q, call.k, call.v, **fields, **options)
-    bound_q = max((rows.stop - rows.start for _, rows, _ in call.sequences()), default=0)
-    bound_k = max((rows.stop - rows.start for _, _, rows in call.sequences()), default=0)
-    return flash_attn_varlen_func(call.q, call.k, call.v, cu_q, cu_k, bound_q, bound_k, **fields, **options)
+    return flash_attn_varlen_func(call.q, call.k, call.v, cu_q, cu_k, **fields | longest(call), **options)
+
+
+def longest(call: Call) -> dict[str, int]:
+    """The lengths of the longest sequences of a call, by the names of arguments."""
+    sequences = call.sequences()
+    return {
+        "max_seqlen_q": max((rows.stop - rows.start for _, rows, _ in sequences), default=0),
+        "max_seqlen_k": max((rows.stop - rows.start for _, _, rows in sequences), default=0),
+    }
 
 
 def gradients(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
@@ -213,9 +220,10 @@ def gradients(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor |
 
 
 def poisoned_dout(call: Call, out: Tensor) -> Tensor:
-    """A random gradient of out, its padding rows NaN."""
+    """A random gradient of out, its padding rows filled with NaN and infinities."""
     dout = torch.randn(out.shape, dtype=torch.float64).to(out.device, out.dtype)
-    dout[~call.real_rows()[0].to(out.device)] = torch.nan
+    padding = ~call.real_rows()[0].to(out.device)
+    dout[padding] = _cycle(dout[padding], (torch.nan, torch.inf, -torch.inf))
     return dout
 
 
@@ -368,9 +376,7 @@ def both_passes(call: Call, dout: Tensor, **options: Any) -> Callable[[], Result
     if call.cu_seqlens_q is None:
         attend = partial(flash_attn_func, **given, return_lse=True)
     else:
-        given["max_seqlen_q"] = max((rows.stop - rows.start for _, rows, _ in call.sequences()), default=0)
-        given["max_seqlen_k"] = max((rows.stop - rows.start for _, _, rows in call.sequences()), default=0)
-        attend = partial(flash_attn_varlen_func, **given, return_lse=True)
+        attend = partial(flash_attn_varlen_func, **given, **longest(call), return_lse=True)
 
     def run_both() -> Results:
         out, lse = attend()
@@ -410,6 +416,40 @@ def randomly_strided(draw: random.Random, x: Tensor) -> Tensor:
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 16), torch.nan)
     start = draw.choice([8, 3])
     return wide[..., start : start + x.shape[-1]].copy_(x.detach())
+
+
+def drawn_call(
+    draw: random.Random, lengths: Callable[..., tuple[list[int], list[int]]] = random_lengths, **given: Any
+) -> Call:
+    """A call of what is given, and of random lengths, padding, heads, scale, dtype and strides.
+
+    Args:
+        draw: the source of randomness.
+        lengths: draws those of q and of k, as ``random_lengths`` does.
+        given: options of ``random_call``. Head dimensions may become 8 less; some of a bias may become -inf.
+    """
+    batch, nheads_k, group = draw.randint(1, 4), draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
+    options: dict[str, Any] = {
+        "packed": draw.random() < 0.5,
+        "seqused": draw.random() < 0.5,
+        "nheads": nheads_k * group,
+        "nheads_k": nheads_k,
+        "dtype": draw.choice([torch.bfloat16, torch.float16]),
+        "sink": draw.random() < 0.3,
+        "softmax_scale": draw.choice([None, 0.05, -0.2]),
+        "generator": torch.Generator().manual_seed(draw.randrange(2**31)),
+    } | given
+    for name in ("head_dim", "head_dim_v"):
+        if options.get(name) is not None:
+            options[name] -= 8 * draw.choice([0, 0, 1])
+    call = random_call(*lengths(draw, batch, equal=not (options["packed"] or options["seqused"])), **options)
+    hidden = draw.choice([0.0, 0.0, 0.1, 0.9])
+    if call.bias is not None and hidden and call.bias.is_contiguous():
+        chosen = torch.rand(call.bias.shape, generator=options["generator"]) < hidden
+        with torch.no_grad():
+            call.bias[chosen.to(call.bias.device)] = -torch.inf
+    leaves: Any = {name: randomly_strided(draw, getattr(call, name)).requires_grad_() for name in "qkv"}
+    return replace(call, **leaves)
 
 
 def draws(seed: str, seconds: float) -> Iterator[tuple[int, random.Random]]:

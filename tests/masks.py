@@ -193,6 +193,23 @@ def random_mask(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[in
     return made
 
 
+def on_device(made: Made, device: str = "cuda") -> BlockMask:
+    """A mask of the tests, which make theirs on the CPU; element by element, unless it needs no tensors."""
+    return made.mask if made.mask.device is None else BlockMask.from_dense(made.shown.to(device))
+
+
+def with_any_order(mask: BlockMask, rng: random.Random, nheads_k: int, device: str = "cuda") -> BlockMask:
+    """In a named order, or one of its own for every batch entry and key head."""
+    group = mask.heads // nheads_k if mask.heads > nheads_k else 1
+    name = rng.choice(["default", "spt", "permutation", "auto", "random"])
+    if name != "random":
+        return mask.with_order(name, group=group)
+    blocks = -(-mask.seqlen_k // TILE)
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    shape = mask.batch, mask.heads // group, blocks
+    return mask.with_order(torch.rand(shape, generator=generator).argsort(-1).to(device), group=group)
+
+
 def spelled_out(tables: BlockTables, seqlen_q: int, seqlen_k: int) -> Tensor:
     """What the rows of tables show, element by element; checks their form on the way."""
     spans, entries, tiles = tables.rows

@@ -19,7 +19,7 @@ from tests.checks import (
     run,
     synchronisations,
 )
-from tests.masks import KINDS, Made, listed, random_mask
+from tests.masks import KINDS, listed, on_device, random_mask, with_any_order
 from tests.oracle import Call
 
 # A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
@@ -45,23 +45,6 @@ CALLS: dict[str, dict[str, Any]] = {
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
 
 
-def on_gpu(made: Made, device: str = "cuda") -> BlockMask:
-    """A mask of the tests, which make theirs on the CPU; element by element, unless it needs no tensors."""
-    return made.mask if made.mask.device is None else BlockMask.from_dense(made.shown.to(device))
-
-
-def with_any_order(mask: BlockMask, rng: random.Random, nheads_k: int) -> BlockMask:
-    """In a named order, or one of its own for every batch entry and key head."""
-    group = mask.heads // nheads_k if mask.heads > nheads_k else 1
-    name = rng.choice(["default", "spt", "permutation", "auto", "random"])
-    if name != "random":
-        return mask.with_order(name, group=group)
-    blocks = -(-mask.seqlen_k // 128)
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    shape = mask.batch, mask.heads // group, blocks
-    return mask.with_order(torch.rand(shape, generator=generator).argsort(-1).cuda(), group=group)
-
-
 def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) -> Call:
     """A dense call with a mask for each head, one for all, or anything between."""
     batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice(LENGTHS), rng.choice(LENGTHS)
@@ -70,7 +53,7 @@ def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) 
     nheads, nheads_k = call.q.shape[2], call.k.shape[2]
     sets = rng.choice([1, batch]), rng.choice([1, nheads, nheads_k])
     made = random_mask(seqlen_q, seqlen_k, rng, sets) if kind is None else KINDS[kind](seqlen_q, seqlen_k, rng, sets)
-    mask = with_any_order(on_gpu(made), rng, nheads_k)
+    mask = with_any_order(on_device(made), rng, nheads_k)
     return replace(call, block_mask=mask, shown=made.shown.cuda())
 
 
@@ -113,7 +96,7 @@ def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuz
             continue
         sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, nheads, nheads_k])
         made = random_mask(rows_q, rows_k, rng, sets)
-        call = replace(call, block_mask=with_any_order(on_gpu(made), rng, nheads_k), shown=made.shown.cuda())
+        call = replace(call, block_mask=with_any_order(on_device(made), rng, nheads_k), shown=made.shown.cuda())
         assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
 
 

@@ -27,6 +27,7 @@ from tests.checks import (
     bitwise_equal,
     both_passes,
     differing,
+    drawn_call,
     draws,
     gradients,
     needs_kernels,
@@ -35,8 +36,6 @@ from tests.checks import (
     padded_results,
     poisoned_dout,
     random_call,
-    random_lengths,
-    randomly_strided,
     refilled,
     run,
 )
@@ -566,40 +565,23 @@ FUZZED: dict[str, Case] = {
 }
 
 
-def _random_call(draw: random.Random, backend: str, case: Case) -> Call:
-    batch, seqused, packed = draw.randint(1, 4), draw.random() < 0.4, case["packed"]
-    lengths_q, lengths_k = random_lengths(draw, batch, equal=not (packed or seqused))
-    nheads_k, group = draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
-
+def _drawn(draw: random.Random, backend: str, case: Case) -> Call:
     def kept() -> tuple[int, ...]:
-        return tuple(draw.randint(0, 1) for _ in range(draw.randint(0, 3 if packed else 4)))
+        return tuple(draw.randint(0, 1) for _ in range(draw.randint(0, 3 if case["packed"] else 4)))
 
     has_mask, has_bias = draw.choice([(True, True), (True, False), (False, True)])
     low = draw.choice([torch.bfloat16, torch.float16]) if backend == "sm90" else torch.float32
-    call = call_on(
-        backend,
-        lengths_q,
-        lengths_k,
-        **case | {"head_dim": case["head_dim"] - 8 * draw.choice([0, 0, 1])},
-        seqused=seqused,
-        nheads=nheads_k * group,
-        nheads_k=nheads_k,
+    return drawn_call(
+        draw,
         mask=kept() if has_mask else None,
         bias=kept() if has_bias else None,
         mask_layout=draw.choice(LAYOUTS),
         bias_layout=draw.choice(LAYOUTS),
         dtype=low,
         bias_dtype=draw.choice([low, torch.float32]),
-        sink=draw.random() < 0.3,
-        softmax_scale=draw.choice([None, 0.05, -0.2]),
-        generator=torch.Generator().manual_seed(draw.randrange(2**31)),
+        device=DEVICES[backend],
+        **case,
     )
-    hidden = draw.choice([0.0, 0.0, 0.1, 0.9])
-    if call.bias is not None and hidden and call.bias.is_contiguous():
-        with torch.no_grad():
-            call.bias[torch.rand_like(call.bias) < hidden] = -torch.inf
-    leaves: Any = {name: randomly_strided(draw, getattr(call, name)).requires_grad_() for name in "qkv"}
-    return replace(call, **leaves)
 
 
 @each_on(FUZZED, one_in=7)
@@ -607,6 +589,6 @@ def test_random_calls(backend: str, case: Case, fuzz_seconds: float) -> None:
     """Random shapes, strides, lengths, padding, heads and dtypes, for as long as --fuzz-seconds says."""
     for count, draw in draws(f"{backend} {case}", fuzz_seconds):
         torch.manual_seed(count)
-        call = _random_call(draw, backend, case)
+        call = _drawn(draw, backend, case)
         asked: Case = {"through_lse": draw.random() < 0.3, "deterministic": draw.random() < 0.5}
         assert_matches_oracle(call, backend=backend, **asked)

@@ -3,7 +3,6 @@
 import random
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +24,12 @@ from tests.checks import (
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
+    drawn_call,
     draws,
     hopper_alone,
     needs_kernels,
     poisoned_dout,
     random_call,
-    random_lengths,
-    randomly_strided,
     run,
 )
 from tests.oracle import Call
@@ -267,28 +265,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
-    batch, seqused = draw.randint(1, 4), draw.random() < 0.5
-    lengths_q, lengths_k = random_lengths(draw, batch, equal=not (packed or seqused))
-    nheads_k, group = draw.randint(1, 2), draw.choice([1, 1, 2, 3, 4])
-    call = random_call(
-        lengths_q,
-        lengths_k,
-        packed=packed,
-        seqused=seqused,
-        nheads=nheads_k * group,
-        nheads_k=nheads_k,
-        head_dim=head_dim - 8 * draw.choice([0, 0, 1]),
-        head_dim_v=draw.choice([None, head_dim, 16]),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
-        sink=draw.random() < 0.3,
-        softmax_scale=draw.choice([None, 0.05, 1.0, -0.2, 0.0]),
-        device="cuda",
-        generator=torch.Generator().manual_seed(draw.randrange(2**31)),
-        **mask,
-    )
-    q, k, v = (randomly_strided(draw, x) for x in (call.q, call.k, call.v))
-    return replace(call, q=q, k=k, v=v)
+def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
+    head_dim_v = draw.choice([None, head_dim, 16])
+    return drawn_call(draw, head_dim=head_dim, head_dim_v=head_dim_v, packed=packed, device="cuda", **mask)
 
 
 @needs_kernels
@@ -298,7 +277,9 @@ def _random_call(draw: random.Random, head_dim: int, packed: bool, mask: dict[st
 def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
     for count, draw in draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
-        call = _random_call(draw, head_dim, packed, mask)
+        call = _drawn(draw, head_dim, packed, mask)
+        call.softmax_scale = draw.choice([None, 0.05, 1.0, -0.2, 0.0])
+        call.q, call.k, call.v = (x.detach() for x in (call.q, call.k, call.v))
         results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
         truth = oracle.attention(call.to(torch.float64))
         assert (results[0][~call.real_rows()[0].to("cuda")] == 0).all(), f"draw {count}"
@@ -315,10 +296,7 @@ def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_se
 def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
     """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
     for _, draw in draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
-        call = _random_call(draw, head_dim, packed, mask)
-        call.softmax_scale = draw.choice([None, 0.05, -0.2])
-        for x in (call.q, call.k, call.v):
-            x.requires_grad_()
+        call = _drawn(draw, head_dim, packed, mask)
         deterministic = draw.random() < 0.5
         assert_matches_oracle(call, through_lse=draw.random() < 0.3, deterministic=deterministic, backend="sm90")
 
