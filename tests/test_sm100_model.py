@@ -4,16 +4,26 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.kernels.sm100.config import backward_config, forward_config
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    DQ_STAGES,
+    SHARED_MEMORY,
+    TARGETS,
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+    forward_config,
+)
 from tools.sm100_model import __main__ as command_line
 from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
-from tools.sm100_model.designs import DESIGNS, PUBLISHED, Case
+from tools.sm100_model.designs import DESIGNS, OPEN, PUBLISHED, Case, on
 from tools.sm100_model.launch import Cost, Order, Shape, Tile, schedule, steady_state, tiles_of
-from tools.sm100_model.machine import B200, B200_BY_POWER, H200, Machine
+from tools.sm100_model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from tools.sm100_model.record import Row, hopper_pass, rows
 from tools.sm100_model.simulation import DeadlockError, Needs, Products, Ring, Simulation, Unit
 from tools.sm100_model.sm import Kernel, Maker, Walk
@@ -231,15 +241,14 @@ def test_clocks_of_a_step_in_clusters() -> None:
     assert 3900 < hopper_pass(Shape(4, 8192, 8, 256, 256, backward=True)).predict().step < 4200
 
 
-KINDS = ("forward", "backward 1-CTA", "backward 2-CTA", "deterministic 1-CTA", "deterministic 2-CTA")
+READINGS = pytest.mark.parametrize("machine", [B200, B200_BY_POWER], ids=lambda machine: machine.name)
 
 
-@pytest.mark.parametrize("machine", [B200, B200_BY_POWER], ids=lambda machine: machine.name)
-@pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_flash_attn_4_as_published(kind: str, mask: str, machine: Machine) -> None:
-    """Within 10 %, at d = 128."""
-    case = PUBLISHED[f"{kind} {mask}"]
+@READINGS
+@pytest.mark.parametrize("name", [name for name, case in PUBLISHED.items() if case.design.d == 128])
+def test_flash_attn_4_as_published(name: str, machine: Machine) -> None:
+    """Within 10 %, at d = 128, its best figure as well."""
+    case = PUBLISHED[name]
     assert case.published is not None
     assert case.tflops(case.predict(machine), machine) == pytest.approx(case.published, rel=0.1)
 
@@ -252,15 +261,19 @@ def test_clock() -> None:
     assert H200.clock(0.9) == H200.ghz  # of no gemm is anything known
 
 
-@pytest.mark.parametrize("command", ["record", "published", "designs"])
+COMMANDS = ("record", "published", "sensitivity", "designs", "designs --machine B300 --forward", "changes", "open")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_page_has_what_the_command_prints(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["sm100_model", command])
+    monkeypatch.setattr(sys, "argv", ["sm100_model", *command.split()])
     command_line.main()
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) > 8
-    assert [line for line in printed if line not in PAGE.splitlines()] == []
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) > 8
+    assert [line for line in printed.splitlines() if line not in PAGE.splitlines()] == []
+    assert f"\n\n{printed}\n" in PAGE, "other rows, or in another order"
 
 
 def test_timelines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,3 +333,160 @@ def test_turns_that_are_waited_for_cost_more() -> None:
     took = [Case(design, causal=False).predict().clocks for design in (alone, apart, replace(apart, turns_ahead=False))]
     assert took[1] < 1.03 * took[0]
     assert took[2] > 1.08 * took[1]
+
+
+@READINGS
+@pytest.mark.parametrize(
+    ("name", "full", "causal"), [("forward", 1600, 1480), ("backward 2-CTA", 1360, 1210)], ids=["forward", "backward"]
+)
+def test_goals(name: str, full: float, causal: float, machine: Machine) -> None:
+    """TFLOP/s at d = 128, 8k tokens, that a B200 is to reach."""
+    for is_causal, goal in ((False, full), (True, causal)):
+        case = Case(DESIGNS[name], is_causal)
+        assert case.tflops(case.predict(machine), machine) >= goal
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [n for n in DESIGNS if n.startswith("backward") and not n.endswith("no order")])
+def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
+    """At most 5 %, zeros that the other has to write included."""
+    design = DESIGNS[name]
+    assert isinstance(design, BackwardDesign)
+    assert design.in_turn
+    without = replace(design, in_turn=False, turns_ahead=False, overwrites=False)
+    ordered, free = (case.tflops(case.predict()) for case in (Case(design, causal), Case(without, causal)))
+    assert ordered > 0.95 * free
+
+
+@pytest.mark.parametrize("name", ["backward d = 64", "backward 2-CTA", "backward d = 192 2-CTA"])
+def test_backward_on_a_b300(name: str) -> None:
+    """As on a B200, within 4 %: exp2 does not bind."""
+    case = Case(DESIGNS[name], causal=True)
+    assert case.tflops(case.predict(B300), B300) == pytest.approx(case.tflops(case.predict()), rel=0.04)
+
+
+def _forward(d: int, d_v: int, queries: int = 0) -> ForwardConfig:
+    return forward_config("bfloat16", d, d_v, Features(), queries=queries)
+
+
+def _backward(d: int, d_v: int, keys: int = 0) -> BackwardConfig:
+    return backward_config("bfloat16", d, d_v, Features(), keys=keys)
+
+
+LONG = 8192
+KERNELS: dict[str, ForwardConfig | BackwardConfig] = {
+    "forward": _forward(128, 128, LONG),
+    "forward d = 64": _forward(64, 64, LONG),
+    "forward (192, 128)": _forward(192, 128),
+    "forward (192, 128) 2-CTA": _forward(192, 128, LONG),
+    "forward d = 192": _forward(192, 192, LONG),
+    "forward d = 256": _forward(256, 256),
+    "forward d = 256 2-CTA": _forward(256, 256, LONG),
+    "backward 1-CTA": _backward(128, 128),
+    "backward 2-CTA": _backward(128, 128, LONG),
+    "backward d = 64": _backward(64, 64, LONG),
+    "backward (192, 128) 1-CTA": _backward(192, 128),
+    "backward (192, 128) 2-CTA": _backward(192, 128, LONG),
+    "backward d = 192 1-CTA": _backward(192, 192),
+    "backward d = 192 2-CTA": _backward(192, 192, LONG),
+    "backward d = 256 1-CTA": _backward(256, 256),
+    "backward d = 256 2-CTA": _backward(256, 256, LONG),
+}
+
+
+def as_forward_design(c: ForwardConfig) -> ForwardDesign:
+    """What the model has of a kernel. No configuration tells of maxima and of P in two parts: all kernels are so."""
+    return ForwardDesign(
+        d=c.tile_d,
+        d_v=c.tile_dv,
+        polynomials=1 / c.polynomial_every if c.polynomial_every else 0.0,
+        maxima=False,
+        keys=c.tile_n,
+        early=True,
+        persistent=c.persistent,
+        stages=c.k_stages + c.v_stages,
+        o_over_q=c.o_in_q,
+        tiles=c.q_parts,
+        warpgroups=c.q_parts,
+        pair=c.ctas_a_tile == 2,
+    )
+
+
+def as_backward_design(c: BackwardConfig) -> BackwardDesign:
+    """The same. In all kernels a warp waits for turns, and the first overwrites; compute warpgroups do not meet."""
+    return BackwardDesign(
+        d=c.tile_d,
+        d_v=c.tile_dv,
+        pair=c.ctas_a_tile == 2,
+        in_turn=c.features.deterministic,
+        turns_ahead=True,
+        meets=False,
+        overwrites=c.counts_additions,
+        own_columns=not (c.dQ_over_S or c.dQ_over_dP),
+        persistent=True,
+        walks=c.walks,
+        queries=c.tile_m,
+        kv_stages=c.kv_stages,
+        q_stages=c.q_stages,
+        do_stages=c.do_stages,
+        piece_columns=c.piece_columns,
+        piece_stages=DQ_STAGES,
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_designs_are_the_kernels(name: str) -> None:
+    """What the model and a kernel's configuration both have is the same, and so are sizes that each of them derives."""
+    design, config = DESIGNS[name], KERNELS[name]
+    if isinstance(design, ForwardDesign):
+        assert isinstance(config, ForwardConfig)
+        assert design == as_forward_design(config)
+        assert on("B300", design) == as_forward_design(replace(config, target=TARGETS[10, 3]))
+        forward = Forward(design)
+        assert (forward.rows, forward.columns, forward.ctas) == (config.tile_m, config.tile_n, config.ctas_a_tile)
+    else:
+        assert isinstance(config, BackwardConfig)
+        assert design == on("B300", design) == as_backward_design(config)
+        backward = Case(design, causal=False).make()()
+        assert isinstance(backward, Backward)
+        assert (backward.rows, backward.columns, backward.ctas) == (config.tile_n, config.tile_m, config.ctas_a_tile)
+        assert (backward.piece, backward.pieces) == (4 * config.piece_numbers, config.pieces_dQ)
+        assert COMPUTE_WARPGROUPS == 2
+
+
+def test_all_kernels_have_a_design() -> None:
+    """Designs beyond them are none of a kernel, and said to be so on the page."""
+    of_none = {"forward as planned", "forward 2-CTA", "backward 1-CTA, no order", "backward 2-CTA, no order"}
+    assert DESIGNS.keys() - KERNELS.keys() == of_none
+    sizes = [(d, d_v) for d, d_v in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))]
+    chosen = {_forward(*size, n) for size in sizes for n in (0, LONG)}
+    assert chosen | {_backward(*size, n) for size in sizes for n in (0, LONG)} == set(KERNELS.values())
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_open_changes(name: str) -> None:
+    """They begin at a kernel that is there, and shared memory has room for them, counted as the kernels count it."""
+    before, after = OPEN[name].before, OPEN[name].after
+    of_kernels = {DESIGNS[kernel]: config for kernel, config in KERNELS.items()}
+    config = of_kernels[before]
+    sizes: dict[str, Any] = {"tile_d": after.d, "tile_dv": after.d_v, "ctas_a_tile": 2 if after.pair else 1}
+    if isinstance(after, ForwardDesign):
+        sizes |= {"k_stages": after.stages // 2, "v_stages": after.stages // 2, "tile_n": after.keys}
+        sizes |= {"o_in_q": after.o_over_q}
+    else:
+        sizes |= {"kv_stages": after.kv_stages, "q_stages": after.q_stages, "do_stages": after.do_stages}
+        assert isinstance(config, BackwardConfig)
+        assert after == as_backward_design(replace(config, **sizes))
+    assert replace(config, **sizes).bytes_shared <= SHARED_MEMORY
+
+
+def test_windows() -> None:
+    """Every block of queries with a visible pair is met, and no other; and pairs are counted."""
+    shape = Shape(1, 1000, 1, 64, 64, causal=True, window=100)
+    visible = {(q, k) for q in range(1000) for k in range(max(0, q - 99), q + 1)}
+    assert shape.flop == 2 * len(visible) * 128
+    for backward in (False, True):
+        tiles = tiles_of(replace(shape, backward=backward), 128, 64, Order(1, last_first=False))
+        met = {(n, block) for n, tile in enumerate(tiles) for block in tile.blocks}
+        assert met == {(k // 128, q // 64) if backward else (q // 128, k // 64) for q, k in visible}
+    assert replace(shape, window=2000).flop == replace(shape, window=None).flop

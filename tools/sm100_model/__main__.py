@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.sm100_model import timeline
-from tools.sm100_model.designs import CHANGES, DESIGNS, PUBLISHED, Case
+from tools.sm100_model.blackwell import ForwardDesign
+from tools.sm100_model.designs import CHANGES, DESIGNS, OPEN, PUBLISHED, Case, Change, on
 from tools.sm100_model.launch import Shape, steady_state
 from tools.sm100_model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from tools.sm100_model.record import hopper_pass, rows
@@ -31,7 +32,9 @@ def main() -> None:
     commands.add_parser("sensitivity", help="the same with other constants")
     designs = commands.add_parser("designs", help="our kernels for Blackwell")
     designs.add_argument("--machine", choices=_MACHINES, default="B200")
-    commands.add_parser("changes", help="what one change does to them")
+    designs.add_argument("--forward", action="store_true", help="those alone")
+    commands.add_parser("changes", help="what one change did to them")
+    commands.add_parser("open", help="what one would that has not been made, the largest first")
     shows = commands.add_parser("timeline", help="a stretch of a kernel's steady state")
     shows.add_argument("name", choices=_makers())
     shows.add_argument("--clocks", type=float, default=6000.0)
@@ -41,8 +44,9 @@ def main() -> None:
         "record": _record,
         "published": _published,
         "sensitivity": _sensitivity,
-        "designs": lambda: _designs(_MACHINES[given.machine]),
+        "designs": lambda: _designs(given.machine, forward=given.forward),
         "changes": _changes,
+        "open": _open,
         "timeline": lambda: _timeline(given.name, given.clocks, given.png),
     }
     for line in lines[given.command]():
@@ -117,16 +121,20 @@ def _sensitivity() -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{x:+.1%}' for x in errors)} |"
 
 
-def _designs(machines: tuple[Machine, Machine]) -> Iterator[str]:
+def _designs(machine: str, *, forward: bool) -> Iterator[str]:
     yield from _table(
         "design", "full / causal, TFLOP/s", "by power", "clocks a step", "by power", "busiest units, clocks a step"
     )
-    for name, design in DESIGNS.items():
+    for name, of_b200 in DESIGNS.items():
+        if forward and not isinstance(of_b200, ForwardDesign):
+            continue
+        design = on(machine, of_b200)
         rates, steps, units = [], [], ""
-        for machine in machines:
+        for constants in _MACHINES[machine]:
             cases = [Case(design, causal) for causal in (False, True)]
-            full, causal = (case.predict(machine) for case in cases)
-            rates.append(" / ".join(f"{c.tflops(p, machine):.0f}" for c, p in zip(cases, (full, causal), strict=True)))
+            full, causal = (case.predict(constants) for case in cases)
+            reached = (c.tflops(p, constants) for c, p in zip(cases, (full, causal), strict=True))
+            rates.append(" / ".join(f"{x:.0f}" for x in reached))
             steps.append(f"{full.step:.0f}")
             if not units:
                 busiest = sorted(full.busy.items(), key=lambda x: -x[1])[:3]
@@ -134,18 +142,43 @@ def _designs(machines: tuple[Machine, Machine]) -> Iterator[str]:
         yield f"| {' | '.join([name, *rates, *steps, units])} |"
 
 
+def _rates(change: Change, machine: Machine) -> list[tuple[float, float]]:
+    """TFLOP/s before and after, with each mask."""
+    cases = [change.cases(causal) for causal in change.masks]
+    return [
+        (before.tflops(before.predict(machine), machine), after.tflops(after.predict(machine), machine))
+        for before, after in cases
+    ]
+
+
+def _gains(rates: Iterable[tuple[float, float]]) -> str:
+    return " / ".join(f"{after / before - 1:+.1%}" for before, after in rates)
+
+
 def _changes() -> Iterator[str]:
     yield from _table("change", "full / causal", "by power", "clocks a step", "by power")
-    for name, designs in CHANGES.items():
+    for name, change in CHANGES.items():
         gains, steps = [], []
         for machine in (B200, B200_BY_POWER):
-            rates = [
-                [case.tflops(case.predict(machine), machine) for case in (Case(design, False), Case(design, True))]
-                for design in designs
-            ]
-            gains.append(" / ".join(f"{after / before - 1:+.1%}" for before, after in zip(*rates, strict=True)))
-            steps.append(" to ".join(f"{Case(design, False).predict(machine).step:.0f}" for design in designs))
+            gains.append(_gains(_rates(change, machine)))
+            steps.append(" to ".join(f"{case.predict(machine).step:.0f}" for case in change.cases(causal=False)))
         yield f"| {' | '.join([name, *gains, *steps])} |"
+
+
+def _open() -> Iterator[str]:
+    yield from _table("change", "full / causal, or a window: TFLOP/s", "with it", "gain", "by power", "with it", "gain")
+    found = {name: [_rates(change, machine) for machine in (B200, B200_BY_POWER)] for name, change in OPEN.items()}
+    for name, readings in sorted(found.items(), key=lambda item: -_least_gain(item[1])):
+        cells = [name]
+        for rates in readings:
+            cells += [" / ".join(f"{x:.0f}" for x in which) for which in zip(*rates, strict=True)]
+            cells.append(_gains(rates))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
+    """Of all readings and masks."""
+    return min(after / before for rates in readings for before, after in rates)
 
 
 def _timeline(name: str, clocks: float, png: Path | None) -> Iterator[str]:

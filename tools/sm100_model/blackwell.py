@@ -221,6 +221,7 @@ class BackwardDesign:
     persistent: bool = False
     walks: int = 1  # over the queries that see a tile; of two ``two_walks`` has what is done
     queries: int = BLOCK  # of a block: as many as there are lanes, or half of them, and dQ is transposed
+    kv_stages: int = 1
     q_stages: int = 2
     do_stages: int = 1
     piece_columns: int = 32  # of tensor memory, of dQ that is put out and added together
@@ -237,7 +238,7 @@ class Backward:
         self.rows, self.columns, self.persistent = BLOCK * self.ctas, design.queries, design.persistent
         self.walks = design.walks
         sm, c = self.sm, design
-        self.keys = sm.ring("K and V", 1)
+        self.keys = sm.ring("K and V", design.kv_stages)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
         users = 1 if c.pair else 2
         self.q = sm.ring("Q", c.q_stages, empty=users)
@@ -465,7 +466,7 @@ class Backward:
         self.ds_exchanged.arrive()
 
     @property
-    def _piece(self) -> float:
+    def piece(self) -> float:
         """Bytes of a piece of dQ: of all lanes, or of those whose columns are added together."""
         c, lanes = self.design, BLOCK
         if c.queries < BLOCK:
@@ -473,20 +474,20 @@ class Backward:
         return 4.0 * lanes * c.piece_columns
 
     @property
-    def _pieces(self) -> int:
+    def pieces(self) -> int:
         """In which a block of dQ is put out: half of it, if the CTA is one of a pair."""
-        return round(4 * self.design.queries * self.design.d / self.ctas / self._piece)
+        return round(4 * self.design.queries * self.design.d / self.ctas / self.piece)
 
     def drain(self, walks: Sequence[Walk]) -> Needs:
         """A warpgroup: dQ from tensor memory into shared memory."""
         c, sm, piece = self.design, self.sm, 0
         for step in range(sum(w.blocks for w in walks)):
             yield self.dq.wait_full(step)
-            yield from sm.compute("drain", "load dQ", 20, tmem=self._piece * self._pieces)
+            yield from sm.compute("drain", "load dQ", 20, tmem=self.piece * self.pieces)
             self.dq.release(step)
-            for i in range(self._pieces):
+            for i in range(self.pieces):
                 yield self.staging.wait_empty(piece)
-                yield from sm.compute("drain", "write dQ", 16, shared=self._piece, goes_on=True)
+                yield from sm.compute("drain", "write dQ", 16, shared=self.piece, goes_on=True)
                 if i == 0 and c.in_turn and not c.turns_ahead:
                     yield sm.machine.load  # the counter is read: nobody adds before
                 yield 2 * sm.machine.wake  # a fence and a named barrier
@@ -496,9 +497,9 @@ class Backward:
     def add(self, walks: Sequence[Walk]) -> Needs:
         """A thread: tells TMA to add what has been put out."""
         c, sm = self.design, self.sm
-        for piece in range(self._pieces * sum(w.blocks for w in walks)):
+        for piece in range(self.pieces * sum(w.blocks for w in walks)):
             yield self.staging.wait_full(piece)
-            yield from sm.add("add", "dQ", self._piece)
+            yield from sm.add("add", "dQ", self.piece)
             if c.in_turn and not c.turns_ahead:  # room is made when all has been added, and not when it has been read
                 sm.simulation.after(sm.machine.load, partial(self.staging.release, piece))
             else:

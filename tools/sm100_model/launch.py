@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ LAUNCH = 3e-6  # seconds between kernels: benchmarks/notes/backward.md
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense batch, queries as many as keys."""
+    """A batch of sequences, queries as many as keys; all pairs are visible, or those that its masks leave."""
 
     batch: int
     seqlen: int
@@ -27,11 +27,14 @@ class Shape:
     d_v: int
     causal: bool = False
     backward: bool = False
+    window: int | None = None  # keys that a query sees, itself the last of them; only if causal
 
     @property
     def flop(self) -> float:
         """Of visible pairs: two products forward, five backward."""
-        pairs = self.seqlen * (self.seqlen + 1) / 2 if self.causal else float(self.seqlen) ** 2
+        hidden = 0 if self.window is None else max(0, self.seqlen - self.window)
+        triangles = [rows * (rows + 1) / 2 for rows in (self.seqlen, hidden)]
+        pairs = triangles[0] - triangles[1] if self.causal else float(self.seqlen) ** 2
         columns = 3 * self.d + 2 * self.d_v if self.backward else self.d + self.d_v
         return 2.0 * self.batch * self.heads * pairs * columns
 
@@ -76,12 +79,17 @@ def tiles_of(shape: Shape, rows: int, columns: int, order: Order) -> Iterator[Ti
 def _walk(shape: Shape, rows: int, columns: int, n: int, reverses: bool) -> tuple[range, int]:
     """Blocks that the n-th tile of a head sees: keys from the last on, or queries from the first on."""
     num = -(-shape.seqlen // columns)
+    at_an_edge = -(-rows // columns)
     if not shape.causal:
         blocks, masked = range(num), 0
+    elif shape.window is not None:
+        first, last = n * rows, min((n + 1) * rows, shape.seqlen) - 1
+        first, last = (first, last + shape.window - 1) if shape.backward else (first - shape.window + 1, last)
+        blocks, masked = range(max(0, first) // columns, min(num, last // columns + 1)), 2 * at_an_edge
     elif shape.backward:
-        blocks, masked = range(n * rows // columns, num), -(-rows // columns)
+        blocks, masked = range(n * rows // columns, num), at_an_edge
     else:
-        blocks, masked = range(min(num, -(-(n + 1) * rows // columns))), -(-rows // columns)
+        blocks, masked = range(min(num, -(-(n + 1) * rows // columns))), at_an_edge
     return (blocks[::-1] if reverses else blocks), min(masked, len(blocks))
 
 
@@ -93,7 +101,7 @@ class Cost(NamedTuple):
     step: float  # a block
 
 
-@lru_cache
+@cache
 def cost_of(make: Maker, masked: int = 0) -> Cost:
     """What a kernel takes a tile and a step, from simulations of a few tiles.
 
@@ -180,7 +188,7 @@ def steady_state(make: Maker) -> tuple[Sm, float, float]:
     return sm, 0.4 * sm.simulation.now, 0.8 * sm.simulation.now
 
 
-@lru_cache
+@cache
 def busy_of(make: Maker) -> dict[str, float]:
     """The share of the steady state in which each unit is busy."""
     sm, start, end = steady_state(make)

@@ -173,7 +173,7 @@ class _ForwardTile(NamedTuple):
 # two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
 # the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
 # tile may be empty, and under a right bound a tile's first queries see too little of its blocks.
-# Of a left bound the model knows nothing: a pair of two parts may walk over many more blocks than a window has.
+# Windows with a left bound may be narrow, and a pair of two parts walk over many more blocks than they have.
 _TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
@@ -490,8 +490,8 @@ class _BackwardTile(NamedTuple):
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
 # walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
-# a right bound a tile's first steps see too little of it. Of a left bound the model knows nothing. Lists are those of
-# 128 keys, so that under a mask there are no pairs.
+# a right bound a tile's first steps see too little of it. Windows with a left bound may be narrow, and have none. Lists
+# are those of 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
     _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
