@@ -363,6 +363,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128-packed": ([129, 0, 300], [128, 17, 257], {"head_dim": 128, "causal": True}),
     "d128-no-keys": ([257, 256, 257], [128, 0, 0], {"head_dim": 128}),
     "d64-everything": ([200, 1, 30], [300, 129, 0], {"head_dim": 64, **EVERYTHING}),
+    "d8": ([140], [130], {"packed": False, "head_dim": 8, "nheads": 1, "causal": True}),
     "d72-float16": ([500], [1], {"packed": False, "head_dim": 72, "dtype": torch.float16}),
     "d192-dv128-causal": ([300, 5], [300, 140], {"head_dim": 192, "head_dim_v": 128, "causal": True, "nheads": 1}),
     "d136-float16": ([260, 200], [300, 128], {"head_dim": 136, "dtype": torch.float16, "nheads": 1}),

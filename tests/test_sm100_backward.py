@@ -319,6 +319,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d64-packed-grouped": ([100, 20, 0], [130, 20, 5], {"head_dim": 64, "nheads": 4, "nheads_k": 1, "causal": True}),
     "d96-float16": ([140], [150], {"packed": False, "head_dim": 96, "nheads": 1, "dtype": torch.float16}),
     "d40-dv24": ([150], [150], {"packed": False, "head_dim": 40, "head_dim_v": 24, "window_size": (20, None)}),
+    "d8": ([70], [140], {"packed": False, "head_dim": 8, "nheads": 1, "causal": True}),
     "d64-blind": ([300], [140], {"packed": False, "head_dim": 64, "causal": True, "nheads": 1}),
 }
 
