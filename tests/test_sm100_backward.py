@@ -10,7 +10,7 @@ import math
 import random
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, PART_ROWS
 from flash_attn_cute.sparsity.bits import pack, unpack
 from flash_attn_cute.spec import AttentionSpec
-from tests import oracle, ptx
+from tests import oracle, ptx, test_sm100
 from tests.checks import assert_close, bitwise_equal, gradients, poisoned_dout, random_call
 from tests.oracle import Call
 from tests.test_sm100 import (
@@ -384,6 +384,17 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
         check(call, backend, through_lse=len(case) % 2 == number % 2)
         if time.monotonic() > stop:
             break
+
+
+def test_slices_of_one_projection() -> None:
+    """q, k and v, whose rows are far apart: both passes read them where they are."""
+    call = random_call([140], [140], packed=False, nheads=2, head_dim=64, causal=True, dtype=torch.bfloat16)
+    projected = torch.stack((call.q, call.k, call.v), 2).detach()
+    q, k, v = (x.requires_grad_() for x in projected.unbind(2))
+    assert all(x.stride(1) == 3 * 2 * 64 for x in (q, k, v))
+    call = replace(call, q=q, k=k, v=v)
+    test_sm100.check(call, random.Random(0))
+    check(call, Interpreted(random.Random(0)))
 
 
 def test_kernels_of_a_b300() -> None:
