@@ -125,21 +125,25 @@ def test_the_rule_can_fail() -> None:
 
 
 def test_import_is_cheap(tmp_path: Path) -> None:
-    """Under 50 ms of a core on top of torch, its bytecode being there, without cutlass and without touching CUDA."""
+    """A twenty-fifth of what torch takes, bytecode being there, without cutlass and without touching CUDA.
+
+    That is some 50 ms of a core, more or less of them as other processes share its caches.
+    """
     code = """
 import sys, time
+before = time.process_time()
 import torch, torch.library
 start = time.process_time()
 import flash_attn_cute
-elapsed = time.process_time() - start
+share = (time.process_time() - start) / (start - before)
 assert not any(name.split('.')[0] == 'cutlass' for name in sys.modules)
 assert not any(name.startswith('flash_attn_cute.integrations') for name in sys.modules)
 assert not torch.cuda.is_initialized()
-print(elapsed)
+print(share)
 """
     bytecode = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bytecode) for _ in range(5)
     ]
     assert all(run.returncode == 0 for run in runs), runs[0].stderr
-    assert min(float(run.stdout) for run in runs) < 0.05
+    assert min(float(run.stdout) for run in runs) < 0.04
