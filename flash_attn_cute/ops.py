@@ -42,8 +42,8 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? learnable_sink, Tensor? mask, Tensor? bias, "
     # BlockTables.flat()
-    "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, Tensor? order, "
-    "Tensor? column_spans, Tensor? column_entries, Tensor? contributors"
+    "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, "
+    "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order"
 )
 # ``flat_options``
 OPTIONS = (

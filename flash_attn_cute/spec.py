@@ -62,40 +62,35 @@ class BlockColumns(NamedTuple):
     column walks over them, ascending or as ``sparsity.model`` has found; the tile of each, -1 if all of it is visible,
     of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its dQ
     before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add
-    to each; of blocks of 128 these are the counts of rows. All are int32.
+    to each; of blocks of 128 these are the counts of rows. ``order`` (batch or 1, key heads or 1, blocks_k) holds key
+    blocks as they are launched. All are int32.
     """
 
     spans: Tensor
     entries: Tensor
     contributors: Tensor
+    order: Tensor
 
 
 class BlockTables(NamedTuple):
     """What a backend reads of a block mask; see ``sparsity``.
 
-    ``order`` (batch or 1, key heads or 1, blocks_k), int32: blocks of keys in the order in which they are launched.
     ``columns`` is None where nothing is differentiated. ``intervals`` are a backend's own (``backends.packing.Seen``).
     """
 
     rows: BlockRows
-    order: Tensor
     columns: BlockColumns | None
     intervals: tuple[Tensor, Tensor] | None = None
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """Its seven tensors, for operators."""
-        return (*self.rows, self.order, *((None, None, None) if self.columns is None else self.columns))
+        return (*self.rows, *((None, None, None, None) if self.columns is None else self.columns))
 
     @classmethod
     def of_flat(cls, tensors: tuple[Tensor | None, ...]) -> "BlockTables | None":
         """The inverse; None if there are none."""
-        spans, entries, tiles, order, *columns = tensors
-        if spans is None or entries is None or tiles is None or order is None:
-            return None
-        by_column = None
-        if columns[0] is not None and columns[1] is not None and columns[2] is not None:
-            by_column = BlockColumns(columns[0], columns[1], columns[2])
-        return cls(BlockRows(spans, entries, tiles), order, by_column)
+        rows, columns = ([x for x in some if x is not None] for some in (tensors[:3], tensors[3:]))
+        return cls(BlockRows(*rows), BlockColumns(*columns) if columns else None) if rows else None
 
 
 class AttentionInputs(NamedTuple):

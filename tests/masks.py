@@ -241,6 +241,13 @@ def bits_of(tile: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool)
 
 
+def launch_order(mask: BlockMask) -> Tensor:
+    """(batch or 1, key heads or 1, blocks_k): blocks of keys as they are launched."""
+    columns = tables_of(mask).columns
+    assert columns is not None
+    return columns.order
+
+
 def columns_spelled_out(tables: BlockTables, block_q: int) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
     """The entries of each column, in blocks of 64 or 128 queries: (batch entry, head, key block) to its lists."""
     assert tables.columns is not None

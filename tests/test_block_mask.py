@@ -3,6 +3,7 @@
 import random
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.sparsity import bits, plan
+from flash_attn_cute.sparsity import bits, launch, plan
 from flash_attn_cute.sparsity.order import write_order
 from tests.masks import (
     KINDS,
@@ -19,6 +20,7 @@ from tests.masks import (
     Made,
     bits_of,
     columns_spelled_out,
+    launch_order,
     positions,
     random_mask,
     spelled_out,
@@ -99,7 +101,7 @@ def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
         assert mask.sparsity == 0.0
         assert "0 of 0 blocks" in repr(mask)
         for order in ("auto", "permutation", "spt"):
-            assert tables_of(mask.with_order(order)).order.shape[2] == mask.sizes.blocks_k
+            assert launch_order(mask.with_order(order)).shape[2] == mask.sizes.blocks_k
 
 
 def test_batch_of_nothing() -> None:
@@ -144,7 +146,7 @@ def test_columns_and_turns(seed: int) -> None:
         launch = launch.repeat_interleave(mask.heads // own[1], 1)
     tables = tables_of(mask)
     assert tables.columns is not None
-    assert {x.dtype for x in (*tables.columns, tables.order)} == {torch.int32}
+    assert {x.dtype for x in tables.columns} == {torch.int32}
     assert all(x is not None and x.is_contiguous() for x in tables.flat())
     for block_q in (64, 128):
         expected = columns_of(made, launch, block_q)
@@ -352,6 +354,17 @@ def test_tables_are_kept() -> None:
     assert mask.tables(CPU, backward=True).columns is second.columns
     with pytest.raises(AttributeError):
         mask.seqlen_q = 3  # type: ignore[misc]
+
+
+def test_orders_are_found_once_and_for_backward_passes_alone() -> None:
+    mask = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool)).with_order("permutation")
+    with mock.patch.object(launch, "of", wraps=launch.of) as found:
+        assert mask.sparsity == 0.0
+        mask.tables(CPU, backward=False)
+        assert found.call_count == 0
+        for _ in range(2):
+            mask.build("cpu")
+        assert found.call_count == 1
 
 
 def document_causal(ids: Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn_cute import BlockMask
 from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
-from tests.masks import columns_spelled_out, random_mask, tables_of
+from tests.masks import columns_spelled_out, launch_order, random_mask, tables_of
 from tests.simulation import Addition, DeadlockError, Machine, simulate
 from tests.simulations import Cases, Shape, random_cases, worked_off
 from tests.test_order import Backward, backward, uneven
@@ -190,7 +190,7 @@ def test_steps() -> None:
 def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
     """That of a mask of blocks of 64 queries and 128 keys."""
     mask = BlockMask.from_blocks(visible, (64, 128)).with_order(name, group=group)
-    order = tables_of(mask).order
+    order = launch_order(mask)
     assert order.shape == (visible.shape[0], visible.shape[1] // group, visible.shape[3])
     assert torch.equal(order.sort(-1).values, torch.arange(visible.shape[3]).expand_as(order))
     return order
@@ -218,7 +218,7 @@ def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
     machine = model.machine_of(64 * visible.shape[2], has_walks=True)
     work = model.Pass(steps, machine=machine)
     orders = [last_first(visible), spt(visible)]
-    found = model.Pass(steps, machine=machine, walks=walks).cta_times([tables.order.expand_as(orders[0])])
+    found = model.Pass(steps, machine=machine, walks=walks).cta_times([launch_order(mask).expand_as(orders[0])])
     assert found[0] <= 1.001 * min(work.cta_times(orders))
 
 
@@ -278,7 +278,7 @@ def test_no_mask_and_order_deadlocks(fuzz_seconds: float) -> None:
             shape = (mask.batch, mask.heads // own_group, mask.sizes.blocks_k)
             order = torch.rand(shape, generator=generator).argsort(-1)
         mask = mask.with_order(order, group=own_group)
-        launched = tables_of(mask).order.long()
+        launched = launch_order(mask).long()
         block_q, section = rng.choice([64, 128]), rng.randint(1, 8)
         machine = Machine(
             rng.randint(1, 9), tickets_ahead=rng.randint(0, 3), steps_ahead=rng.choice([1, 2, 9]), vary=uneven(rng)
@@ -371,7 +371,7 @@ def test_tickets_ahead_matter_in_many_simulations() -> None:
 
 def test_a_wrong_turn_deadlocks() -> None:
     mask = BlockMask.causal(500, 500)
-    work = work_of(mask, tables_of(mask).order.long(), 64, 1, 1, 0)
+    work = work_of(mask, launch_order(mask).long(), 64, 1, 1, 0)
     tiles = [list(tile) for tile in work.tiles]
     tiles[0][0] = Addition(tiles[0][0].to, (tiles[0][0].turn or 0) + 1)
     with pytest.raises(DeadlockError):

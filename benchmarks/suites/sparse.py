@@ -263,7 +263,8 @@ def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, flo
         )
         machine = machine_of(mask.seqlen_q, ordered.waits_little, ordered.has_walks)
         work = Pass(steps, machine=machine, walks=walks)
-        launch = tables.order.cpu().expand(work.order_shape)
+        assert tables.columns is not None
+        launch = tables.columns.order.cpu().expand(work.order_shape)
         if order == "default" and not ordered.waits_little:  # others have an order even if nobody asks
             times["no order"] = work.around(ordered=False) + work.play(launch, ordered=False).makespan
         times[order] = work.around() + work.play(launch).makespan
@@ -517,7 +518,7 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
         ),
         "prefix-LM": (built(lambda: BlockMask.prefix_lm(n, n, n // 4)), peers(prefix.mod)),
         "from_flex": (built(lambda: BlockMask.from_flex(flex)), None),
-        "permutation": (lambda: [scattered.with_order("permutation").tables(device, backward=False).order], None),
+        "permutation": (lambda: _read_of(scattered.with_order("permutation"), device), None),
         "from_indices": (built(lambda: BlockMask.from_indices(indices, seqlen_k=n)), None),
     }
     for name, (ours, others) in making.items():

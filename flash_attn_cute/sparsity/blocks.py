@@ -578,17 +578,18 @@ class BlockMask:
         tables = self._tables.get(device)
         if tables is None or (backward and tables.columns is None):
             is_captured = _is_captured(device)
-            if is_captured and (not isinstance(self._node, Indices) or self._order in launch.WAITING):
+            if is_captured and (not isinstance(self._node, Indices) or (backward and self.has_walks)):
                 raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):
                 rows = self._node.rows()
             elif rows is None:
                 rows = plan.build(self._node, self.sizes, device)
-            order, walks = launch.of(self._order, rows, self.sizes, self._group)
-            irregular = None if self._order == "default" else order
-            columns = plan.columns(rows, irregular, self.sizes, walks) if backward else None
-            tables = BlockTables(rows, order, columns)
+            columns = None
+            if backward:
+                order, walks = launch.of(self._order, rows, self.sizes, self._group)
+                columns = plan.columns(rows, order, self.sizes, walks)
+            tables = BlockTables(rows, columns)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
         return tables

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.nodes import Sizes
-from flash_attn_cute.sparsity.order import shortest_first
+from flash_attn_cute.sparsity.order import last_first, shortest_first
 from flash_attn_cute.spec import BlockRows
 
 NAMES = ("auto", "default", "spt", "permutation")
@@ -23,7 +23,7 @@ _GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks n
 class Launch(NamedTuple):
     """In which order blocks of keys are launched, and how each walks over its blocks of queries."""
 
-    order: Tensor  # (batch or 1, key heads or 1, blocks_k), int32
+    order: Tensor | None = None  # (batch or 1, key heads or 1, blocks_k), int32; None: last keys first
     walks: Tensor | None = None  # (batch, heads, blocks_q, blocks_k), int16: places; None: as blocks ascend
 
 
@@ -35,13 +35,12 @@ def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch
     device = rows.spans.device
     if isinstance(order, Tensor):
         return Launch(order.to(device).contiguous())
-    last_first = torch.arange(sizes.blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
     if order == "default":
-        return Launch(last_first)
-    if order == "spt":
-        return Launch(_shortest_first(plan.lengths_of_columns(rows, sizes), group))
+        return Launch()
     spt = _shortest_first(plan.lengths_of_columns(rows, sizes), group)
-    orders = [x.cpu() for x in (last_first.expand_as(spt), spt)]
+    if order == "spt":
+        return Launch(spt)
+    orders = [x.cpu() for x in (last_first(sizes.blocks_k, device).expand_as(spt), spt)]
     found, walks = _found(order, orders, plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
     return Launch(found.to(device).contiguous(), None if walks is None else walks.to(device))
 
@@ -51,24 +50,26 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
-def _found(order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int) -> Launch:
-    """Of these orders, the default one ahead, what takes the model the least time.
+def _found(
+    order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int
+) -> tuple[Tensor, Tensor | None]:
+    """Of these orders, the default one ahead, what takes the model the least time, and walks.
 
     The first one on ties, and with walks that ascend unless others are worth it.
     """
     from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
     if not steps.numel():
-        return Launch(orders[0])
+        return orders[0], None
     work = Pass(steps, group, machine_of(seqlen_q, has_walks=True))
     times = work.cta_times([*orders, *orders], free=len(orders))
     if order == "auto" and times[0] <= _GOOD_ENOUGH * work.cta_times(orders[:1], ordered=False)[0]:
-        return Launch(orders[0])
+        return orders[0], None
     ascending, free = times[: len(orders)], times[len(orders) :]
     if min(free) > _WORTH * min(ascending):
-        return Launch(orders[ascending.index(min(ascending))])
+        return orders[ascending.index(min(ascending))], None
     best = orders[free.index(min(free))]
-    return Launch(best, work.walks(best))
+    return best, work.walks(best)
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

@@ -107,7 +107,7 @@ def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
         raise ValueError(f"visible: expected shape (..., blocks_q, blocks_k), got {tuple(visible.shape)}")
     tiles = torch.arange(visible.shape[-1], device=visible.device)
     if launch is None:
-        launch = tiles.flip(0)
+        launch = last_first(len(tiles), tiles.device)[0, 0]
     _check_launch(launch, visible, tiles)
     leading = torch.broadcast_shapes(visible.shape[:-2], launch.shape[:-1])
     visible = visible.expand(*leading, -1, -1)
@@ -115,6 +115,19 @@ def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
     launched = visible.gather(-1, launch).cumsum(-1, dtype=torch.int32)
     turns = torch.empty_like(launched).scatter_(-1, launch, launched - 1)
     return turns.masked_fill_(~visible, -1)
+
+
+def last_first(blocks_k: int, device: torch.device | None = None) -> Tensor:
+    """The launch order in which the last keys come first.
+
+    Args:
+        blocks_k: tiles of keys.
+        device: where the order is to be.
+
+    Returns:
+        (1, 1, blocks_k), int32: a launch order for ``write_order``, of all batch entries and heads.
+    """
+    return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
 
 
 def longest_first(lengths: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import ALL, FULL, HALF, NONE, SOME, TILE
 from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
+from flash_attn_cute.sparsity.order import last_first
 from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
 
 _PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
@@ -183,7 +184,8 @@ def columns(rows: BlockRows, order: Tensor | None, sizes: Sizes, walks: Tensor |
     entries[2 * len(row) : -1] = whole
     ends = torch.stack((before[2 * edges], edges + 2 * len(row)))
     spans = torch.stack((ends[:, :-1], ends.diff(dim=1)), 2).int()
-    return BlockColumns(spans.view(2, sizes.batch, sizes.heads, blocks_k, 2), entries[:-1], contributors)
+    spans = spans.view(2, sizes.batch, sizes.heads, blocks_k, 2)
+    return BlockColumns(spans, entries[:-1], contributors, last_first(blocks_k, device) if order is None else order)
 
 
 def walks_of(tables: BlockTables, sizes: Sizes) -> Tensor:

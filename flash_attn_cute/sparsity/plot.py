@@ -133,10 +133,12 @@ class _Lane:
 
 def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """The backward pass of a mask, and its launch order."""
-    group = mask.heads // tables.order.shape[1]
+    assert tables.columns is not None
+    order = tables.columns.order
+    group = mask.heads // order.shape[1]
     machine = machine_of(mask.seqlen_q, mask.waits_little, mask.has_walks)
     work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine, plan.walks_of(tables, mask.sizes).cpu())
-    return work, tables.order.cpu().expand(work.order_shape)
+    return work, order.cpu().expand(work.order_shape)
 
 
 def _draw_blocks(axes: Any, mask: BlockMask, tables: BlockTables, batch: int, head: int) -> None:

@@ -507,7 +507,7 @@ def _layout(
     """
     mask, bias, tables = inputs.mask, inputs.bias, inputs.block_mask
     if tables is not None:
-        blocks = tables.rows.spans.shape[:2], tables.order.shape[:2]
+        blocks = tables.rows.spans.shape[:2], (1, 1) if tables.columns is None else tables.columns.order.shape[:2]
     if mask is None and bias is None and blocks is None:
         return _NO_SCORES
     some = bias if mask is None else mask
@@ -555,7 +555,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     is_half = config.tile_m == HALF
     return {
         "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles, config),
-        "mLaunchOrder": tables.order.flatten(),
+        "mLaunchOrder": columns.order.flatten(),
         "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
         "mSeen": _seen(inputs, 1),
     }
