@@ -398,11 +398,10 @@ def _attend(
     if lowered is not None:
         tensors, bounds, options, _ = lowered
         block_mask = None
-    options = plan.with_turns(block_mask, options)
-    chosen = (plan.make if watched else plan.recall)(tensors, bounds, block_mask, options, backend)
-    tables = None
-    if block_mask is not None:
-        tables = block_mask.tables(tensors[0].device, backward=ops.is_recorded(tensors, watched))
+    backward = block_mask is not None and ops.is_recorded(tensors, watched)
+    chosen, options, tables = plan.with_tables(
+        tensors, bounds, block_mask, options, backend, backward=backward, watched=watched
+    )
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
     out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
     if lowered is not None:

@@ -11,7 +11,7 @@ import torch
 
 from flash_attn_cute import dispatch, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
 
 # The tensors of ``AttentionInputs`` but for the block mask, in their order, not yet checked.
 Tensors: TypeAlias = tuple[Any, ...]
@@ -63,6 +63,35 @@ def recall(
             _kept.clear()
         _kept[key] = plan
     return plan
+
+
+def with_tables(
+    tensors: Tensors,
+    bounds: Bounds,
+    block_mask: BlockMask | None,
+    options: Options,
+    backend: str | None,
+    *,
+    backward: bool,
+    watched: bool = False,
+) -> tuple[Plan, Options, BlockTables | None]:
+    """The plan of a call, with how its block mask's tiles add to dQ among its options, and the tables of that mask.
+
+    Raises:
+        TypeError: as ``make`` does, or another kind of mask.
+        ValueError: as ``make`` does.
+        RuntimeError: as ``BlockMask.tables`` does.
+    """
+    planned = make if watched else recall
+    options = with_turns(block_mask, options)
+    plan = planned(tensors, bounds, block_mask, options, backend)
+    if block_mask is None:
+        return plan, options, None
+    tables = block_mask.tables(tensors[0].device, backward=backward)
+    if options.walks and not block_mask.has_walks:  # looked for just now, and none were worth it
+        options = with_turns(block_mask, options)
+        plan = planned(tensors, bounds, block_mask, options, backend)
+    return plan, options, tables
 
 
 def with_turns(block_mask: BlockMask | None, options: Options) -> Options:

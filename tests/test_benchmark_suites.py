@@ -402,7 +402,7 @@ def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
     assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
     assert bars["forward window", sparse.PACKAGE, sparse.WITHOUT]["passed"] is False
-    assert bars["backward documents", sparse.DETERMINISTIC, sparse.PACKAGE]["passed"] is True
+    assert bars["backward documents", sparse.AUTO, sparse.PACKAGE]["passed"] is True
     assert bars["forward random 50 %", sparse.PACKAGE, sparse.ALL_BLOCKS]["most"] == pytest.approx(0.55)
     assert len(bars) == 4 + 1 + 2 + 2 + len(TINY_SPARSE_ROWS)
 
@@ -448,7 +448,10 @@ def test_rows_of_the_sparse_suite() -> None:
 @pytest.mark.usefixtures("tiny_sparse")
 def test_lengths_of_the_sparse_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "LENGTHS", (2048, 4096))
-    cases = list(sparse.lengths(CPU, torch.float32).cases())
+    suite = sparse.lengths(CPU, torch.float32)
+    shown = {contender.name for contender in suite.contenders}
+    assert shown == {sparse.PACKAGE, sparse.DETERMINISTIC, sparse.AUTO, sparse.FA4, sparse.FLEX}
+    cases = list(suite.cases())
     panels = [f"{passes}, {kind}" for passes in ("forward", "backward") for kind in ("window", "documents", "top-k")]
     assert [(case.panel, case.length) for case in cases] == [(panel, n) for panel in panels for n in (2048, 4096)]
 

@@ -299,9 +299,11 @@ def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     first = flash_attn_func(q, q, q, block_mask=indices)
     assert not indices._rows
     assert not indices._tables
-    for mask in (causal, indices.with_order("auto")):
+    searching = indices.with_order("auto")
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=searching))  # an order is for backward passes
+    for mask, x in ((causal, q), (searching, q.clone().requires_grad_())):
         with pytest.raises(RuntimeError, match="block_mask: expected one that has been built"):
-            flash_attn_func(q, q, q, block_mask=mask)
+            flash_attn_func(x, q, q, block_mask=mask)
     monkeypatch.undo()
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
     indices.build()

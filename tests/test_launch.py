@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute import plan as plans
 from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
+from flash_attn_cute.spec import Options
 from tests.masks import columns_spelled_out, launch_order, random_mask, tables_of
 from tests.simulation import Addition, DeadlockError, Machine, simulate
 from tests.simulations import Cases, Shape, random_cases, worked_off
@@ -88,18 +90,19 @@ def test_orders_are_compared_side_by_side() -> None:
     visible = scattered(64, 64, 0.2, 5)
     work = model.Pass(steps_of(visible), machine=model.machine_of(64 * 64))
     orders = [order_(visible) for order_ in (last_first, spt)]
-    times = work.cta_times(orders)
-    assert times == [spent for order in orders for spent in work.cta_times([order])]
-    (unordered,) = work.cta_times(orders[:1], ordered=False)
-    assert unordered < times[1] < 0.95 * times[0]
+    slowdowns = work.slowdowns(orders)
+    assert slowdowns == [slowdown for order in orders for slowdown in work.slowdowns([order])]
+    assert 1.0 < slowdowns[1] < 0.95 * slowdowns[0]
 
     long = model.Pass(steps_of(visible).repeat(4, 1, 1, 1), machine=work.machine)
 
     def makespan(order: Tensor, **options: bool) -> float:
         return long.play(order.repeat(4, 1, 1), **options).makespan
 
-    for order, spent in zip(orders, times, strict=True):
-        assert spent / unordered == pytest.approx(makespan(order) / makespan(order, ordered=False), rel=0.04)
+    for order, slowdown in zip(orders, slowdowns, strict=True):
+        unordered = makespan(order, ordered=False)
+        assert slowdown == pytest.approx(makespan(order) / unordered, rel=0.04)
+        assert long.whole(slowdown) - long.around() == pytest.approx(slowdown * unordered, rel=0.06)
 
 
 def test_found_walks_wait_less() -> None:
@@ -109,13 +112,14 @@ def test_found_walks_wait_less() -> None:
     for group, most in ((1, 0.9), (4, 0.9), (16, 0.95)):
         order = shortest_first(visible.unflatten(1, (-1, group)).sum((2, 3)))
         work = model.Pass(visible, group, machine)
-        walks = work.walks(order)
+        walks, slowdown = work.walks(order)
         assert walks.shape == visible.shape
         for head, n in ((0, 0), (3, 63), (15, 7)):
             of_tile = visible[0, head, :, n]
             assert walks[0, head, of_tile, n].sort().values.tolist() == list(range(int(of_tile.sum())))
         found = model.Pass(visible, group, machine, walks)
         assert found.play(order).makespan < most * work.play(order).makespan
+        assert found.slowdowns([order]) == pytest.approx([slowdown])
         # All that is visible is done, whoever waits for whom: nobody is faster than without an order.
         assert found.play(order).makespan > found.play(order, ordered=False).makespan
 
@@ -125,7 +129,7 @@ def test_walks_by_hand() -> None:
     visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
     visible[0, :, 2, 0] = False
     machine = model.Machine(ctas=4, section=2, tile=1.0, step=2.0, hand_over=50.0)
-    walks = model.Pass(visible, machine=machine).walks(torch.tensor([[[0, 1], [0, 1]]]))
+    walks, _ = model.Pass(visible, machine=machine).walks(torch.tensor([[[0, 1], [0, 1]]]))
     assert walks[0, 0, :2, 0].tolist() == [0, 1]
     assert walks[0, 0, :, 1].tolist() == [1, 2, 0]
 
@@ -200,7 +204,7 @@ def test_permutations_are_faster_where_masks_are_irregular() -> None:
     """By both the model and the simulation, of one sum a block: random blocks, an eighth of them, a mask a head."""
     visible = scattered(128, 128, 0.125, 1)
     order = spt(visible)
-    walks = model.Pass(visible).walks(order)
+    walks, _ = model.Pass(visible).walks(order)
     assert (
         simulated(visible, order, walks)
         < 0.95 * simulated(visible, order)
@@ -215,11 +219,32 @@ def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
     mask = BlockMask.from_blocks(visible, (64, 128)).with_order("permutation")
     tables, steps = tables_of(mask), steps_of(visible)
     walks = plan.walks_of(tables, mask.sizes)
-    machine = model.machine_of(64 * visible.shape[2], has_walks=True)
+    machine = model.machine_of(64 * visible.shape[2])
     work = model.Pass(steps, machine=machine)
+    found = model.Pass(steps, machine=machine, walks=walks)
+    if mask.has_walks:
+        found = found.on(model.machine_of(64 * visible.shape[2], has_walks=True))
     orders = [last_first(visible), spt(visible)]
-    found = model.Pass(steps, machine=machine, walks=walks).cta_times([launch_order(mask).expand_as(orders[0])])
-    assert found[0] <= 1.001 * min(work.cta_times(orders))
+    (slowdown,) = found.slowdowns([launch_order(mask).expand_as(orders[0])])
+    assert found.whole(slowdown) <= 1.001 * work.whole(min(work.slowdowns(orders)))
+
+
+def test_masks_know_whether_walks_are_worth_it() -> None:
+    """Where they are not, calls go by what others have: two sums of a block, and as many heads in flight."""
+    irregular = scattered(64, 64, 0.2, 5)
+    q = torch.zeros(1, 64 * 128, irregular.shape[1], 8)
+    options = Options(None, None, None, 0.0, True, True)
+    for visible, worth in ((torch.ones_like(irregular), False), (irregular, True)):
+        for order in ("auto", "permutation"):
+            mask = BlockMask.from_blocks(visible, (64, 128)).with_order(order)
+            assert mask.has_walks
+            for _ in range(2):
+                tensors = (q, q, q, *[None] * 7)
+                chosen, told, tables = plans.with_tables(tensors, (), mask, options, None, backward=True)
+                assert chosen.spec.walks == told.walks == mask.has_walks == worth
+                assert tables is mask.tables(q.device, backward=True)
+        assert mask.with_order("permutation").has_walks
+        assert not mask.with_order("spt").has_walks
 
 
 def test_auto_takes_the_default_where_that_is_good() -> None:

@@ -157,9 +157,7 @@ class _Masked(NamedTuple):
         if lowered is not None:
             tensors, bounds, options, _ = lowered
             mask = None
-        options = plans.with_turns(mask, options)
-        chosen = plans.recall(tensors, bounds, mask, options, context.backend)
-        tables = None if mask is None else mask.tables(q.device, backward=backward)
+        chosen, _, tables = plans.with_tables(tensors, bounds, mask, options, context.backend, backward=backward)
         inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
         return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
 

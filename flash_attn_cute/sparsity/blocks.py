@@ -89,6 +89,7 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
+    _has_walks: dict[torch.device, bool] = field(default_factory=dict)
     _offsets: dict[torch.device, Offsets | None] = field(default_factory=dict)
     # What says the same without tables; those are for whoever asks for another order.
     plain: Plain | None = field(init=False)
@@ -135,8 +136,9 @@ class BlockMask:
 
     @property
     def has_walks(self) -> bool:
-        """Whether the walks of its tiles over blocks of queries are found together with its order."""
-        return isinstance(self._order, str) and self._order in launch.WAITING
+        """Whether its tiles walk as has been found for them; before a search, whether there is to be one."""
+        looks = isinstance(self._order, str) and self._order in launch.WAITING
+        return next(iter(self._has_walks.values()), looks)
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -491,12 +493,12 @@ class BlockMask:
 
         Args:
             order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
-                processing time); ``"permutation"``, one of both, and walks of tiles over blocks of queries that a model
-                of the device finds for this mask, so that they wait less; ``"auto"``, the same, or the default where
-                that waits for little, which some constructors tell without a search. Or a tensor of key blocks as they
-                are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a permutation of
-                0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1. Passes that add
-                in no order launch them the other way round, so that long tiles come first.
+                processing time); ``"permutation"``, one of both, and, where that pays, walks of tiles over blocks of
+                queries that a model of the device finds for this mask, so that they wait less; ``"auto"``, the same, or
+                the default where that waits for little, which some constructors tell without a search. Or a tensor of
+                key blocks as they are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a
+                permutation of 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1.
+                Passes that add in no order launch them the other way round, so that long tiles come first.
             group: query heads of a key head, if the mask is one of query heads: those share an order.
 
         Raises:
@@ -516,7 +518,7 @@ class BlockMask:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order == "auto" and self._node.is_regular:
             order = "default"
-        return replace(self, _order=order, _group=group, _tables={})
+        return replace(self, _order=order, _group=group, _tables={}, _has_walks={})
 
     def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
         """Makes now what calls read, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -578,20 +580,22 @@ class BlockMask:
         tables = self._tables.get(device)
         if tables is None or (backward and tables.columns is None):
             is_captured = _is_captured(device)
-            if is_captured and (not isinstance(self._node, Indices) or (backward and self.has_walks)):
+            if is_captured and (not isinstance(self._node, Indices) or (backward and self._order in launch.WAITING)):
                 raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):
                 rows = self._node.rows()
             elif rows is None:
                 rows = plan.build(self._node, self.sizes, device)
-            columns = None
+            columns, walks = None, None
             if backward:
                 order, walks = launch.of(self._order, rows, self.sizes, self._group)
                 columns = plan.columns(rows, order, self.sizes, walks)
             tables = BlockTables(rows, columns)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
+                if backward:
+                    self._has_walks[device] = walks is not None
         return tables
 
     def _any_tables(self) -> BlockTables:

@@ -17,7 +17,7 @@ NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
 
 _WORTH = 0.98  # of the time of walks that ascend, which share more in the cache
-_GOOD_ENOUGH = 1.05  # of the time without an order of additions: "auto" looks no further
+_GOOD_ENOUGH = 1.05  # of the time of the work alone: "auto" looks no further
 
 
 class Launch(NamedTuple):
@@ -53,23 +53,23 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
 def _found(
     order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Of these orders, the default one ahead, what takes the model the least time, and walks.
+    """Of these orders, the default one ahead, that in which tiles wait the least, and walks if they are worth it.
 
-    The first one on ties, and with walks that ascend unless others are worth it.
+    The first one on ties. "auto" takes the default where that is good.
     """
     from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
     if not steps.numel():
         return orders[0], None
-    work = Pass(steps, group, machine_of(seqlen_q, has_walks=True))
-    times = work.cta_times([*orders, *orders], free=len(orders))
-    if order == "auto" and times[0] <= _GOOD_ENOUGH * work.cta_times(orders[:1], ordered=False)[0]:
+    work = Pass(steps, group, machine_of(seqlen_q))
+    slowdowns = work.slowdowns(orders)
+    if order == "auto" and slowdowns[0] <= _GOOD_ENOUGH:
         return orders[0], None
-    ascending, free = times[: len(orders)], times[len(orders) :]
-    if min(free) > _WORTH * min(ascending):
-        return orders[ascending.index(min(ascending))], None
-    best = orders[free.index(min(free))]
-    return best, work.walks(best)
+    least = min(slowdowns)
+    best = orders[slowdowns.index(least)]
+    walking = work.on(machine_of(seqlen_q, has_walks=True))
+    walks, slowdown = walking.walks(best)
+    return best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

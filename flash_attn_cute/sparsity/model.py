@@ -19,8 +19,8 @@ one of them and draw another is left out.
 Walks are found, and orders compared, in a pass in full swing: sections are played side by side, each by CTAs that come
 free one after the other, as they would from the section before.
 
-A pass is more than its tiles: a call, what is read ahead of them and, where dQ is not rounded by whoever adds last,
-what is written before and read behind them. That is counted in bytes of memory.
+A pass is more than its tiles: a call, what is read ahead of them, and sums of dQ, zeroed ahead of additions in no order
+and read behind all. That is counted in bytes of memory.
 
 It is played in numpy, where an operator on a few numbers takes a fraction of what it takes in PyTorch, and in whole
 nanoseconds, so that every host finds the same walks.
@@ -29,6 +29,7 @@ nanoseconds, so that every host finds the same walks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -136,41 +137,45 @@ class Pass:
     def around(self, *, ordered: bool = True) -> float:
         """Microseconds that a pass takes beside its tiles.
 
-        Out and its gradient are read for delta. Sums of dQ that are added to in no order are zeroed, and those, or
-        several of them, are read in the end and rounded; a single one in an order is rounded by whoever adds last.
+        Out and its gradient are read for delta. Sums of dQ are read in the end and rounded, and zeroed first where
+        tiles add to them in no order.
         """
-        a_row = 2 * _NARROW
-        if not ordered:
-            a_row += 2 * _WIDE + _NARROW
-        elif self.machine.sums > 1:
-            a_row += self.machine.sums * _WIDE + _NARROW
+        wide = self.machine.sums if ordered else 2
+        a_row = 2 * _NARROW + wide * _WIDE + _NARROW
         rows = len(self.mask_of_head) * self.blocks_q * _ROWS
         return self.machine.call + rows * a_row / self.machine.bytes_a_us
 
-    def cta_times(self, orders: Sequence[Tensor], *, ordered: bool = True, free: int = 0) -> list[float]:
-        """What tiles take of CTAs in a pass in full swing, under each of several launch orders: microseconds in all.
+    def on(self, machine: Machine) -> Pass:
+        """The same pass on a machine with other heads in flight and sums."""
+        other = copy(self)
+        other.machine = machine
+        return other
 
-        Of a large mask only some heads are played. How a pass ends is left out. Under the last so many of the orders
-        walks are ``free``: tiles take of their blocks that first which is handed over first.
+    def whole(self, slowdown: float) -> float:
+        """Microseconds of an ordered pass whose tiles take so many times the time of their work, evenly on all CTAs."""
+        copies = len(self.mask_of_head) / self.num_masks
+        return self.around() + slowdown * copies * self.tiles.work / self.machine.ctas
+
+    def slowdowns(self, orders: Sequence[Tensor]) -> list[float]:
+        """In how many times the time of their own work tiles are done, under each of several launch orders.
+
+        Of a pass in full swing: how it ends is left out. Of a large mask only some heads are played.
         """
         size = self.machine.section
         sections = min(-(-self.num_masks // size), -(-_TILES_TO_COMPARE // max(size * self.blocks_k, 1)))
         masks = np.resize(np.arange(self.num_masks), sections * size)
-        section = self._in_full_swing(masks, orders, ordered=ordered, free=free)
-        spent = np.stack([end - start for _, _, start, end, _ in section.played]).sum(0)
-        tiles = self.blocks_k * len(masks)
-        return [self.machine.tile * tiles + x / _NS for x in spent.reshape(len(orders), -1).sum(1).tolist()]
+        return self._in_full_swing(masks, orders).slowdowns(len(orders))
 
-    def walks(self, order: Tensor) -> Tensor:
+    def walks(self, order: Tensor) -> tuple[Tensor, float]:
         """Those of tiles that take of their blocks that first which is handed over first.
 
         Returns:
             (batch, heads, blocks_q, blocks_k), int16: the place of a block of queries in the walk of a tile of keys,
-            anything where they do not meet.
+            anything where they do not meet. And in how many times the time of their own work tiles are done with it.
         """
         size = self.machine.section
         masks = np.arange(-(-self.num_masks // size) * size) % max(self.num_masks, 1)
-        section = self._in_full_swing(masks, [order], free=1)
+        section = self._in_full_swing(masks, [order], free=True)
         # (blocks_k, masks, ...), in the order of tickets; further heads are masks played once more.
         n = np.stack([n[: self.num_masks] for n, *_ in section.played])
         met = np.stack([met[: self.num_masks] for met in section.walks])
@@ -178,16 +183,15 @@ class Pass:
         walks = np.zeros((self.num_masks * self.blocks_k, self.blocks_q + 2), dtype=np.int16)
         walks.reshape(-1)[met + (tile * walks.shape[1])[:, :, None]] = np.arange(-1, met.shape[2] - 1)
         batch, heads, _, _ = self.shape
-        return torch.from_numpy(walks).unflatten(0, (batch, heads, self.blocks_k)).mT[:, :, : self.blocks_q]
+        by_tile = torch.from_numpy(walks).unflatten(0, (batch, heads, self.blocks_k))
+        return by_tile.mT[:, :, : self.blocks_q], section.slowdowns(1)[0]
 
-    def _in_full_swing(
-        self, masks: Numbers, orders: Sequence[Tensor], *, ordered: bool = True, free: int = 0
-    ) -> _Section:
-        """Sections of masks, side by side, under each of several orders; walks are free under the last of these."""
+    def _in_full_swing(self, masks: Numbers, orders: Sequence[Tensor], *, free: bool = False) -> _Section:
+        """Sections of masks, side by side, under each of several orders."""
         every = np.stack([order.flatten(0, 1).numpy() for order in orders])
         size, lanes = self.machine.section, len(orders) * len(masks) // self.machine.section
-        device = _Device(self.machine, lanes, self.tiles.mean_time)
-        section = _Section(self, np.tile(masks, len(orders)), device, ordered, free * len(masks))
+        device = _Device(self.machine, lanes, self.tiles.work / len(self.tiles.count))
+        section = _Section(self, np.tile(masks, len(orders)), device, free=free)
         drawn = device.first_of([size] * lanes)
         for n in every[:, masks // self.group].transpose(2, 0, 1).reshape(self.blocks_k, -1):
             section.play(n, *device.draw(drawn))
@@ -209,6 +213,7 @@ class _Tiles:
         steps: (masks * blocks_k * (blocks_q + 2),): how many a tile takes at a block.
         count: (masks * blocks_k,): how many blocks a tile meets.
         draws: (masks * blocks_k,): nanoseconds of steps after which a tile's CTA draws its next ticket.
+        work: microseconds that all take without waiting.
     """
 
     def __init__(self, steps: Numbers, machine: Machine, places: Numbers | None) -> None:
@@ -227,7 +232,7 @@ class _Tiles:
         self.steps[:, : self.blocks_q] = steps
         of_tile = np.bincount(tile, weights=steps.ravel()[found], minlength=num_tiles)
         self.draws = (of_tile - machine.steps_ahead).clip(0) * round(machine.step * _NS)
-        self.mean_time = machine.tile + machine.step * (float(of_tile.mean()) if num_tiles else 0.0)
+        self.work = machine.tile * num_tiles + machine.step * float(of_tile.sum())
 
 
 class _Device:
@@ -263,9 +268,11 @@ class _Section:
     When a block is handed over is a number whose last bits are the block's, so that sorting these makes a walk.
     """
 
-    def __init__(self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True, free: int = 0) -> None:
-        """With the mask of each head, of each lane; the last so many heads walk freely."""
-        self.masks, self.device, self.ordered, self.first_free = masks, device, ordered, len(masks) - free
+    def __init__(
+        self, work: Pass, masks: Numbers, device: _Device, ordered: bool = True, *, free: bool = False
+    ) -> None:
+        """With the mask of each head, of each lane. Free walks take that first which is handed over first."""
+        self.masks, self.device, self.ordered, self.free = masks, device, ordered, free
         self.tiles = work.tiles
         self.step, self.after = (round(x * _NS) for x in (work.machine.step, work.machine.hand_over))
         self.heads = np.arange(len(masks))
@@ -285,11 +292,10 @@ class _Section:
         tile = self.first_tile + n
         met = self.tiles.met.take(tile, 0)
         ready = self.handed_over[0].take(met + self.first_block)
-        if self.first_free < len(tile):
-            of_free = ready[self.first_free :]
-            of_free.sort(1)
-            np.bitwise_and(of_free, (1 << _BLOCK_BITS) - 1, out=met[self.first_free :])
-            self.walks.append(met[self.first_free :])
+        if self.free:
+            ready.sort(1)
+            np.bitwise_and(ready, (1 << _BLOCK_BITS) - 1, out=met)
+            self.walks.append(met)
         ready >>= _BLOCK_BITS
         steps = self.tiles.steps.take(met + (tile * (self.tiles.blocks_q + 2))[:, None])
         taken = steps.cumsum(1, dtype=np.int64)
@@ -319,6 +325,12 @@ class _Section:
         before, behind = last[:, -2].copy(), last[:, -1].copy()
         last.reshape(-1)[at] = when
         last[:, -2], last[:, -1] = before, behind
+
+    def slowdowns(self, orders: int) -> list[float]:
+        """The time of tiles over that of their work, under each of so many orders."""
+        _, _, start, end, waited = (np.stack(x).reshape(len(x), orders, -1) for x in zip(*self.played, strict=True))
+        spent = (end - start + self.device.tile).sum((0, 2))
+        return (spent / (spent - waited.sum((0, 2)))).tolist()
 
     def told(self, first_head: int) -> tuple[Numbers, ...]:
         """What a timeline has of it, whose heads are numbered from that one on: (tickets,) each."""
