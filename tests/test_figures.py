@@ -132,6 +132,20 @@ def test_block_masks() -> None:
             assert figure == rate(case, f"{OURS} deterministic {order}"), row
 
 
+def test_block_masks_of_all_lengths() -> None:
+    cases = record("sparse-lengths-cuda-bfloat16").items()
+    found = {
+        panel: sorted(float(speed(case, FA4)) for name, case in cases if name.startswith(panel))
+        for panel in ("forward window", "backward window", "forward documents", "forward top-k")
+    }
+    assert sum(map(len, found.values())) == len(cases)
+    least, most = ([f"{x[at]:.2f}" for x in found.values()] for at in (0, -1))
+    assert least[0] == most[0]
+    said = f"a window is {least[0]} times as fast as under flash-attn-4's block sparsity forward and {least[1]} to "
+    said += f"{most[1]} times backward, documents {least[2]} to {most[2]} times and 16 selected blocks of 128 for each "
+    assert f"{said}{least[3]} to {most[3]} times forward" in " ".join(PAGE.split())
+
+
 @pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
 def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
     """What was measured is within 15 % of what the model says, in every order."""
@@ -179,18 +193,24 @@ def test_the_cost_of_determinism() -> None:
         case = cases[f"backward {name}"]
         return f"{ratio(case[f'{OURS} deterministic{order}'], case[OURS]):.2f}"
 
-    shares = ("10 %", "25 %", "50 %")
-    (ten, ten_spt), (quarter, quarter_spt), (half, half_spt) = (
-        (cost(f"random {share}"), cost(f"random {share}", " spt")) for share in shares
+    def page(name: str) -> str:
+        return " ".join((ROOT / "docs" / name).read_text().split())
+
+    (ten, ten_auto), (quarter, quarter_auto), (half, half_auto) = (
+        (cost(f"random {share}"), cost(f"random {share}", " auto")) for share in ("10 %", "25 %", "50 %")
     )
-    said = f"it takes {ten} times as long for 10 % of the blocks at random ({ten_spt} with `spt`), {quarter} for 25 % "
-    assert f"{said}({quarter_spt}) and {half} for 50 % ({half_spt})." in " ".join(PAGE.split())
-    irregular = [*(f"random {share}" for share in shares), "random 12.5 % 16k", "top 16 of 64"]
-    least, most, least_spt, most_spt = (
-        choose(cost(name, order) for name in irregular) for order in ("", " spt") for choose in (min, max)
+    said = f'it takes {ten} times as long for 10 % of the blocks at random ({ten_auto} with `with_order("auto")`), '
+    assert f"{said}{quarter} for 25 % ({quarter_auto}) and {half} for 50 % ({half_auto})." in page("performance.md")
+    eighth, spt, eighth_spt = cost("random 12.5 % 16k"), cost("random 25 %", " spt"), cost("random 12.5 % 16k", " spt")
+    said = f'take {quarter} times the time of a pass without an order in the default order, {spt} in `"spt"` and '
+    said += f'{quarter_auto} in `"auto"`; of 16k, an eighth visible, {eighth}, {eighth_spt} and '
+    assert f"{said}{cost('random 12.5 % 16k', ' auto')}." in page("block-masks.md")
+    irregular = [*(f"random {share}" for share in ("10 %", "25 %", "50 %", "12.5 % 16k")), "top 16 of 64"]
+    least, most, least_auto, most_auto = (
+        choose(cost(name, order) for name in irregular) for order in ("", " auto") for choose in (min, max)
     )
-    page = " ".join((ROOT / "docs" / "determinism.md").read_text().split())
-    assert f"it takes {least} to {most} times as long, or {least_spt} to {most_spt} times with the order of" in page
+    said = f"it takes {least} to {most} times as long, or {least_auto} to {most_auto} times with the order of launches"
+    assert f"{said} `auto`" in page("determinism.md")
     dense = record("backward-cuda-bfloat16").items()
     wide, narrow = (
         {
@@ -202,7 +222,7 @@ def test_the_cost_of_determinism() -> None:
     )
     assert wide == {"1.02"}
     assert narrow <= {"0.99", "1.00"}
-    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page
+    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page("determinism.md")
     assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in " ".join(PAGE.split())
 
 
