@@ -110,7 +110,8 @@ def explain(
         learnable_sink: likewise.
         mask: likewise.
         bias: likewise.
-        block_mask: likewise; its tables are not made.
+        block_mask: likewise; its tables are not made. One in the order "auto" or "permutation" that has not been built
+            is told as if walks were worth it.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
         zero_padding: likewise.

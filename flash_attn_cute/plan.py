@@ -88,10 +88,10 @@ def with_tables(
     if block_mask is None:
         return plan, options, None
     tables = block_mask.tables(tensors[0].device, backward=backward)
-    if options.walks and not block_mask.has_walks:  # looked for just now, and none were worth it
-        options = with_turns(block_mask, options)
-        plan = planned(tensors, bounds, block_mask, options, backend)
-    return plan, options, tables
+    told = with_turns(block_mask, options)
+    if told != options:  # by a search, just now
+        plan = planned(tensors, bounds, block_mask, told, backend)
+    return plan, told, tables
 
 
 def with_turns(block_mask: BlockMask | None, options: Options) -> Options:

@@ -2,13 +2,14 @@
 
 import random
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import BlockMask
+from flash_attn_cute import BlockMask, flash_attn_func, ops
 from flash_attn_cute import plan as plans
 from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
@@ -238,19 +239,42 @@ def test_masks_know_whether_walks_are_worth_it() -> None:
         for order in ("auto", "permutation"):
             mask = BlockMask.from_blocks(visible, (64, 128)).with_order(order)
             assert mask.has_walks
+            assert not mask.waits_little
             for _ in range(2):
                 tensors = (q, q, q, *[None] * 7)
                 chosen, told, tables = plans.with_tables(tensors, (), mask, options, None, backward=True)
                 assert chosen.spec.walks == told.walks == mask.has_walks == worth
+                assert chosen.spec.in_turn == told.in_turn == mask.waits_little == (order == "auto" and not worth)
                 assert tables is mask.tables(q.device, backward=True)
         assert mask.with_order("permutation").has_walks
         assert not mask.with_order("spt").has_walks
+
+
+def test_a_search_tells_its_own_call_and_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are visible, so nobody waits, which a mask of blocks does not say of itself."""
+    made = Mock(wraps=ops.attention)
+    monkeypatch.setattr(ops, "attention", made)
+    mask = BlockMask.from_blocks(torch.ones(4, 4, dtype=torch.bool)).with_order("auto")
+    q = torch.randn(1, 512, 1, 8, requires_grad=True)
+    for _ in range(2):
+        flash_attn_func(q, q, q, block_mask=mask)
+    for call in made.call_args_list:
+        _, options, spec, _ = call.args
+        assert spec.in_turn
+        assert options.in_turn
+        assert not spec.walks
+        assert not options.walks
+    assert made.call_count == 2
 
 
 def test_auto_takes_the_default_where_that_is_good() -> None:
     """And looks further where it is not."""
     for name in ("causal", "window", "both sides"):
         assert torch.equal(order_of(MASKS[name], "auto"), last_first(MASKS[name]))
+        mask = BlockMask.from_blocks(MASKS[name], (64, 128)).with_order("auto")
+        mask.build("cpu")
+        assert mask.waits_little
+        assert not mask.has_walks
     visible = MASKS["scattered"]
     assert torch.equal(order_of(visible, "auto"), order_of(visible, "permutation"))
 

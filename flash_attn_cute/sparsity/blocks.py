@@ -43,6 +43,13 @@ _UNBUILT_TABLES = (
 )
 
 
+class _Turns(NamedTuple):
+    """How tiles of a mask add to dQ in turn."""
+
+    waits_little: bool
+    has_walks: bool
+
+
 class Statistics(NamedTuple):
     """What a mask comes to, in blocks of 128 x 128, over all its batch entries and heads."""
 
@@ -89,7 +96,7 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
-    _has_walks: dict[torch.device, bool] = field(default_factory=dict)
+    _found: dict[torch.device, _Turns] = field(default_factory=dict)
     _offsets: dict[torch.device, Offsets | None] = field(default_factory=dict)
     # What says the same without tables; those are for whoever asks for another order.
     plain: Plain | None = field(init=False)
@@ -128,17 +135,24 @@ class BlockMask:
 
     @property
     def waits_little(self) -> bool:
-        """Whether tiles of keys come to each block of queries one after the other, as far as the constructors tell.
+        """Whether tiles of keys come to each block of queries one after the other, as far as is known.
 
         So it is where queries see a few runs of keys that move on with them, in the default order of launches.
+        Constructors tell, or the search of the order "auto".
         """
-        return self._node.is_regular and self._order == "default"
+        return self._turns.waits_little
 
     @property
     def has_walks(self) -> bool:
         """Whether its tiles walk as has been found for them; before a search, whether there is to be one."""
-        looks = isinstance(self._order, str) and self._order in launch.WAITING
-        return next(iter(self._has_walks.values()), looks)
+        return self._turns.has_walks
+
+    @property
+    def _turns(self) -> _Turns:
+        if self._found:
+            return next(iter(self._found.values()))  # the same on every device
+        name = self._order if isinstance(self._order, str) else ""
+        return _Turns(name == "default" and self._node.is_regular, name in launch.WAITING)
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -518,7 +532,7 @@ class BlockMask:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order == "auto" and self._node.is_regular:
             order = "default"
-        return replace(self, _order=order, _group=group, _tables={}, _has_walks={})
+        return replace(self, _order=order, _group=group, _tables={}, _found={})
 
     def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
         """Makes now what calls read, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -587,15 +601,15 @@ class BlockMask:
                 rows = self._node.rows()
             elif rows is None:
                 rows = plan.build(self._node, self.sizes, device)
-            columns, walks = None, None
+            columns = None
             if backward:
-                order, walks = launch.of(self._order, rows, self.sizes, self._group)
+                order, walks, waits_little = launch.of(self._order, rows, self.sizes, self._group)
                 columns = plan.columns(rows, order, self.sizes, walks)
+                if self._order in launch.WAITING:  # told before other threads can see the tables
+                    self._found[device] = _Turns(waits_little, walks is not None)
             tables = BlockTables(rows, columns)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
-                if backward:
-                    self._has_walks[device] = walks is not None
         return tables
 
     def _any_tables(self) -> BlockTables:

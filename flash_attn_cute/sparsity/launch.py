@@ -17,7 +17,7 @@ NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
 
 _WORTH = 0.98  # of the time of walks that ascend, which share more in the cache
-_GOOD_ENOUGH = 1.05  # of the time of the work alone: "auto" looks no further
+_LITTLE = 1.02  # of the time of the work alone: "auto" looks no further
 
 
 class Launch(NamedTuple):
@@ -25,6 +25,7 @@ class Launch(NamedTuple):
 
     order: Tensor | None = None  # (batch or 1, key heads or 1, blocks_k), int32; None: last keys first
     walks: Tensor | None = None  # (batch, heads, blocks_q, blocks_k), int16: places; None: as blocks ascend
+    waits_little: bool = False  # as a search has found
 
 
 def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch:
@@ -41,8 +42,8 @@ def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch
     if order == "spt":
         return Launch(spt)
     orders = [x.cpu() for x in (last_first(sizes.blocks_k, device).expand_as(spt), spt)]
-    found, walks = _found(order, orders, plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
-    return Launch(found.to(device).contiguous(), None if walks is None else walks.to(device))
+    best, walks, waits_little = _found(order, orders, plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
+    return Launch(best.to(device).contiguous(), None if walks is None else walks.to(device), waits_little)
 
 
 def _shortest_first(lengths: Tensor, group: int) -> Tensor:
@@ -52,24 +53,26 @@ def _shortest_first(lengths: Tensor, group: int) -> Tensor:
 
 def _found(
     order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, bool]:
     """Of these orders, the default one ahead, that in which tiles wait the least, and walks if they are worth it.
 
-    The first one on ties. "auto" takes the default where that is good.
+    The first one on ties. "auto" takes the default where that waits for little, which is told as well.
     """
     from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
 
     if not steps.numel():
-        return orders[0], None
+        return orders[0], None, False
     work = Pass(steps, group, machine_of(seqlen_q))
+    if order == "auto":
+        (slowdown,) = work.on(machine_of(seqlen_q, waits_little=True)).slowdowns(orders[:1])
+        if slowdown <= _LITTLE:
+            return orders[0], None, True
     slowdowns = work.slowdowns(orders)
-    if order == "auto" and slowdowns[0] <= _GOOD_ENOUGH:
-        return orders[0], None
     least = min(slowdowns)
     best = orders[slowdowns.index(least)]
     walking = work.on(machine_of(seqlen_q, has_walks=True))
     walks, slowdown = walking.walks(best)
-    return best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None
+    return best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None, False
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 Rows are lists of key blocks, one for each block of 128 queries: what the forward pass walks over. Columns are lists of
 query blocks, one for each block of 128 keys: what the backward pass walks over. Both hold every block once, full and
-partial ones merged, in ascending order: in the model of ``sparsity.order`` a walk that takes partial blocks first costs
-windows 2 to 10 times as much where additions to dQ have an order.
+partial ones merged, in ascending order, or columns as walks have been found: in the model of ``sparsity.order`` a walk
+that takes partial blocks first costs windows 2 to 10 times as much where additions to dQ have an order.
 
 Making rows of an expression reads back how many there are of what. All else here follows on the device alone: sizes
 are bounds, and what is not used stands behind what is.
