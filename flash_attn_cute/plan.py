@@ -88,10 +88,10 @@ def with_tables(
     if block_mask is None:
         return plan, options, None
     tables = block_mask.tables(tensors[0].device, backward=backward)
-    told = with_turns(block_mask, options)
-    if told != options:  # by a search, just now
-        plan = planned(tensors, bounds, block_mask, told, backend)
-    return plan, told, tables
+    if (block_mask.waits_little, block_mask.has_walks) != (options.in_turn, options.walks):  # by a search, just now
+        options = with_turns(block_mask, options)
+        plan = planned(tensors, bounds, block_mask, options, backend)
+    return plan, options, tables
 
 
 def with_turns(block_mask: BlockMask | None, options: Options) -> Options:

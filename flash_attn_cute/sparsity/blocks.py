@@ -96,15 +96,16 @@ class BlockMask:
     # What has been made of it on each device; the same rows serve all orders.
     _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
     _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
-    _found: dict[torch.device, _Turns] = field(default_factory=dict)
     _offsets: dict[torch.device, Offsets | None] = field(default_factory=dict)
     # What says the same without tables; those are for whoever asks for another order.
     plain: Plain | None = field(init=False)
+    _turns: _Turns = field(init=False)  # as its constructor tells, then as a search has found, the same on every device
 
     def __post_init__(self) -> None:
-        """Finds out whether other arguments say the same."""
+        """Finds out whether other arguments say the same, and what is known of waits."""
         is_default = isinstance(self._order, str) and self._order == "default"
         object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
+        object.__setattr__(self, "_turns", _Turns(is_default and self._node.is_regular, self._is_searched))
 
     @property
     def batch(self) -> int:
@@ -148,11 +149,9 @@ class BlockMask:
         return self._turns.has_walks
 
     @property
-    def _turns(self) -> _Turns:
-        if self._found:
-            return next(iter(self._found.values()))  # the same on every device
-        name = self._order if isinstance(self._order, str) else ""
-        return _Turns(name == "default" and self._node.is_regular, name in launch.WAITING)
+    def _is_searched(self) -> bool:
+        """Whether its order is found by a search, which waits for the device."""
+        return isinstance(self._order, str) and self._order in launch.WAITING
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -532,7 +531,7 @@ class BlockMask:
             raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
         elif order == "auto" and self._node.is_regular:
             order = "default"
-        return replace(self, _order=order, _group=group, _tables={}, _found={})
+        return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
         """Makes now what calls read, for torch.compile or a CUDA graph, and returns the mask itself.
@@ -594,7 +593,7 @@ class BlockMask:
         tables = self._tables.get(device)
         if tables is None or (backward and tables.columns is None):
             is_captured = _is_captured(device)
-            if is_captured and (not isinstance(self._node, Indices) or (backward and self._order in launch.WAITING)):
+            if is_captured and (not isinstance(self._node, Indices) or (backward and self._is_searched)):
                 raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
             rows = self._rows.get(device)
             if rows is None and isinstance(self._node, Indices):
@@ -605,8 +604,8 @@ class BlockMask:
             if backward:
                 order, walks, waits_little = launch.of(self._order, rows, self.sizes, self._group)
                 columns = plan.columns(rows, order, self.sizes, walks)
-                if self._order in launch.WAITING:  # told before other threads can see the tables
-                    self._found[device] = _Turns(waits_little, walks is not None)
+                if self._is_searched:  # told before other threads can see the tables
+                    object.__setattr__(self, "_turns", _Turns(waits_little, walks is not None))
             tables = BlockTables(rows, columns)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables

@@ -63,11 +63,11 @@ def _found(
     if not steps.numel():
         return orders[0], None, False
     work = Pass(steps, group, machine_of(seqlen_q))
-    if order == "auto":
+    slowdowns = work.slowdowns(orders)
+    if order == "auto" and slowdowns[0] <= _LITTLE:  # with two sums; tiles that wait little are to have one
         (slowdown,) = work.on(machine_of(seqlen_q, waits_little=True)).slowdowns(orders[:1])
         if slowdown <= _LITTLE:
             return orders[0], None, True
-    slowdowns = work.slowdowns(orders)
     least = min(slowdowns)
     best = orders[slowdowns.index(least)]
     walking = work.on(machine_of(seqlen_q, has_walks=True))
