@@ -61,9 +61,9 @@ class BlockColumns(NamedTuple):
     blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks in the order in which the
     column walks over them, ascending or as ``sparsity.model`` has found; the tile of each, -1 if all of it is visible,
     of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its dQ
-    before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add
-    to each; of blocks of 128 these are the counts of rows. ``order`` (batch or 1, key heads or 1, blocks_k) holds key
-    blocks as they are launched. All are int32.
+    before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add to each; of blocks of 128 these are
+    the counts of rows. ``order`` (batch or 1, key heads or 1, blocks_k) holds key blocks as they are launched. All are
+    int32.
     """
 
     spans: Tensor

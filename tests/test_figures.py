@@ -28,6 +28,11 @@ def rate(case: dict[str, list[float]], contender: str = OURS) -> str:
     return f"{case['flop'][0] / median(case[contender]) / 1e6:.0f}"
 
 
+def prose(page: str) -> str:
+    """All that it says, in one line."""
+    return " ".join((ROOT / page).read_text().split())
+
+
 def ratio(times: Iterable[float], others: Iterable[float]) -> float:
     return median(a / b for a, b in zip(times, others, strict=False))  # some may have taken more turns
 
@@ -143,7 +148,7 @@ def test_block_masks_of_all_lengths() -> None:
     assert least[0] == most[0]
     said = f"a window is {least[0]} times as fast as under flash-attn-4's block sparsity forward and {least[1]} to "
     said += f"{most[1]} times backward, documents {least[2]} to {most[2]} times and 16 selected blocks of 128 for each "
-    assert f"{said}{least[3]} to {most[3]} times forward" in " ".join(PAGE.split())
+    assert f"{said}{least[3]} to {most[3]} times forward" in prose("docs/performance.md")
 
 
 @pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
@@ -193,24 +198,24 @@ def test_the_cost_of_determinism() -> None:
         case = cases[f"backward {name}"]
         return f"{ratio(case[f'{OURS} deterministic{order}'], case[OURS]):.2f}"
 
-    def page(name: str) -> str:
-        return " ".join((ROOT / "docs" / name).read_text().split())
-
     (ten, ten_auto), (quarter, quarter_auto), (half, half_auto) = (
         (cost(f"random {share}"), cost(f"random {share}", " auto")) for share in ("10 %", "25 %", "50 %")
     )
     said = f'it takes {ten} times as long for 10 % of the blocks at random ({ten_auto} with `with_order("auto")`), '
-    assert f"{said}{quarter} for 25 % ({quarter_auto}) and {half} for 50 % ({half_auto})." in page("performance.md")
+    assert f"{said}{quarter} for 25 % ({quarter_auto}) and {half} for 50 % ({half_auto})." in prose(
+        "docs/performance.md"
+    )
     eighth, spt, eighth_spt = cost("random 12.5 % 16k"), cost("random 25 %", " spt"), cost("random 12.5 % 16k", " spt")
     said = f'take {quarter} times the time of a pass without an order in the default order, {spt} in `"spt"` and '
     said += f'{quarter_auto} in `"auto"`; of 16k, an eighth visible, {eighth}, {eighth_spt} and '
-    assert f"{said}{cost('random 12.5 % 16k', ' auto')}." in page("block-masks.md")
+    assert f"{said}{cost('random 12.5 % 16k', ' auto')}." in prose("docs/block-masks.md")
     irregular = [*(f"random {share}" for share in ("10 %", "25 %", "50 %", "12.5 % 16k")), "top 16 of 64"]
     least, most, least_auto, most_auto = (
         choose(cost(name, order) for name in irregular) for order in ("", " auto") for choose in (min, max)
     )
     said = f"it takes {least} to {most} times as long, or {least_auto} to {most_auto} times with the order of launches"
-    assert f"{said} `auto`" in page("determinism.md")
+    page = prose("docs/determinism.md")
+    assert f"{said} `auto`" in page
     dense = record("backward-cuda-bfloat16").items()
     wide, narrow = (
         {
@@ -222,8 +227,8 @@ def test_the_cost_of_determinism() -> None:
     )
     assert wide == {"1.02"}
     assert narrow <= {"0.99", "1.00"}
-    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page("determinism.md")
-    assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in " ".join(PAGE.split())
+    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page
+    assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in prose("docs/performance.md")
 
 
 PORTABLE = {
@@ -254,7 +259,7 @@ def span(suite: str, panel: str = "") -> str:
 
 
 def test_the_readme() -> None:
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = prose("README.md")
     bias = record("bias-cuda-bfloat16")
     mask, mask_backward, added = (
         speed(bias[f"{name} 16x128 4096 {tensor}"], "cuDNN (no dBias)")
