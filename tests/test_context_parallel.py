@@ -221,6 +221,7 @@ def test_parts_of_gradients_are_not_rounded() -> None:
 
 def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process: every rank of either method is timed, and none fails."""
+    pytest.importorskip("matplotlib", reason="the benchmark plots its times")
     monkeypatch.setitem(work._GEMM_SIZE, "cpu", 64)
     monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
     given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]

@@ -1,7 +1,10 @@
 """What the project says of itself: it declares what it imports, and commits are checked as CI checks them."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -124,9 +127,8 @@ def f():
 
 
 def ci_checks(script: str) -> list[str]:
-    """The commands of .ci/run that check the sources: all it runs of the environment but pip and the tests."""
-    commands = re.findall(r"^\.venv/bin/(.*)$", script, re.MULTILINE)
-    return [command for command in commands if not command.startswith(("pip ", "python -m pytest"))]
+    """The commands of .ci/run that check the sources: all that it names itself and does not read from the README."""
+    return re.findall(r"^\.venv/bin/(.*)$", script, re.MULTILINE)
 
 
 def hook_checks(configuration: str) -> list[str]:
@@ -144,6 +146,44 @@ def test_hooks_check_what_ci_checks() -> None:
     assert re.findall(r"repo: (.*)", configuration) == ["local"]
     for line in ("- id: ", "language: system", "pass_filenames: false"):
         assert configuration.count(line) == len(checks), line
+
+
+def commands_of(page: Path, section: str) -> list[str]:
+    """The lines of the first block of shell commands in a section of a page."""
+    _, _, text = page.read_text().partition(f"\n## {section}\n")
+    return text.partition("```bash\n")[2].partition("```")[0].splitlines()
+
+
+def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(tmp_path: Path) -> None:
+    """With commands that only write down how they were called, in a copy of what .ci/run reads."""
+    for name in (".ci/run", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    stub = 'printf "%s" "${0#"$PWD/"}" >> log; printf " %s" "$@" >> log; echo >> log'
+    for name in ("path/python3", *(f".venv/bin/{name}" for name in ("pip", "python", "ruff", "mypy"))):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{stub}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
+    subprocess.run([tmp_path / ".ci" / "run"], env=environment, check=True)
+    log = (tmp_path / "log").read_text().replace("'", "").replace("path/python3", "python3").splitlines()
+
+    set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
+    checks = [f".venv/bin/{check}".strip() for check in ci_checks((ROOT / ".ci" / "run").read_text())]
+    assert [line.strip() for line in log] == [*set_up.replace("'", "").split(" && "), *checks, run_tests]
+    assert len(checks) >= 3
+
+
+def test_contributing_sets_up_what_the_readme_does() -> None:
+    """CONTRIBUTING.md installs the same packages and runs the same checks and tests as CI."""
+    set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
+    make, install, check = commands_of(ROOT / "CONTRIBUTING.md", "Set-up and checks")
+    assert [make, install] == [
+        "python3 -m venv .venv && . .venv/bin/activate",
+        set_up.split(" && ")[1].removeprefix(".venv/bin/"),
+    ]
+    checks = ci_checks((ROOT / ".ci" / "run").read_text())
+    assert check.split(" && ") == [*checks, run_tests.removeprefix(".venv/bin/")]
 
 
 def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
