@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
 from torch import Tensor
 
 from flash_attn_cute import lowering, nested, ops, plan, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -36,6 +39,30 @@ def says_where_to_look(hint: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
+class SharedKeywords(TypedDict, total=False):
+    """Types of the keywords that all attention functions have, ``return_lse`` apart: the overloads read them."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: validate.Window
+    softcap: float
+    learnable_sink: Tensor | None
+    block_mask: BlockMask | None
+    deterministic: bool
+    zero_padding: bool
+    backend: str | None
+    dropout_p: float
+
+
+class Keywords(SharedKeywords, total=False):
+    """Types of the keywords of ``flash_attn_func`` and ``flash_attn_varlen_func``, ``return_lse`` apart."""
+
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+
+
 _OTHER_ARGUMENTS = (
     "flash_attn_cute.integrations has functions with the arguments of flash-attn, of PyTorch's "
     "scaled_dot_product_attention and varlen_attn, and of Transformer Engine"
@@ -44,73 +71,19 @@ _OTHER_ARGUMENTS = (
 
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: "Unpack[Keywords]"
 ) -> Tensor: ...
 
 
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: "Unpack[Keywords]"
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
-    return_lse: bool = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., **options: "Unpack[Keywords]"
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -216,21 +189,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int | Tensor,
     max_seqlen_k: int | Tensor,
     *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
 
@@ -244,21 +204,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int | Tensor,
     max_seqlen_k: int | Tensor,
     *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[True],
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -272,21 +219,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int | Tensor,
     max_seqlen_k: int | Tensor,
     *,
-    seqused_q: Tensor | None = ...,
-    seqused_k: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: bool = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

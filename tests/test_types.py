@@ -3,6 +3,7 @@
 import ast
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 from torch import Tensor
 
@@ -23,16 +24,33 @@ def test_overloads_have_the_parameters_of_the_function() -> None:
             "tuple[Tensor, Tensor]",
             "Tensor | tuple[Tensor, Tensor]",
         ]
-        expected = parameters(implementation)
+        positional, keywords = parameters(implementation)
+        assert keywords.pop("return_lse") == "bool"
+        assert keywords == annotations(module, "Keywords")
         returns = ["Literal[False]", "Literal[True]", "bool"]
         for overload, return_lse in zip(overloads, returns, strict=True):
-            assert parameters(overload) == expected | {"return_lse": return_lse}
-        assert list(expected) == list(inspect.signature(getattr(module, name)).parameters)
+            assert parameters(overload) == (positional, {"return_lse": return_lse})
+            assert overload.args.kwarg is not None
+            assert ast.unparse(overload.args.kwarg.annotation or overload) == "'Unpack[Keywords]'"
+        assert {*positional, *keywords, "return_lse"} == {*inspect.signature(getattr(module, name)).parameters}
 
 
-def parameters(function: ast.FunctionDef) -> dict[str, str]:
-    arguments = function.args
-    return {x.arg: ast.unparse(x.annotation) for x in (*arguments.args, *arguments.kwonlyargs) if x.annotation}
+def parameters(function: ast.FunctionDef) -> tuple[dict[str, str], dict[str, str]]:
+    """The annotations of positional parameters and of keyword-only ones."""
+    positional, keywords = (
+        {x.arg: ast.unparse(x.annotation) for x in parameters if x.annotation}
+        for parameters in (function.args.args, function.args.kwonlyargs)
+    )
+    return positional, keywords
+
+
+def annotations(module: ModuleType, name: str) -> dict[str, str]:
+    """The annotations of a class's fields as its module spells them, those of its bases included."""
+    (cls,) = (x for x in ast.parse(Path(str(module.__file__)).read_text()).body if getattr(x, "name", "") == name)
+    assert isinstance(cls, ast.ClassDef)
+    own = {ast.unparse(x.target): ast.unparse(x.annotation) for x in cls.body if isinstance(x, ast.AnnAssign)}
+    bases = [ast.unparse(x) for x in cls.bases]
+    return (annotations(api, "SharedKeywords") if "SharedKeywords" in bases else {}) | own
 
 
 def test_types() -> None:

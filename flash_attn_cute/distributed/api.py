@@ -1,12 +1,12 @@
 """The public functions: attention whose rows are dealt over the ranks of a group."""
 
-from typing import Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import ops, validate
-from flash_attn_cute.api import says_where_to_look
+from flash_attn_cute.api import SharedKeywords, says_where_to_look
 from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
@@ -14,8 +14,23 @@ from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import Options
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+class Keywords(SharedKeywords, total=False):
+    """Types of the keywords of both functions, ``return_lse`` apart."""
+
+    group: Group
+    method: str
+    seqused_q: Lengths
+    seqused_k: Lengths
+    mask: None
+    bias: None
+
 
 _SHARDING = "a sharding, which Sharding.balanced makes of cu_seqlens, takes the place of cu_seqlens and max_seqlen"
 
@@ -28,23 +43,8 @@ def context_parallel_attn_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
 
@@ -56,23 +56,8 @@ def context_parallel_attn_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[True],
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -84,23 +69,8 @@ def context_parallel_attn_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: bool = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -190,23 +160,8 @@ def context_parallel_attn_varlen_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor: ...
 
 
@@ -218,23 +173,8 @@ def context_parallel_attn_varlen_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[True],
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -246,23 +186,8 @@ def context_parallel_attn_varlen_func(
     sharding: Sharding,
     sharding_k: Sharding | None = ...,
     *,
-    group: Group = ...,
-    method: str = ...,
-    seqused_q: Lengths = ...,
-    seqused_k: Lengths = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: validate.Window = ...,
-    softcap: float = ...,
-    learnable_sink: Tensor | None = ...,
-    mask: None = ...,
-    bias: None = ...,
-    block_mask: BlockMask | None = ...,
-    deterministic: bool = ...,
     return_lse: bool = ...,
-    zero_padding: bool = ...,
-    backend: str | None = ...,
-    dropout_p: float = ...,
+    **options: "Unpack[Keywords]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
