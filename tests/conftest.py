@@ -11,7 +11,7 @@ import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
-from tests import checks
+from tests.lib import checks
 
 # Workers that share the machine's cores leave them to one another.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.append(f"--sm100-instead-of={chosen.instead_of}")
         if chosen.plant:
             options += ["--sm100-plant", *chosen.plant]
-        sys.argv = ["pytest", "-p", "tests.sm100_on_hopper", *options, *rest]
+        sys.argv = ["pytest", "-p", "tests.lib.sm100_on_hopper", *options, *rest]
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
 
     from tools.sm100_on_hopper import hook

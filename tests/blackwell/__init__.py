@@ -1,0 +1,1 @@
+"""Blackwell kernels without such a GPU: their PTX interpreted, their model, and their emulation."""

@@ -1,0 +1,60 @@
+"""The Blackwell forward kernel of pairs of CTAs, executed on the CPU from its PTX, against the oracle.
+
+It serves long sequences; here it gets short ones.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.blackwell import test_sm100
+from tests.blackwell.test_sm100 import EVERYTHING, check, execute
+from tests.lib.checks import bitwise_equal, draws, random_call
+
+CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d256": ([300], [400], {"packed": False, "nheads": 1}),
+    "d256-causal-gqa": ([257], [270], {"packed": False, "nheads": 2, "nheads_k": 1, "causal": True}),
+    "d256-packed": ([129, 0, 300], [128, 17, 257], {"causal": True, "nheads": 1}),
+    "d256-no-keys": ([257, 20, 257], [60, 0, 0], {"nheads": 1, "dtype": torch.float16}),
+    "d256-everything": ([140, 20], [300, 0], {"nheads": 1, **EVERYTHING}),
+    "d216-dv128": ([200], [65], {"packed": False, "nheads": 1, "head_dim": 216, "head_dim_v": 128}),
+    "d192-dv128": ([600], [140], {"packed": False, "nheads": 1, "head_dim": 192, "head_dim_v": 128}),
+    "d192-dv128-everything": (
+        [400, 1, 30],
+        [300, 129, 0],
+        {"nheads": 2, "nheads_k": 1, "head_dim": 136, "head_dim_v": 104, "dtype": torch.float16, **EVERYTHING},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case: str, fuzz_seconds: float) -> None:
+    """Sequences around edges of tiles and of each CTA's part of them, under schedules drawn at random."""
+    lengths_q, lengths_k, options = CASES[case]
+    call = random_call(lengths_q, lengths_k, **{"head_dim": 256, "dtype": torch.bfloat16, **options})
+    for _, draw in draws(case, fuzz_seconds):
+        check(call, draw, by_pairs=True)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (192, 128)])
+def test_references_that_rise_by_much(head_dim: int, head_dim_v: int) -> None:
+    """Of some rows, in either CTA, while others' do not: one CTA rescales its rows of O, and the other does not."""
+    call = random_call(
+        [200], [384], packed=False, nheads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        call.q[:, 130::3] *= 8
+        call.k *= torch.linspace(4, 0.1, 384, dtype=call.k.dtype)[:, None, None]
+    check(call, random.Random(0), by_pairs=True)
+
+
+def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair has all tiles, or several share them."""
+    call = random_call([300], [200], packed=False, nheads=2, head_dim=256, dtype=torch.bfloat16)
+    results = []
+    for seed, num_sms in enumerate((2, 5)):
+        monkeypatch.setattr(test_sm100, "NUM_SMS", num_sms)
+        results.append(execute(call, random.Random(seed), by_pairs=True))
+    assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))

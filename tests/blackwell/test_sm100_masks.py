@@ -1,0 +1,195 @@
+"""Masks and block masks in the Blackwell forward kernel, executed on the CPU from its PTX, against the oracle."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments
+from tests.blackwell import test_sm100
+from tests.blackwell.test_sm100 import (
+    UNSEEN,
+    Memory,
+    Pass,
+    at,
+    check,
+    execute,
+    program,
+    spread,
+    table_argument,
+    tensors_of,
+)
+from tests.lib.checks import random_call
+from tests.lib.masks import KINDS, random_mask
+from tests.lib.oracle import Call
+
+# Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
+BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128": ([300], [400], {"packed": False, "head_dim": 128}),
+    "d64-gqa": ([140, 140], [300, 300], {"packed": False, "head_dim": 64, "nheads": 4, "nheads_k": 2}),
+    "d128-window": ([300], [400], {"packed": False, "head_dim": 128, "window_size": (150, 20), "nheads": 1}),
+    "d64-everything": ([200, 1, 90], [300, 129, 0], {"softcap": 5.0, "sink": True, "seqused": True, "causal": True}),
+    "d192-dv128": ([270], [300], {"packed": False, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}),
+    "d256-packed": ([140, 60], [200, 130], {"head_dim": 256, "nheads": 1, "causal": True}),
+}
+
+
+def drawn(case: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
+    """Sources of randomness and their numbers, for so many seconds, and one at the least: calls take seconds here."""
+    stop = time.monotonic() + seconds
+    for count in itertools.count():
+        yield count, random.Random(f"{case} {count}")
+        if time.monotonic() > stop:
+            break
+
+
+def with_block_mask(call: Call, draw: random.Random, kind: str | None = None, *, least: float = 0.0) -> Call:
+    """The call with a mask for each batch entry and head, one for all, or anything between.
+
+    It shows ``least`` of all scores, at least.
+    """
+    (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+    batch = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
+    while True:
+        sets = draw.choice([1, batch]), draw.choice([1, nheads, nheads_k])
+        made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
+        if made.shown.float().mean() >= least:
+            return replace(call, block_mask=made.mask, shown=made.shown)
+
+
+@pytest.mark.parametrize("case", BLOCK_MASKS)
+def test_block_masks(case: str, fuzz_seconds: float) -> None:
+    """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or nobody."""
+    lengths_q, lengths_k, options = BLOCK_MASKS[case]
+    for count, draw in drawn(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, **options})
+        check(with_block_mask(call, draw, least=0.0 if count else 0.1), draw)
+
+
+def test_parts_that_see_different_blocks() -> None:
+    """Blocks that are far apart, of both parts, of one, and of none; a part, and rows, that see nothing at all."""
+    call = random_call([700], [128 * 70], packed=False, nheads=1, head_dim=64, dtype=torch.bfloat16)
+    visible = torch.zeros(6, 70, dtype=torch.bool)
+    visible[0, [3, 5, 40, 69]] = visible[1, [5, 6, 36, 38, 69]] = True
+    visible[2, 33] = visible[5, 0] = True
+    shown = visible.repeat_interleave(128, 0).repeat_interleave(128, 1)[:700]
+    shown[:, 5::7] = False
+    shown[130:140] = False
+    call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
+    check(call, random.Random(0))
+
+
+class KernelsAhead(Pass):
+    """What makes tables of a mask, executed, in the place of the whole pass: it has to make what other tests take."""
+
+    def __call__(self, a: ForwardArguments) -> None:
+        """Compares what the kernels make with ``tables_of_mask``."""
+        expected, given, memory = self.tables_of(a), tensors_of(a), Memory()
+        unwritten = {name: torch.full_like(x, -3) for name, x in expected.items()}
+        places = {name: memory.put(spread(x)) for name, x in (given | unwritten).items()}
+        tables = {name: table_argument(name, places[name], x) for name, x in unwritten.items()}
+        everything, blocks = memory.bytes(), expected["codes"].shape[1]
+        cut, list_rows = (program(self.plan.config, name) for name in ("MaskTiles", "RowLists"))
+        num_rows = len(expected["codes"])
+        if a.mCuSeqlensQ is not None:
+            num_rows = a.mQ.shape[0] // BLOCK + len(a.mCuSeqlensQ) + 1
+        params = [*self.arguments(given, places), tables["codes"], tables["bits"]]
+        self.run(cut, params, everything, {}, num_rows * blocks)
+        self.run(list_rows, [tables[name] for name in ("codes", "lists", "entries")], everything, {}, 1)
+        made = {name: at(everything, places[name], x) for name, x in unwritten.items()}
+        assert len(expected["codes"]) <= list_rows.num_warps
+        real = (expected["codes"] != UNSEEN).any(1)  # rows of no queries hold anything
+        assert real.sum() > 1
+        for name in ("codes", "lists"):
+            assert torch.equal(made[name][real], expected[name][real])
+        for (first, num), bits in zip(expected["lists"][real].tolist(), expected["codes"][real], strict=True):
+            assert torch.equal(made["entries"][first : first + num], expected["entries"][first : first + num])
+            coded = bits[bits >= 0].long()
+            assert torch.equal(made["bits"][coded], expected["bits"][coded])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_tables_of_masks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden blocks, whole ones, and bits; of a window, of ends of sequences, and of what is neither True nor False."""
+    lengths = ([140, 20], [130, 200]) if packed else ([200], [270])
+    call = random_call(
+        *lengths, packed=packed, nheads=1, mask=(1, 1), window_size=(250, 90), dtype=torch.bfloat16, head_dim=192
+    )
+    assert call.mask is not None
+    call.mask[..., 20:128, 64:128] = False
+    call.mask[:, :64] = True
+    monkeypatch.setattr(test_sm100, "Pass", KernelsAhead)
+    execute(call, random.Random(0))
+
+
+MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128-causal": ([300], [400], {"packed": False, "head_dim": 128, "causal": True, "mask": (1, 1)}),
+    "d64-packed": ([150, 0, 260], [200, 100, 140], {"mask": (1, 1, 1), "window_size": (None, 60)}),
+    "d64-shared": ([280, 280], [200, 200], {"packed": False, "nheads_k": 1, "mask": (1, 0, 0, 1)}),
+    "d128-everything": ([150, 1], [200, 0], {"head_dim": 128, "softcap": 5.0, "sink": True, "seqused": True}),
+    "d256-by-batch": ([60, 200], [140, 80], {"head_dim": 256, "packed": False, "seqused": True, "mask": (1, 0, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(case: str, fuzz_seconds: float) -> None:
+    """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
+    lengths_q, lengths_k, options = MASKS[case]
+    for count, draw in drawn(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "mask": (1, 1), **options})
+        assert call.mask is not None
+        for value in (False, True):
+            rows, keys = draw.choice([0, 128, 256]), draw.choice([0, 128])
+            call.mask[..., rows : rows + 128, keys : keys + draw.choice([100, 128])] = value
+        check(call, draw)
+
+
+BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "d128": ([200], [296], {"packed": False, "head_dim": 128, "bias": (1, 1), "causal": True}),
+    "d64-sliced": ([140], [200], {"packed": False, "bias": (1, 1, 1), "bias_layout": "sliced"}),
+    "d64-packed-float32": ([150, 0, 60], [130, 7, 140], {"bias": (1, 1, 1), "bias_dtype": torch.float32}),
+    "d128-transposed": (
+        [150],
+        [140],
+        {"packed": False, "head_dim": 128, "bias": (0, 1, 1), "bias_layout": "transposed"},
+    ),
+    "d64-everything": (
+        [140, 1],
+        [200, 0],
+        {"bias": (1, 1, 1), "mask": (1, 1), "softcap": 5.0, "sink": True, "seqused": True, "window_size": (90, 20)},
+    ),
+    "d256-float16": ([70], [200], {"packed": False, "head_dim": 256, "bias": (1, 1), "dtype": torch.float16}),
+    "d64-keys": ([140], [150], {"packed": False, "bias": (1,), "bias_dtype": torch.float32, "bias_layout": "sliced"}),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_biases(case: str, fuzz_seconds: float) -> None:
+    """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
+    lengths_q, lengths_k, options = BIASES[case]
+    for count, draw in drawn(case, fuzz_seconds):
+        torch.manual_seed(count)
+        call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, "head_dim": 64, "nheads": 1, **options})
+        assert call.bias is not None
+        with torch.no_grad():
+            call.bias[..., ::7] = -torch.inf
+            if call.bias.ndim > 1:
+                call.bias[..., 5, :] = -torch.inf
+                call.bias[..., 10:20, :] = torch.finfo(call.bias.dtype).min
+                call.bias[..., 30:40, 10] = 1e4
+        check(call, draw)
+
+
+def test_bias_beside_a_block_mask() -> None:
+    call = random_call(
+        [300], [280], packed=False, head_dim=128, nheads=1, bias=(1, 1, 1), softcap=3.0, dtype=torch.bfloat16
+    )
+    check(with_block_mask(call, random.Random(1), "causal"), random.Random(0))

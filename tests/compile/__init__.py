@@ -1,0 +1,1 @@
+"""What kernels are compiled to, and the rules that their PTX keeps."""

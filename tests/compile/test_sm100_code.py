@@ -1,0 +1,588 @@
+"""What the Blackwell kernels are made of: configurations within the machine's sizes, and the machine code of some.
+
+No test here runs a kernel.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import explain, flash_attn_func
+from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
+from flash_attn_cute.dispatch import BACKENDS, supposing
+from flash_attn_cute.jit import __main__ as command
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    HEAD_DIMS,
+    O_COLUMNS,
+    PART_ROWS,
+    SHARED_MEMORY,
+    TARGETS,
+    TENSOR_COLUMNS,
+    BackwardConfig,
+    BiasGradientConfig,
+    ForwardConfig,
+    backward_config,
+    bias_gradient_config,
+)
+from flash_attn_cute.kernels.sm100.config import forward_config as config
+from tests.compile.test_machine_code import (
+    BACKWARD_EVERYTHING,
+    EVERYTHING,
+    MASKED,
+    check_before_and_after,
+    machine_code,
+)
+from tests.compile.test_ptx_lint import ptx_of
+from tests.host.test_cute_plan import DENSE, spec_of
+from tools.ptx_lint import lint
+from tools.sm100_on_hopper.translate import translate
+
+B200, B300 = TARGETS.values()
+LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any
+
+
+def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
+    given = {name: options.pop(name) for name in ("queries", "target") if name in options}
+    return config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
+
+
+def forward_paired(c: ForwardConfig) -> ForwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features)
+
+
+def forward_pair(d: int, d_v: int, **options: Any) -> ForwardConfig:
+    return forward_paired(chosen(d, d_v, **options))
+
+
+# Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
+LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}
+FEW = {
+    "d64-packed-causal": chosen(64, right=True, packed=True),
+    "d128": chosen(128),
+    "d128-b300": chosen(128, target=B300),
+    "d96-float16-everything": chosen(96, dtype="float16", **EVERYTHING),
+    "d192-dv128-causal": chosen(192, 128, right=True),
+    "d192-dv64": chosen(192, 64),
+    "d256-everything-b300": chosen(256, target=B300, **EVERYTHING),
+    "d128-block-mask": chosen(128, block_mask=True),
+    "d128-block-mask-intervals-b300": chosen(128, target=B300, **LISTED),
+    "d64-mask-everything": chosen(64, mask=True, **MASKED),
+    "d128-bias": chosen(128, bias=True, right=True),
+    "d192-dv128-wide": chosen(192, 128, wide=True, packed=True),
+    "d128-block-mask-float32-bias-b300": chosen(128, target=B300, block_mask=True, bias=True, float32_bias=True),
+    "pair-d256": forward_pair(256, 256),
+    "pair-d256-dv128-causal-float16": forward_pair(256, 128, right=True, dtype="float16"),
+    "pair-d192-dv128-everything-b300": forward_pair(192, 128, target=B300, **EVERYTHING),
+    "d64-b300": chosen(64, target=B300),
+    "d192-dv128-causal-b300": chosen(192, 128, right=True, target=B300),
+    "pair-d256-b300": forward_pair(256, 256, target=B300),
+}
+MASKS = {
+    "full": {},
+    "causal": {"right": True},
+    "packed-causal": {"packed": True, "right": True},
+    "everything": EVERYTHING,
+    "block-mask": {"block_mask": True},
+    "intervals": LISTED,
+    "mask": {"mask": True, **MASKED},
+    "bias": {"bias": True, **EVERYTHING},
+    "bias-mask": {"bias": True, "mask": True, **MASKED},
+    "float32-bias": {"bias": True, "float32_bias": True, "block_mask": True, "softcap": True},
+    "strided-bias": {"bias": True, "strided_bias": True, **EVERYTHING},
+}
+WITHOUT_TENSORS = [name for name, mask in MASKS.items() if not {"mask", "bias", "block_mask"} & mask.keys()]
+ALL = {
+    f"d{d}-dv{d_v}-{mask}-{target}": chosen(d, d_v, target=target, **MASKS[mask])
+    for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS)
+    if d >= d_v
+    for mask, target in itertools.product(MASKS, TARGETS.values())
+} | {
+    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": forward_pair(d, d_v, target=target, dtype=dtype, **MASKS[mask])
+    for (d, d_v), mask in itertools.product(((256, 256), (256, 128), (192, 128)), WITHOUT_TENSORS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+}
+
+
+def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
+    given = {name: options.pop(name) for name in ("keys", "target") if name in options}
+    return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
+
+
+def paired(c: BackwardConfig) -> BackwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = backward(c.tile_d, c.tile_dv, keys=LONG)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
+
+
+def pair(d: int = 128, d_v: int = 128, **options: Any) -> BackwardConfig:
+    return paired(backward(d, d_v, **options))
+
+
+LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
+MASKED_BACKWARD = BACKWARD_EVERYTHING | MASKED
+FEW_BACKWARD = {
+    "d192": backward(192),
+    "d256-causal": backward(256, right=True),
+    "d256-everything": backward(256, **BACKWARD_EVERYTHING),
+    "d192-dv128": backward(192, 128),
+    "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
+    "d64-packed-causal": backward(64, packed=True, right=True),
+    "d64-softcap-b300": backward(64, softcap=True, target=B300),
+    "d64-everything": backward(64, **BACKWARD_EVERYTHING),
+    "d128": backward(128),
+    "d128-causal-float16": backward(128, right=True, dtype="float16"),
+    "d128-everything": backward(128, **BACKWARD_EVERYTHING),
+    "d128-block-mask": backward(128, block_mask=True, keys=LONG),
+    "d64-intervals-b300": backward(64, target=B300, **LISTED_BACKWARD),
+    "d192-dv128-intervals": backward(192, 128, **LISTED_BACKWARD),
+    "d128-mask-everything": backward(128, mask=True, **MASKED_BACKWARD),
+    "d192-mask": backward(192, mask=True),
+    "d256-intervals": backward(256, **LISTED_BACKWARD),
+    "d256-wide-grouped": backward(256, wide=True, packed=True, grouped=True),
+    "d192-dv128-wide": backward(192, 128, wide=True, packed=True, right=True),
+    "pair-wide": pair(wide=True, packed=True, right=True),
+    "pair-packed-b300": pair(packed=True, target=B300),
+    "pair-everything": pair(**BACKWARD_EVERYTHING),
+    "pair-d192-dv128": pair(192),
+    "pair-d192-dv128-causal-float16-b300": pair(192, right=True, dtype="float16", target=B300),
+    "pair-d192-dv128-everything": pair(192, **BACKWARD_EVERYTHING),
+    "pair-d192": pair(192, 192),
+    "pair-d256-causal-float16-b300": pair(256, 256, right=True, dtype="float16", target=B300),
+    "pair-d256-everything": pair(256, 256, **BACKWARD_EVERYTHING),
+    "pair-d256-wide-grouped": pair(256, 256, wide=True, packed=True, grouped=True),
+    "d64-row-of-a-bias": backward(64, bias=True, uniform_bias=True, float32_bias=True),
+    "d128-dbias-causal-b300": backward(128, bias=True, dbias=True, right=True, keys=LONG, target=B300),
+    "d128-bias-everything": backward(128, bias=True, **BACKWARD_EVERYTHING),
+    "d128-float32-bias-everything": backward(128, bias=True, float32_bias=True, **BACKWARD_EVERYTHING),
+    "d128-bias-mask-everything": backward(128, bias=True, mask=True, **MASKED_BACKWARD),
+    "d256-dbias-float16": backward(256, bias=True, dbias=True, dtype="float16"),
+}
+BACKWARD_MASKS = {name: MASKS[name] for name in WITHOUT_TENSORS} | {
+    "causal-grouped": {"right": True, "grouped": True},
+    "packed-left": {"packed": True, "left": True, "seqused_k": True},
+    "softcap": {"softcap": True},
+    "everything": BACKWARD_EVERYTHING,
+    "everything-ungrouped": BACKWARD_EVERYTHING | {"grouped": False},
+    "no-zero-padding": BACKWARD_EVERYTHING | {"zero_padding": False},
+    "wide": BACKWARD_EVERYTHING | {"wide": True},
+}
+BACKWARD_LISTS = {
+    "block-mask": {"block_mask": True},
+    "block-mask-grouped": {"block_mask": True, "grouped": True},
+    "intervals": LISTED_BACKWARD,
+    "mask": {"mask": True},
+    "mask-everything": {"mask": True, **MASKED_BACKWARD},
+}
+BACKWARD_BIASES = {
+    "bias": {"bias": True, **BACKWARD_EVERYTHING},
+    "dbias": {"bias": True, "dbias": True, **BACKWARD_EVERYTHING, "softcap": False},
+    "float32-bias": {"bias": True, "float32_bias": True, **BACKWARD_EVERYTHING, "softcap": False},
+    "float32-bias-softcap": {"bias": True, "float32_bias": True, "softcap": True, "right": True},
+    "row-of-a-bias": {"bias": True, "uniform_bias": True, "packed": True, "grouped": True},
+    "dbias-mask": {"bias": True, "dbias": True, "mask": True, **MASKED_BACKWARD, "softcap": False},
+    "bias-block-mask": {"bias": True, "block_mask": True, "grouped": True},
+    "float32-bias-everything": {"bias": True, "float32_bias": True, **BACKWARD_EVERYTHING},
+    "bias-mask-everything": {"bias": True, "mask": True, **MASKED_BACKWARD},
+}
+BIAS_GRADIENTS = {
+    "full": {},
+    "everything": EVERYTHING,
+    "split": {"packed": True, "right": True, "split": True},
+    "float32": {"float32_bias": True, "softcap": True},
+    "strided": {"strided_bias": True, "left": True},
+    "mask": {"mask": True, **MASKED},
+    "block-mask": {"block_mask": True},
+}
+
+
+def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradientConfig:
+    given = {name: options.pop(name) for name in ("split", "target") if name in options}
+    return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
+
+
+FEW_BIAS_GRADIENTS = {
+    "d64-split-b300": bias_gradient(64, packed=True, split=True, target=B300),
+    "d128-strided-float16": bias_gradient(128, strided_bias=True, dtype="float16"),
+    "d192-dv128-mask": bias_gradient(192, 128, mask=True),
+    "d256-everything": bias_gradient(256, float32_bias=True, **EVERYTHING),
+    "d256-block-mask": bias_gradient(256, block_mask=True),
+}
+_SIZES = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+ALL_BIAS_GRADIENTS = {
+    f"d{d}-dv{d_v}-{name}-{target}": bias_gradient(d, d_v, target=target, **BIAS_GRADIENTS[name])
+    for (d, d_v), name, target in itertools.product(_SIZES, BIAS_GRADIENTS, TARGETS.values())
+}
+ALL_BACKWARD = {
+    f"d{d}-dv{d_v}-{name}-{dtype}-{target}": backward(d, d_v, dtype=dtype, target=target, **mask)
+    for (d, d_v), (name, mask) in itertools.product(_SIZES, (BACKWARD_MASKS | BACKWARD_LISTS | BACKWARD_BIASES).items())
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+} | {
+    f"pair-d{d}-dv{d_v}-{mask}-{dtype}-{target}": pair(d, d_v, dtype=dtype, target=target, **BACKWARD_MASKS[mask])
+    for (d, d_v), mask in itertools.product(_SIZES[1:], BACKWARD_MASKS)
+    for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Compiling all configurations takes minutes, so it has to be asked for."""
+    for name, few, all_of in (
+        ("compiled", FEW, ALL),
+        ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD),
+        ("compiled_bias_gradient", FEW_BIAS_GRADIENTS, ALL_BIAS_GRADIENTS),
+    ):
+        if name in metafunc.fixturenames:
+            cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
+            metafunc.parametrize(name, cases.values(), ids=cases)
+
+
+def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
+    """No spills; products, weights, loads and stores as they should be; tensor memory is allocated and freed."""
+    c, pair = compiled, compiled.ctas_a_tile == 2
+    (sass,) = machine_code(c, tmp_path)["ForwardPair" if pair else "Forward"]
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
+    names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    # Loops for each part: of four steps of scores, and of two each of most keys' output and of the others', which are
+    # issued at two places.
+    assert count["UTCHMMA"] == 4 * 3 * c.q_parts
+    assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
+    assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
+    assert count["HGMMA"] == 0
+    assert count["USETMAXREG"] == 3 + (c.q_parts == 1)
+    # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles.
+    assert not re.search(r"(?<!\.)\b(LDL|STL|RED|REDG|ATOM)\b", sass)
+    assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
+    # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be
+    # capped and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
+    changes = 1 + c.features.softcap
+    pieces = c.tile_n // 32
+    assert count["LDTM"] == pieces * (3 + changes) + c.features.bias + c.tile_dv // 32 + c.tile_dv // 16
+    # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third, but
+    # under a mask.
+    weights, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
+    assert count["STTM"] == 2 * weights + zeros + pieces * changes + c.features.bias + c.tile_dv // 32
+    # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
+    polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
+    assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
+    # Under a mask the compiler may write some blocks of a walk apart.
+    loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
+    assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)
+    assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else c.tile_dv // 64)
+    assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
+    assert len(re.findall(r"\btcgen05\.relinquish_alloc_permit\b", ptx)) == 1
+    assert f".target {c.target}" in ptx
+    for kind in ("ld", "st"):
+        for block in assembly(ptx, f"tcgen05.{kind}"):
+            assert block[-1] == f"tcgen05.wait::{kind}.sync.aligned;", (
+                "registers or columns are used before they are there"
+            )
+
+
+def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) -> None:
+    """No spills but for a few; five products, loads, stores and additions as they should be; tensor memory is freed."""
+    c = compiled_backward
+    # Bytes: a bias, read ahead, and what a softcap keeps for later are some registers too many, beside a mask, or in
+    # float32, at d = 128.
+    many = c.features.bias and c.features.softcap and (c.features.mask or c.features.float32_bias)
+    spilled = 40 if many and c.tile_d == c.tile_dv == 128 else 0
+    kernels = machine_code(c, tmp_path, spilled)
+    check_before_and_after(kernels, zeroes=False, num_after=0)
+    pair = c.ctas_a_tile == 2
+    names_of_one, names_of_two = ("BackwardCta", "BackwardPair"), ("BackwardTwoWalks", "BackwardPairTwoWalks")
+    (sass,) = kernels[(names_of_one if c.walks == 1 else names_of_two)[pair]]
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
+    names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    # Loops of four steps. One walk: S, dP and dV once, dK and dQ behind a step and behind a tile. Two: S in each.
+    assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 5 + c.parts_dQ)
+    assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
+    assert count["HGMMA"] == 0
+    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart; of two walks
+    # that of K by the last dQ, and that of Q by each S.
+    commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 3 + 4 + c.parts_dQ)
+    assert count["UTCBAR"] == commits + (4 - c.walks if pair else 0)
+    assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
+    assert count["USETMAXREG"] == 3
+    # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, or to have a bias
+    # added (which behind a softcap is added later), and hidden.
+    queries = c.tile_m // COMPUTE_WARPGROUPS
+    blocks = queries // 32
+    changes = blocks * c.walks * (1 + (c.features.softcap or c.features.bias))
+    # Of dV and of dK, the last of an odd number for whose piece it is.
+    pieces = sum(-(-num // COMPUTE_WARPGROUPS) for num in (c.pieces_dV, c.pieces_dK))
+    assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
+    assert count["STTM"] == 2 * blocks + changes + (c.tile_d // 64 if c.holds_keys else 0)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.walks * c.tile_m // COMPUTE_WARPGROUPS
+    # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns. Half of 192 columns
+    # are 3 times 32. Two walks of a pair have loads of Q of their own, and K is that of a CTA; two walks of a CTA have
+    # loads of Q and dO of their own.
+    loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
+    halves = sum(n // 64 if n % 128 else n // 128 for n in (c.tile_d, c.tile_dv)) + 2 * c.columns_of_keys // 64
+    halves += c.tile_d // 64 if c.holds_keys else 0
+    again = halves if pair else (c.walks - 1) * (c.tile_d + c.tile_dv) // 64
+    assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + again
+    of_both = len(loads) - (c.tile_d // 64 if c.holds_keys else 0) if pair else 0
+    assert sum(load.endswith(".cta_group::2") for load in loads) == of_both
+    assert len(re.findall(r"\bUTMALDG", sass)) >= len(loads)  # the assembler may have a pair's first step apart
+    assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else pieces)
+    assert len(re.findall(r"\bUBLKRED\.G\.S\.ADD\.F32", sass)) == c.pieces_dQ
+    sums = pieces * 64 if c.features.grouped else 0  # of keys: from registers, four at a time
+    assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums // 4
+    assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
+    assert f".target {c.target}" in ptx
+    # Of a bias of 16 bits an element a score, or one for all of a thread's, and its gradient.
+    elements = c.walks * (1 if c.features.uniform_bias else queries) if c.features.bias else 0
+    if not c.features.float32_bias:
+        assert len(re.findall(r"\bLDG\.E\.[SU]16\b", sass)) == elements
+    assert len(re.findall(r"\bSTG\.E\.U16\b", sass)) == queries * c.features.dbias
+
+
+def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_path: Path) -> None:
+    """No spills but for a few; two products; nothing is added in memory; tensor memory is allocated and freed."""
+    c = compiled_bias_gradient
+    # Bytes: the kernel that makes a mask's tiles, at d = 256.
+    spilled = 16 if c.tile_d == 256 and c.features.mask else 0
+    sass, *adding_up = machine_code(c, tmp_path, spilled)["BiasGradient"]
+    if "UTCHMMA" not in sass:
+        (sass,), adding_up = adding_up, [sass]
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert not lint(ptx)
+    assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
+    assert len(adding_up) == c.split
+    names = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    assert count["UTCHMMA"] == 2 * 4  # loops of four steps, of S and dP
+    assert count["UTCBAR"] == 4  # each is there, and its operands are read
+    assert count["USETMAXREG"] == 3
+    # The bias, S to add that, to be hidden by edges and to be weighed, and dP; the bias is stored in a loop.
+    blocks, more = c.keys // 32, c.features.softcap + c.features.listed
+    assert count["LDTM"] == blocks * (5 + more)
+    assert count["STTM"] == 1 + blocks * (2 + more)
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.keys
+    assert len(re.findall(r"\bUTMALDG", sass)) == 2 * (c.tile_d + c.tile_dv) // 64
+    assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
+    assert f".target {c.target}" in ptx
+
+
+def assembly(ptx: str, instruction: str) -> Iterator[list[str]]:
+    """The inline assembly that has an instruction, which stands nowhere else."""
+    blocks = re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL)
+    found = [block for block in blocks if f"{instruction}." in block]
+    assert sum(block.count(f"{instruction}.") for block in found) == ptx.count(f"{instruction}.")
+    for block in found:
+        yield [line.strip() for line in block.strip().splitlines()]
+
+
+@pytest.mark.parametrize("queries", [0, LONG])
+@pytest.mark.parametrize("d", range(8, 264, 8))
+def test_sizes(d: int, queries: int) -> None:
+    """Within shared memory, tensor memory and registers; wide enough; rings of a power of 2."""
+    for d_v in range(8, 264, 8):
+        check_sizes(chosen(d, d_v, queries=queries), d, d_v)
+
+
+def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
+    if c.ctas_a_tile == 2:
+        assert (c.tile_d, c.tile_dv) in ((192, 128), (256, 128), (256, 256))
+        assert c.columns_shared % O_COLUMNS == 0
+    assert c.tile_d >= d
+    assert c.tile_dv >= d_v
+    assert c.bytes_shared <= SHARED_MEMORY
+    assert c.first_O(c.q_parts - 1) + c.tile_dv <= TENSOR_COLUMNS
+    r = c.registers
+    assert r.softmax + (r.softmax if c.q_parts == 2 else r.none) + r.epilogue + r.others <= 512
+    assert all(24 <= x <= 256 and x % 8 == 0 for x in r)
+    assert all(stages & stages - 1 == 0 for stages in (c.k_stages, c.v_stages, c.q_parts))
+    assert c.blocks_ahead * c.q_parts == 2
+
+
+@pytest.mark.parametrize("keys", [0, LONG])
+@pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
+def test_backward_sizes(d: int, keys: int) -> None:
+    """Within shared memory, tensor memory, whose parts do not overlap, and registers; rings of a power of 2."""
+    for d_v in range(8, max(HEAD_DIMS) + 8, 8):
+        c = backward(d, d_v, keys=keys)
+        pair = keys > 0 and c.tile_d > 64
+        assert c.ctas_a_tile == (2 if pair else 1)
+        assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
+        assert max(d, d_v) <= c.tile_d
+        assert d_v <= c.tile_dv
+        assert c.bytes_shared <= SHARED_MEMORY
+        sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
+        parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
+        parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
+        parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
+        if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
+            first, columns = parts.pop()
+            weights = c.queries // 2 if c.walks == 1 else 0
+            assert first == c.first_S + weights
+            assert columns == c.tile_m - 2 * weights
+            assert c.walks == 2 or c.weights_apart == weights + columns
+        parts.sort()
+        assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
+        assert sum(parts[-1]) <= TENSOR_COLUMNS
+        if c.walks == 2:
+            assert sums[0] == sums[1]
+            assert pair or not c.dQ_over_dP
+        if c.dQ_over_dP:  # which its first part does not reach beyond
+            assert c.first_dQ(0) == c.first_dP
+            assert c.columns_dQ <= c.tile_m
+        # Rows of all products are lanes, or a part of dQ's are, which together are all of its columns.
+        if c.transposes_dQ:
+            starts = [c.first_row_dQ(part) for part in range(c.parts_dQ * c.ctas_a_tile)]
+            assert starts[0] == 0
+            assert starts[-1] + PART_ROWS == c.tile_d
+            assert all(b - a <= PART_ROWS for a, b in itertools.pairwise(starts))
+        else:
+            assert c.tile_m == PART_ROWS
+        assert c.registers.drain + COMPUTE_WARPGROUPS * c.registers.compute + c.registers.others <= 512
+        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
+        assert all(stages & stages - 1 == 0 for stages in (c.kv_stages, c.q_stages, c.do_stages, c.parts_dQ))
+
+
+@pytest.mark.parametrize("d_v", [192, 128])
+def test_pairs_share_values_by_swizzled_rows(d_v: int) -> None:
+    """Of 192 columns of v none can have its half, and fewer than 128 are no pair's."""
+    assert chosen(256, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
+    assert chosen(192, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
+
+
+@pytest.mark.parametrize("feature", ["mask", "block_mask", "bias"])
+def test_pairs_know_no_masks(feature: str) -> None:
+    assert chosen(256, queries=LONG).ctas_a_tile == 2
+    assert chosen(256, queries=LONG, **{feature: True}) == chosen(256, **{feature: True})
+
+
+def test_pairs_are_planned_for_long_sequences() -> None:
+    """By how many queries a sequence has, on average."""
+    spec = spec_of(head_dim=256)
+    for length, sequences, ctas in ((4096, 0, 2), (128, 0, 1), (4096, 4, 2), (4096, 32, 1)):
+        rows = (2, length) if sequences == 0 else (length,)
+        shapes = Shapes((*rows, 4, 256), (*rows, 4, 256), sequences, length)
+        planned = plan_forward(ARCHITECTURES["sm100"], spec, shapes, 148)
+        assert planned.config.ctas_a_tile == ctas
+        assert planned.config.tile_m == 128 * ctas
+    q = torch.zeros(1, 4096, 2, 256, dtype=torch.bfloat16, device="meta")
+    told = explain(q, q, q, gpu="sm100", backend="sm100").forward
+    assert told is not None
+    assert told.cluster == 2
+
+
+@pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
+def test_bias_gradient_sizes(d: int) -> None:
+    """Within shared memory, tensor memory and registers; rings of a power of 2; blocks of the backward pass."""
+    for d_v in range(8, max(HEAD_DIMS) + 8, 8):
+        c, main = bias_gradient(d, d_v), backward(d, d_v, bias=True, keys=LONG)
+        assert c.stats_m == main.tile_m
+        assert main.ctas_a_tile == 1
+        assert d <= c.tile_d
+        assert d_v <= c.tile_dv
+        assert c.bytes_shared <= SHARED_MEMORY
+        firsts = [*map(c.first_S, range(c.score_stages)), c.first_dP, c.first_bias, TENSOR_COLUMNS]
+        assert all(b - a >= c.tile_n for a, b in itertools.pairwise(firsts))
+        assert COMPUTE_WARPGROUPS * c.registers.compute + 2 * c.registers.others <= 512
+        assert all(24 <= x <= 256 and x % 8 == 0 for x in c.registers)
+        assert all(stages & stages - 1 == 0 for stages in (c.stages, c.score_stages))
+
+
+SAME_ON_BOTH = {
+    "backward-d64": backward(64),
+    "backward-d256": backward(256),
+    "backward-pair-d192": pair(192, 192),
+    "bias-gradient": bias_gradient(128),
+}
+
+
+@pytest.mark.parametrize("config_of_b200", SAME_ON_BOTH.values(), ids=SAME_ON_BOTH)
+def test_targets_differ_in_the_forward_pass_alone(config_of_b200: Any, tmp_path: Path) -> None:
+    """Other kernels are the same PTX: what tests find out about one target holds for the other."""
+    of_b200, of_b300 = (
+        ptx_of(dataclasses.replace(config_of_b200, target=target), tmp_path) for target in TARGETS.values()
+    )
+    assert of_b200.count(f".target {B200}") == 1
+    assert of_b300 == of_b200.replace(f".target {B200}", f".target {B300}")
+
+
+def test_targets_have_kernels_of_their_own() -> None:
+    sm100 = ARCHITECTURES["sm100"]
+    for capability, target in TARGETS.items():
+        planned = plan_forward(sm100.on(capability), spec_of(), DENSE, 148)
+        assert planned.config.target == target
+        assert pass_of(planned.config) is sm100.passes["forward"]
+        assert planned.config == dataclasses.replace(plan_forward(sm100, spec_of(), DENSE, 148).config, target=target)
+
+
+def test_warming_is_for_all_gpus() -> None:
+    given = command.parser().parse_args(["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense"])
+    assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
+    given.passes, given.features = ["bias_gradient"], ["bias"]
+    assert {c.target for c in command.configurations(given)} == set(TARGETS.values())
+
+
+def test_warming_refuses_passes_that_there_are_none_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    sm100 = ARCHITECTURES["sm100"]
+    lacking = sm100._replace(passes={"forward": sm100.passes["forward"]})
+    monkeypatch.setitem(command._ARCHITECTURES, "sm100", lacking)
+    given = command.parser().parse_args(["warm", "--architecture", "sm100", "--passes", "bias_gradient"])
+    with pytest.raises(ValueError, match="--passes: expected some of forward for sm100, got bias_gradient"):
+        command.configurations(given)
+
+
+def test_warming_is_for_all_lengths() -> None:
+    """Where long sequences get other kernels."""
+    for name, d in (("backward", 128), ("forward", 256)):
+        arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", name, "--layouts", "dense"]
+        arguments += ["--dtypes", "float16", "--head-dims", "64", str(d)]
+        found = command.configurations(command.parser().parse_args(arguments))
+        assert sorted(c.ctas_a_tile for c in found if c.tile_d == d and c.target == B200) == [1, 2]
+        assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
+
+
+def test_warming_of_a_bias_compiles_its_gradient() -> None:
+    arguments = ["warm", "--architecture", "sm100", "--masks", "full", "--layouts", "dense", "--head-dims", "256"]
+    for feature, more in (("block_mask", set()), ("bias", {"bias_gradient"})):
+        given = command.parser().parse_args([*arguments, "--features", feature])
+        assert {c.pass_name for c in command.configurations(given)} == {"forward", "backward"} | more
+
+
+def test_heads_of_a_group_never_share_a_tile() -> None:
+    few = DENSE._replace(max_seqlen_q=1)
+    planned = plan_forward(ARCHITECTURES["sm100"], spec_of(nheads_k=1), few, 148)
+    assert planned.config == plan_forward(ARCHITECTURES["sm100"], spec_of(nheads_k=1), DENSE, 148).config
+    assert planned.numbers.heads_in_cache > 0
+
+
+def test_only_those_who_ask_get_it() -> None:
+    """It has not run on such a GPU yet."""
+    names = list(BACKENDS)
+    assert names.index("portable") < names.index("sm100")
+    assert list(supposing("sm100")) == ["portable", "sm100"]
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"got 'sm100', which cannot: tensors on cpu$"):
+        flash_attn_func(q, q, q, backend="sm100")
+
+
+def test_gradients_are_planned() -> None:
+    q, v = (torch.zeros(1, 8, 2, d, dtype=torch.bfloat16, device="meta") for d in (256, 200))
+    assert explain(q, q, v, gpu="sm100", backend="sm100").backward is not None
+    mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
+    assert explain(q, q, v, mask=mask, gpu="sm100", backend="sm100").backward is not None
+    assert explain(q, q, v, bias=mask.to(q.dtype), gpu="sm100", backend="sm100").backward is not None

@@ -1,0 +1,277 @@
+"""Attention over several ranks gives what one process gives."""
+
+import json
+import random
+import weakref
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import work
+from benchmarks.suites import context_parallel as suite
+from flash_attn_cute import dispatch
+from flash_attn_cute.distributed import (
+    Sharding,
+    attention,
+    model,
+)
+from flash_attn_cute.distributed.groups import Place
+from flash_attn_cute.distributed.key_values import KeyValues
+from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
+from flash_attn_cute.distributed.passes import Context, Given, Merged, backward, forward, prepared
+from flash_attn_cute.distributed.sharding import Band
+from flash_attn_cute.spec import Options
+from tests.lib import oracle, ranks
+from tests.lib.checks import gradients, random_call
+from tests.lib.over_ranks.all_cases import every_case
+from tests.lib.over_ranks.block_masks import block_masks
+from tests.lib.over_ranks.disagreements import disagreements
+from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
+from tests.lib.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
+from tests.lib.over_ranks.programs import (
+    backward_without_a_group,
+    benchmark,
+    compiled,
+    compiled_in_context,
+    example,
+    operators_are_sound,
+    surroundings,
+)
+
+# What ranks are started for takes less time than to start them.
+ON_RANKS = {
+    1: [every_case, block_masks, operators_are_sound],
+    2: [
+        every_case,
+        block_masks,
+        low_precision,
+        surroundings,
+        compiled,
+        compiled_in_context,
+        backward_without_a_group,
+        example,
+        benchmark,
+    ],
+    3: [every_case, as_precise_as_one],
+    4: [
+        every_case,
+        one_part_and_several,
+        as_precise_as_one,
+        block_masks,
+        rows_come_together,
+        other_meshes,
+        nothing_to_do,
+        neighbours,
+    ],
+    8: [every_case],
+}
+
+
+@pytest.mark.parametrize("num_ranks", ON_RANKS)
+def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path: Path) -> None:
+    ranks.run([on_gpus], 2, tmp_path, backend="nccl")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path) -> None:
+    ranks.run([on_a_gpu], num_ranks, tmp_path, backend="shared")
+
+
+def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:
+    ranks.run([disagreements], 3, tmp_path, FLASH_ATTN_CUTE_CHECK="1")
+
+
+def random_runs(draw: random.Random, length: int) -> list[Run]:
+    """Some positions, in adjacent rows."""
+    runs, row, position = [], draw.randint(0, 3), 0
+    while position < length:
+        stop = min(length, position + draw.randint(1, 12))
+        if draw.random() < 0.6:
+            runs.append(Run(position, stop, row))
+            row += stop - position
+        position = stop
+    return runs
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_parts_are_what_the_mask_shows(seed: int) -> None:
+    """Each visible pair in one part, as that part's window shows it, and no other pair in any."""
+    draw = random.Random(seed)
+    length_q, length_k = draw.randint(1, 40), draw.randint(1, 40)
+    window = (draw.choice([None, 0, 3, 15]), draw.choice([None, 0, 0, 3, 15]))
+    queries, keys = random_runs(draw, length_q), random_runs(draw, length_k)
+    parts = parts_of({7: queries}, {7: keys}, {7: Band.of(window, length_q, length_k)})  # type: ignore[arg-type]
+    nothing = torch.empty(0)
+    visible = oracle.window(oracle.Call(nothing, nothing, nothing, window_size=window), length_q, length_k)
+    expected = torch.zeros(60, 60, dtype=torch.int64)
+    for q in queries:
+        for k in keys:
+            seen = visible[q.start : q.stop, k.start : k.stop]
+            expected[q.row : q.row + q.stop - q.start, k.row : k.row + k.stop - k.start] = seen
+    got = torch.zeros_like(expected)
+    for call in calls_of(parts, torch.device("cpu")):
+        for q_rows, k_rows in zip(sequences(call, "q"), sequences(call, "k"), strict=True):
+            shown = oracle.Call(nothing, nothing, nothing, window_size=call.window)
+            got[slice(*q_rows), slice(*k_rows)] += oracle.window(shown, q_rows[1] - q_rows[0], k_rows[1] - k_rows[0])
+    assert got.equal(expected)
+
+
+def sequences(call: Call, side: str) -> list[tuple[int, int]]:
+    """The rows (start, stop) of each sequence of a call, which is checked to be a valid one."""
+    start, stop = (getattr(call, f"{side}_{end}") for end in ("start", "stop"))
+    cu, used = getattr(call, f"cu_seqlens_{side}").tolist(), getattr(call, f"seqused_{side}")
+    slots = [b - a for a, b in pairwise(cu)]
+    lengths = slots if used is None else used.tolist()
+    assert cu[0] == 0
+    assert start + cu[-1] == stop
+    assert all(0 < length <= slot for length, slot in zip(lengths, slots, strict=True))
+    assert max(lengths) == getattr(call, f"max_seqlen_{side}")
+    return [(start + a, start + a + length) for a, length in zip(cu, lengths, strict=False)]
+
+
+@pytest.mark.parametrize("documents", [[4096], [4096, 1000, 3000]])
+def test_a_step_of_a_causal_ring_is_one_call(documents: list[int]) -> None:
+    """An early and a late chunk of a document need no more launches than one would."""
+    sharding = Sharding.balanced([0, *accumulate(documents)], 4, causal=True)
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
+    for rank, other in product(range(4), range(4)):
+        parts = parts_of(layout.queries_of(rank), layout.keys_of(other), layout.bands)
+        assert len(parts) == len({d for d in layout.queries_of(rank) if d in layout.keys_of(other)})
+        assert len(calls_of(parts, torch.device("cpu"))) <= 1
+        assert {part.window for part in parts} <= ({(None, 0)} if rank == other else {(None, None)})
+
+
+@pytest.mark.parametrize("window", [(None, 0), (100, 0), (None, None)])
+@pytest.mark.parametrize("other", [None, 0, 1])
+def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | None, int | None]) -> None:
+    """Those on keys of another rank, on a rank's own keys, and on collected ones."""
+    sharding = Sharding.balanced([0, 700, 710, 2000], 2, causal=True)
+    layout = Layout.of(sharding, sharding, (700, 10, 1290), (700, 10, 1290), window)
+    everything = {d: [Run(0, n, start)] for d, (n, start) in enumerate(((700, 0), (10, 700), (1290, 710)))}
+    keys = everything if other is None else layout.keys_of(other)
+    calls = calls_of(parts_of(layout.queries_of(1), keys, layout.bands), torch.device("cpu"))
+    assert calls
+    q, kv = torch.empty(1000, 4, 64, dtype=torch.float16), torch.empty(2000, 2 * (64 + 128), dtype=torch.float16)
+    rows = KeyValues(kv, 2, 64)
+    options = Options(None, None, None, 0.0, True, True)
+    for call in calls:
+        _, spec, inputs = prepared(Context(options, None, None), call, q, rows.k, rows.v)
+        assert dispatch.select(spec, inputs, "sm90", dispatch.supposing("sm90")).name == "sm90"
+        assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 for x in (inputs.q, inputs.k, inputs.v))
+
+
+def test_parts_of_out_are_rounded_once() -> None:
+    """Merged from parts of the keys, out in bfloat16 is what rounding of the exact one gives, and no worse."""
+    given = random_call([300], [512], nheads=4, nheads_k=2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        q, k, v = given.q, given.k, given.v
+        true, _ = oracle.attention(given.to(torch.float64))
+        merged = Merged(q, v.shape[-1], shared=True)
+        context = Context(Options(None, None, None, 0.0, True, True), "portable", None)
+        for start in range(0, 512, 128):
+            cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (300, 128))
+            call = Call(0, 300, start, start + 128, (None, None), 300, 128, cu_q, cu_k, None, None)
+            merged.add(call, *forward(context, call, q, k, v, is_part=True))
+        out, _ = merged.result(None, ())
+
+    def error(x: torch.Tensor) -> float:
+        return (x - true).square().mean().sqrt().item()
+
+    assert out.dtype == torch.bfloat16
+    assert error(out) == pytest.approx(error(true.bfloat16()), rel=1e-3)
+
+
+def test_parts_of_gradients_are_not_rounded() -> None:
+    """Summed over parts of the keys and queries, gradients in bfloat16 are off by no more than those of one call."""
+    given = random_call([512], [512], nheads=4, nheads_k=2, dtype=torch.bfloat16)
+    truth = given.to(torch.float64)
+    true_out, true_lse = oracle.attention(truth)
+    dout = torch.randn(true_out.shape).bfloat16()
+    true = gradients(truth, true_out, true_lse, dout.double(), None)
+    with torch.no_grad():
+        attended = Given(given.q, true_out.bfloat16(), true_lse.float(), dout, None)
+        context = Context(Options(None, None, None, 0.0, True, True), "portable", None)
+
+        def summed(rows: int) -> dict[str, torch.Tensor]:
+            total = {name: torch.zeros(true[name].shape) for name in ("dq", "dk", "dv")}
+            cu = torch.tensor([0, rows], dtype=torch.int32)
+            for start_q, start_k in product(range(0, 512, rows), repeat=2):
+                stop_q, stop_k = start_q + rows, start_k + rows
+                call = Call(start_q, stop_q, start_k, stop_k, (None, None), rows, rows, cu, cu, None, None)
+                parts = backward(context, call, attended, given.k, given.v, is_part=True)
+                for name, x, start in zip(total, parts, (start_q, start_k, start_k), strict=True):
+                    assert x.dtype == torch.float32
+                    total[name][start : start + rows] += x
+            return {name: x.bfloat16() for name, x in total.items()}
+
+        one, many = summed(512), summed(128)
+
+    for name, x in many.items():
+        assert (x - true[name]).square().mean().sqrt() < 1.02 * (one[name] - true[name]).square().mean().sqrt()
+
+
+def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: every rank of either method is timed, and none fails."""
+    pytest.importorskip("matplotlib", reason="the benchmark plots its times")
+    monkeypatch.setitem(work._GEMM_SIZE, "cpu", 64)
+    monkeypatch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
+    given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]
+    assert suite.main(given) == 0
+    found = json.loads((tmp_path / "context_parallel-alone-cpu-float32.json").read_text())
+    everyone = {suite.ONE, *(f"{name}, rank {rank}" for name in attention.KEY_METHODS for rank in range(3))}
+    assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
+
+
+SHAPE = model.Shape(32, 8, 128, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("documents", "num_ranks", "by_heads", "expected"),
+    [
+        ([131_072], 2, True, "all_gather"),  # nothing is merged, and heads in groups make K and V small
+        ([131_072], 8, True, "all_to_all"),  # trading heads moves less the more ranks there are
+        ([1000] * 128, 8, True, "all_gather"),  # next to nothing is moved
+        ([4_194_304], 64, True, "ring"),  # 64 ranks have no part of 8 heads, and all keys are too many for one
+        ([131_072], 8, False, "all_gather"),
+    ],
+)
+def test_auto_chooses_what_waits_least(documents: list[int], num_ranks: int, by_heads: bool, expected: str) -> None:
+    sharding = Sharding.balanced([0, *accumulate(documents)], num_ranks, causal=True)
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
+    found = model.estimates(layout, SHAPE)
+    if not by_heads:
+        found.pop("all_to_all")
+    assert model.best(found) == expected
+
+
+def test_a_plan_is_made_once_for_all_layers() -> None:
+    sharding = Sharding.contiguous([0, 8], 2)
+    question = attention.Question(sharding, None, 1, None, None, (None, 0), "ring", SHAPE)
+    found = attention.plan(question, Place(0, 2, 1), torch.device("cpu"))
+    assert attention.plan(question._replace(), Place(0, 2, 1), torch.device("cpu")) is found
+    assert attention.plan(question, Place(1, 2, 1), torch.device("cpu")) is not found
+    plans, gone = weakref.ref(found.method), weakref.ref(sharding)
+    del found, question, sharding
+    assert gone() is None, "something keeps the layout"
+    assert plans() is None
+
+
+def test_the_model_of_the_benchmark() -> None:
+    rows = suite.modelled(16_384, (32, 8, 128))
+    assert {(row["corpus"], row["ranks"]) for row in rows} == set(product(suite.corpora(64), suite.RANKS))
+    assert all(row["imbalance"] < 0.03 for row in rows if row["ranks"] < 512)
+    for row in rows:
+        assert 0 < row["received, bytes"] < 1e12
+        assert 0 < row["buffers, bytes"] < 1e12
+    of = {(row["corpus"], row["ranks"], row["method"]): row["received, bytes"] for row in rows}
+    assert of["one sequence", 8, "all_gather"] == of["one sequence", 8, "ring"]
+    assert of["documents", 64, "all_gather"] < of["documents", 64, "ring"] / 3

@@ -1,0 +1,254 @@
+"""Layouts of documents over ranks: every row once, in balance, and back again."""
+
+import pickle
+import random
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute.distributed import Segment, Sharding, gather
+from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.parts import Run
+from flash_attn_cute.distributed.sharding import of_handle
+from tests.lib import oracle
+
+CAUSAL: dict[str, Any] = {"causal": True}
+
+
+def offsets(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+def documents(rows: int, shortest: int, longest: int) -> list[int]:
+    """Log-uniform lengths of so many rows together, the last one cut off."""
+    draw, lengths = random.Random(0), [0]
+    while sum(lengths) < rows:
+        lengths.append(round(shortest * (longest / shortest) ** draw.random()))
+    lengths[-1] -= sum(lengths) - rows
+    return lengths
+
+
+untyped: Any = Sharding  # for wrong arguments, which no type checker would let pass
+CORPORA = {
+    "one sequence": [131_072],
+    "long documents": documents(262_144, 1024, 65_536),
+    "short documents": documents(262_144, 16, 8192),
+    "a book and notes": [65_536, *[64] * 1024],
+    "odd lengths": [100_003, 7, 50_021, 1, 0, 111_111],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8, 64, 96, 512])
+@pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.parametrize(
+    "mask",
+    [CAUSAL, {}, {"causal": True, "window_size": (4096, None)}, {"window_size": (1000, 500)}],
+    ids=["causal", "full", "causal window", "window"],
+)
+def test_ranks_have_the_same_rows_and_the_same_area(corpus: str, mask: dict[str, Any], num_ranks: int) -> None:
+    sharding = Sharding.balanced(offsets(CORPORA[corpus]), num_ranks, **mask)
+    rows = [sharding.num_rows(rank) for rank in range(num_ranks)]
+    assert sum(rows) == sharding.total
+    assert max(rows) - min(rows) <= 1
+    areas = [sharding.area(rank, **mask) for rank in range(num_ranks)]
+    assert max(areas) < 1.03 * sum(areas) / num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_most_documents_stay_whole(num_ranks: int) -> None:
+    lengths = CORPORA["short documents"]
+    sharding = Sharding.balanced(offsets(lengths), num_ranks, **CAUSAL)
+    ranks_of: dict[int, set[int]] = {}
+    for rank, segments in enumerate(sharding.segments):
+        for segment in segments:
+            ranks_of.setdefault(segment.document, set()).add(rank)
+    # As many more as there are cuts: one between ranks at either end of the line.
+    assert sum(map(len, ranks_of.values())) <= len(ranks_of) + 2 * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_one_causal_sequence_is_an_early_and_a_late_chunk_a_rank(num_ranks: int) -> None:
+    """As PyTorch's load balancing has it."""
+    length = 2 * num_ranks * 7
+    sharding = Sharding.balanced([0, length], num_ranks, causal=True)
+    chunks = torch.arange(length).view(2 * num_ranks, 7)
+    for rank in range(num_ranks):
+        assert sharding.index(rank).equal(torch.cat((chunks[rank], chunks[2 * num_ranks - 1 - rank])))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_area_is_what_the_mask_shows(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths_q = [draw.randint(0, 40) for _ in range(4)]
+    lengths_k = [draw.randint(0, 40) for _ in range(4)]
+    used_q, used_k = ([draw.randint(0, n) for n in lengths] for lengths in (lengths_q, lengths_k))
+    left, right = (draw.choice([None, draw.randint(0, 20)]) for _ in range(2))
+    mask: dict[str, Any] = {"causal": draw.random() < 0.5, "window_size": (left, right)}
+    sharding = Sharding.balanced(
+        offsets(lengths_q), 3, cu_seqlens_k=offsets(lengths_k), seqused_q=used_q, seqused_k=used_k, total=200, **mask
+    )
+    nothing = torch.empty(0)
+    call = oracle.Call(nothing, nothing, nothing, **mask)
+    rows = torch.zeros(200, dtype=torch.int64)
+    for start, n_q, n_k in zip(offsets(lengths_q), used_q, used_k, strict=False):
+        rows[start : start + n_q] = oracle.window(call, n_q, n_k).sum(1)
+    for rank in range(3):
+        used: dict[str, Any] = {"seqused_q": used_q, "seqused_k": used_k, "cu_seqlens_k": offsets(lengths_k)}
+        assert sharding.area(rank, **used, **mask) == rows[sharding.index(rank)].sum()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["balanced", "contiguous"])
+def test_every_row_has_one_rank_and_comes_back(kind: str, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths, num_ranks = [draw.choice([0, 1, 5, 17, 60]) for _ in range(6)], draw.choice([1, 2, 3, 5, 8])
+    cu = [3 + x for x in offsets(lengths)]
+    total = cu[-1] + draw.choice([0, 9])
+    if kind == "balanced":
+        used = [draw.randint(0, n) for n in lengths]
+        sharding = Sharding.balanced(torch.tensor(cu), num_ranks, total=total, seqused_q=used, causal=True)
+    else:
+        sharding = Sharding.contiguous(torch.tensor(cu), num_ranks, total=total)
+    assert sharding.num_ranks == num_ranks
+    assert torch.cat([sharding.index(rank) for rank in range(num_ranks)]).sort()[0].equal(torch.arange(total))
+    x = torch.randn(2, total, 3, requires_grad=True)
+    shards = [sharding.shard(x, rank, dim=1) for rank in range(num_ranks)]
+    assert all(shard.equal(x[:, sharding.index(rank)]) for rank, shard in enumerate(shards))
+    back = sharding.unshard(shards, dim=1)
+    assert back.equal(x)
+    grad = torch.randn_like(x)
+    assert torch.autograd.grad(back, x, grad)[0].equal(grad)
+    positions = torch.zeros(total, dtype=torch.int64)
+    for start, stop in pairwise(cu):
+        positions[start:stop] = torch.arange(stop - start)
+    for rank in range(num_ranks):
+        owned = torch.tensor([s.document >= 0 for s in sharding.segments[rank] for _ in range(s.start, s.stop)])
+        assert sharding.positions(rank)[owned].equal(positions[sharding.index(rank)][owned])
+        assert (sharding.positions(rank)[~owned] == 0).all()
+
+
+def test_merged_ranks_have_the_rows_of_their_parts() -> None:
+    sharding = Sharding.balanced(offsets([50, 7, 30]), 6, causal=True)
+    merged = sharding.merged(2)
+    for rank in range(3):
+        both = torch.cat([sharding.index(2 * rank), sharding.index(2 * rank + 1)])
+        assert merged.index(rank).equal(both.sort()[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "hops"), [((100, 0), 1), ((300, 0), 2), ((0, 0), 0), ((50, 50), 7), ((None, 0), 7), ((None, None), 7)]
+)
+def test_under_a_window_blocks_go_to_neighbours_alone(window: tuple[int | None, int | None], hops: int) -> None:
+    """A ring goes one way: what the rank before needs has gone all around it."""
+    sharding = Sharding.contiguous([0, 8 * 200], 8)
+    layout = Layout.of(sharding, sharding, (1600,), (1600,), window)
+    assert max(layout.hops()) == hops
+
+
+def test_blocks_of_a_ring_are_what_other_ranks_need() -> None:
+    """Documents that stay whole do not travel."""
+    lengths = (10, 200, 30, 40)
+    sharding = Sharding.contiguous(offsets(list(lengths)), 2)
+    layout = Layout.of(sharding, sharding, lengths, lengths, (None, 0))
+    assert layout.travelling() == [{1: [Run(0, 130, 10)]}, {}]
+    assert layout.hops() == [1, 0]
+
+
+def test_under_a_window_no_rank_needs_more_than_it_shows() -> None:
+    sharding = Sharding.contiguous([0, 1600], 8)
+    layout = Layout.of(sharding, sharding, (1600,), (1600,), (100, 0))
+    assert layout.needed_by(3) == {0: [(500, 800)]}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ValueError,
+            "segments: expected every row on one rank, got .* where row 2 is next",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2),), (Segment(0, 3, 4),))),
+        ),
+        (
+            ValueError,
+            "segments: expected every row on one rank, got .* where row 2 is next",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2),), (Segment(0, 1, 4),))),
+        ),
+        (
+            ValueError,
+            "segments: expected 4 rows on all ranks together, got 3",
+            lambda: Sharding((0, 4), 4, ((Segment(0, 0, 2), Segment(0, 2, 3)),)),
+        ),
+        (
+            ValueError,
+            "segments: expected rows of one document",
+            lambda: Sharding((0, 2, 4), 4, ((Segment(0, 0, 3), Segment(1, 3, 4)),)),
+        ),
+        (
+            ValueError,
+            "segments: expected those of rank 0 in order",
+            lambda: Sharding((0, 2, 4), 4, ((Segment(1, 2, 4), Segment(0, 0, 2)),)),
+        ),
+        (ValueError, "num_ranks: expected at least 1, got 0", lambda: Sharding.contiguous([0, 4], 0)),
+        (TypeError, "num_ranks: expected an int, got 2.5", lambda: Sharding.contiguous([0, 4], 2.5)),  # type: ignore[arg-type]
+        (ValueError, "cu_seqlens: expected offsets from 0 to 4", lambda: Sharding.contiguous([0, 5, 4], 2)),
+        (ValueError, "cu_seqlens: expected offsets from 0 to 3", lambda: Sharding.balanced([0, 4], 2, total=3)),
+        (ValueError, "cu_seqlens: expected the offset of each", lambda: Sharding.balanced([], 2)),
+        (TypeError, "cu_seqlens: expected a sequence of ints, .* got None", lambda: untyped.balanced(None, 2)),
+        (TypeError, "cu_seqlens: expected a sequence of ints, .* 20.5", lambda: untyped.balanced([0, 20.5], 2)),
+        (
+            TypeError,
+            r"cu_seqlens: expected a sequence of ints, or a tensor \(n,\) of them, got torch.int64 of shape \(1, 2\)",
+            lambda: Sharding.balanced(torch.tensor([[0, 4]]), 2),
+        ),
+        (TypeError, "seqused_k: .* of ints", lambda: Sharding.balanced([0, 4], 2, seqused_k=torch.ones(1))),
+        (
+            ValueError,
+            "group: expected one that this process is in, got none: torch.distributed.init_process_group comes first",
+            lambda: gather(torch.zeros(4), Sharding.balanced([0, 4], 1)),
+        ),
+        (
+            ValueError,
+            "cu_seqlens_k: expected 2 offsets, got 3",
+            lambda: Sharding.balanced([0, 4], 2, cu_seqlens_k=[0, 1, 2]),
+        ),
+        (
+            ValueError,
+            "seqused_q: expected 0 to 4 rows of document 0, got 5",
+            lambda: Sharding.balanced([0, 4], 2, seqused_q=[5]),
+        ),
+        (ValueError, "seqused_k: expected 1 lengths, got 2", lambda: Sharding.balanced([0, 4], 2, seqused_k=[1, 2])),
+        (
+            ValueError,
+            "x: expected 4 rows in dimension 0",
+            lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(5), 0),
+        ),
+        (ValueError, "rank: expected 0 to 1, got 2", lambda: Sharding.contiguous([0, 4], 2).shard(torch.zeros(4), 2)),
+        (ValueError, "rank: expected 0 to 1, got -1", lambda: Sharding.contiguous([0, 4], 2).positions(-1)),
+        (
+            ValueError,
+            "shards: expected 2, one a rank, got 1",
+            lambda: Sharding.contiguous([0, 4], 2).unshard([torch.zeros(2)]),
+        ),
+        (
+            ValueError,
+            "shards: expected 2 rows in dimension 0 of rank 1",
+            lambda: Sharding.contiguous([0, 4], 2).unshard([torch.zeros(2), torch.zeros(3)]),
+        ),
+    ],
+)
+def test_errors_say_what_was_expected(error: type[Exception], message: str, call: Any) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_copies_are_of_their_own() -> None:
+    """As processes that load data make them for the one that trains."""
+    sharding = Sharding.balanced([0, 5, 12], 2, causal=True)
+    sharding.plans["layer"] = "a plan"
+    copy = pickle.loads(pickle.dumps(sharding))
+    assert (copy.cu_seqlens, copy.total, copy.segments) == (sharding.cu_seqlens, sharding.total, sharding.segments)
+    assert not copy.plans
+    assert of_handle(copy.handle) is copy
+    assert of_handle(sharding.handle) is sharding

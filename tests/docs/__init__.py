@@ -1,0 +1,1 @@
+"""Pages and examples: their code runs, and their figures are those of the record."""

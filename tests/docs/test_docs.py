@@ -1,0 +1,113 @@
+"""Pages do what they say: Python blocks run, one after the other, and commands have the options that they are given.
+
+The site has all pages and docstrings.
+"""
+
+import os
+import pkgutil
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flash_attn_cute
+from flash_attn_cute import distributed, integrations
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+PAGES = [
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "block-masks",
+            "context-parallelism",
+            "determinism",
+            "distributed",
+            "masks-and-biases",
+            "migrating",
+            "padding",
+            "profiling",
+            "quickstart",
+            "transformers",
+        )
+    ),
+]
+
+
+def blocks(page: str) -> list[str]:
+    found: list[str] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run(page: str) -> None:
+    found = blocks(page)
+    assert found
+    names: dict[str, object] = {}
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+
+
+def test_every_page_with_blocks_is_run() -> None:
+    """Those of CONTRIBUTING.md need a folder to write to, and a compiler."""
+    with_blocks = [path.relative_to(ROOT) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
+    assert sorted(str(path) for path in with_blocks if blocks(str(path))) == sorted(PAGES)
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Our commands in a page, without what stands behind ``--``, and their arguments."""
+    found = re.findall(r"python -m ((?:flash_attn_cute|benchmarks|tools)[\w.]*)([^`#&\n]*)", text)
+    return [(module.rstrip("."), arguments.partition(" -- ")[0].split()) for module, arguments in found]
+
+
+def unknown(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[str]:
+    """The options among a command's arguments that its help does not have."""
+    options = [argument for argument in arguments if argument.startswith("--")]
+    if not options:
+        return []
+    tool = arguments[:1] if arguments[0].islower() and arguments[0].isalpha() else []
+    monkeypatch.setattr(sys, "argv", [module, *tool, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code in (0, None)
+    helped = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    return [option for option in options if option not in helped]
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in TEXTS))
+def test_commands_have_their_options(page: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for module, arguments in commands((ROOT / page).read_text()):
+        assert unknown(module, arguments, monkeypatch, capsys) == [], (module, arguments)
+
+
+def test_wrong_options_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    line = (
+        "`python -m flash_attn_cute.sparsity plot window --seqlen 9 --sequence 9 -- --other` and `python -m benchmarks`"
+    )
+    (plot, arguments), (benchmarks, nothing) = commands(line)
+    assert (plot, benchmarks, nothing) == ("flash_attn_cute.sparsity", "benchmarks", [])
+    assert unknown(plot, arguments, monkeypatch, capsys) == ["--sequence"]
+
+
+def test_the_site(tmp_path: Path) -> None:
+    """It builds without a warning, has every page in its navigation, and every public name in its reference."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # of the theme: what comes after this generation of mkdocs
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    listed = re.findall(r"^ +- (?:.*: )?([\w-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    assert {path.stem for path in tmp_path.glob("*.html")} == {*listed, "404"}
+    assert list((tmp_path / "pictures").glob("*.png"))
+
+    reference = re.findall(r'id="flash_attn_cute\.([\w.]+)"', (tmp_path / "reference.html").read_text())
+    names = {name.split(".")[-1] for name in reference}
+    assert {*flash_attn_cute.__all__, *distributed.__all__} <= names
+    for module in pkgutil.iter_modules(integrations.__path__):
+        assert any(name.startswith(f"integrations.{module.name}.") for name in reference), module.name
+    assert {"padding.Packing.of", "padding.seqused_of", "integrations.flash_attn.flash_attn_func"} <= set(reference)

@@ -1,0 +1,41 @@
+"""The examples, a few steps of each."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *options: str) -> str:
+    """What an example prints that succeeds."""
+    done = subprocess.run([sys.executable, EXAMPLES / name, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_finetune() -> None:
+    printed = run("finetune.py", "--steps", "4", "--rows", "512")
+    assert re.search(r"flash_attn_cute: held-out loss .* bytes/s\n +eager: held-out", printed)
+    assert printed.endswith("PASSED\n")
+
+
+def test_pretrain(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots losses")
+    sizes = ["--width", "64", "--layers", "1", "--length", "96", "--tokens", "256", "--steps", "6"]
+    printed = run("pretrain.py", *sizes, "--out", str(tmp_path / "out"))
+    losses = [[float(x) for x in pair] for pair in re.findall(r"loss (\S+) packed, (\S+) padded", printed)]
+    assert len(losses) == 6
+    assert all(abs(packed - padded) < 0.01 for packed, padded in losses)
+    assert losses[-1][0] < losses[0][0]
+    assert "resumed: bitwise equal" in printed
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_context() -> None:
+    printed = run("long_context.py", "--tokens", "1500", "--documents", "3", "--heads", "2")
+    assert "1500 tokens in 3 documents" in printed
+    assert printed.endswith("PASSED\n")

@@ -1,0 +1,284 @@
+"""Figures in docs/performance.md and the README are those of benchmarks/results, ratios taken round by round."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.suites import sparse
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "performance.md").read_text()
+OURS, FA4, CUDNN, FLEX = "flash_attn_cute", "flash-attn-4", "cuDNN", "FlexAttention"
+
+
+def record(name: str) -> dict[str, dict[str, list[float]]]:
+    """The times of each case of a suite, in the order of the rounds, by contender."""
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return {case["name"]: {**case["times"], "flop": [case["work"]["flop"]]} for case in content["cases"]}
+
+
+def rate(case: dict[str, list[float]], contender: str = OURS) -> str:
+    """TFLOP/s at the median time, which is in microseconds."""
+    return f"{case['flop'][0] / median(case[contender]) / 1e6:.0f}"
+
+
+def prose(page: str) -> str:
+    """All that it says, in one line."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def ratio(times: Iterable[float], others: Iterable[float]) -> float:
+    return median(a / b for a, b in zip(times, others, strict=False))  # some may have taken more turns
+
+
+def speed(case: dict[str, list[float]], contender: str) -> str:
+    """Ours as a multiple of another's."""
+    return f"{ratio(case[contender], case[OURS]):.2f}"
+
+
+def rows(title: str) -> dict[str, list[str]]:
+    """The rows of the table below a title, by their first cell."""
+    section = PAGE.partition(f"{title}\n")[2].partition("\n#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {first: cells for first, *cells in lines[1:]}
+
+
+def together(each: Iterable[str]) -> str:
+    return " / ".join(each)
+
+
+DENSE = {
+    "16x128, 2k causal / full": ["16x128 2k causal", "16x128 2k full"],
+    "16x128, 8k causal / full": ["16x128 8k causal", "16x128 8k full"],
+    "16x128, 16k causal": ["16x128 16k causal"],
+    "32/8x128, 8k causal": ["32/8x128 8k causal"],
+    "32x64, 8k causal / full": ["32x64 8k causal", "32x64 8k full"],
+    "8x256, 8k causal / full": ["8x256 8k causal", "8x256 8k full"],
+    "16 uneven documents, causal, 16x128 / 32/8x128 / 32x64": [
+        "documents 16x128 causal",
+        "documents 32/8x128 causal",
+        "documents 32x64 causal",
+    ],
+}
+
+
+def dense_row(names: list[str]) -> list[str]:
+    cells = []
+    for suite in ("forward", "backward"):
+        cases = [record(f"{suite}-cuda-bfloat16")[name] for name in names]
+        cells.append(together(rate(case) for case in cases))
+        for peer in (FA4, CUDNN):
+            cells.append(together(speed(case, peer) for case in cases if peer in case) or "-")
+    return cells
+
+
+def test_dense_calls() -> None:
+    shown = rows("## Hopper kernels")
+    assert shown.keys() == DENSE.keys()
+    assert shown == {row: dense_row(names) for row, names in DENSE.items()}
+    recorded = {name for suite in ("forward", "backward") for name in record(f"{suite}-cuda-bfloat16")}
+    assert recorded == {name for names in DENSE.values() for name in names}
+
+
+SCORES = {
+    "none": "plain",
+    "mask of all scores, 90 % visible": "mask",
+    "mask of tiles of 128 x 128, a quarter visible": "tiles",
+    "key padding": "key padding",
+    "bias a head, with its gradient": "bias",
+    "bias a head and batch entry, with its gradient": "bias each",
+}
+
+
+def test_masks_and_biases() -> None:
+    cases = record("bias-cuda-bfloat16")
+    shown = rows("### Masks and biases")
+    assert shown.keys() == SCORES.keys()
+    for row, name in SCORES.items():
+        for cell, panel in zip(shown[row], ("forward", "backward"), strict=True):
+            case = cases[f"{panel} 16x128 4096 {name}"]
+            expected = [rate(case, who) for who in (OURS, "cuDNN (no dBias)", "memory-efficient", FLEX)]
+            assert cell.replace(" (without)", "") == together(expected), row
+
+
+BLOCKS = {
+    "window of 2048": "window",
+    "8 uneven documents, causal": "documents",
+    "prefix LM, a quarter": "prefix-LM",
+    "every second key of a window of 2048": "dilated",
+    "blocks at random a head, 10 %": "random 10 %",
+    "25 %": "random 25 %",
+    "50 %": "random 50 %",
+    "16 of 64 blocks, chosen a head and entry": "top 16 of 64",
+    "all": "random 100 %",
+}
+
+
+def test_block_masks() -> None:
+    cases = record("sparse-cuda-bfloat16")
+    shown = rows("### Block masks")
+    assert shown.keys() == BLOCKS.keys()
+    for row, name in BLOCKS.items():
+        forward, backward, deterministic = shown[row]
+        for cell, panel in ((forward, "forward"), (backward, "backward")):
+            case = cases[f"{panel} {name}"]
+            assert cell == together(rate(case, who) for who in (OURS, FA4, FLEX) if who in case), row
+        default, _, best = deterministic.partition(", ")
+        case = cases[f"backward {name}"]
+        assert default == rate(case, f"{OURS} deterministic"), row
+        if best:
+            order, figure = best.split()
+            assert figure == rate(case, f"{OURS} deterministic {order}"), row
+
+
+def test_block_masks_of_all_lengths() -> None:
+    cases = record("sparse-lengths-cuda-bfloat16").items()
+    found = {
+        panel: sorted(float(speed(case, FA4)) for name, case in cases if name.startswith(panel))
+        for panel in ("forward window", "backward window", "forward documents", "forward top-k")
+    }
+    assert sum(map(len, found.values())) == len(cases)
+    least, most = ([f"{x[at]:.2f}" for x in found.values()] for at in (0, -1))
+    assert least[0] == most[0]
+    said = f"a window is {least[0]} times as fast as under flash-attn-4's block sparsity forward and {least[1]} to "
+    said += f"{most[1]} times backward, documents {least[2]} to {most[2]} times and 16 selected blocks of 128 for each "
+    assert f"{said}{least[3]} to {most[3]} times forward" in prose("docs/performance.md")
+
+
+@pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
+def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
+    """What was measured is within 15 % of what the model says, in every order."""
+    batch, cpu = max(1, sparse.TOKENS // row.seqlen), torch.device("cpu")
+    ids = sparse.document_ids(batch, row.seqlen) if row.kind == "documents" else None
+    measured = record("sparse-cuda-bfloat16")[f"backward {row.name}"]
+    contenders = {"no order": OURS, "default": f"{OURS} deterministic"}
+    times = sparse.modelled(sparse.shown_by(row, batch, ids, cpu).mask, batch, cpu)
+    for order, time in times.items():
+        took = median(measured[contenders.get(order, f"{OURS} deterministic {order}")])
+        assert took == pytest.approx(time, rel=0.15), order
+
+
+def test_two_ranks() -> None:
+    """The table of context parallelism is the record's: times, and the speed over one GPU."""
+    cases = record("context_parallel-cuda-bfloat16")
+    content = json.loads((ROOT / "benchmarks" / "results" / "context_parallel-cuda-bfloat16.json").read_text())
+    memory = {case["name"]: case["peak_bytes"] for case in content["cases"]}
+    page = (ROOT / "docs" / "context-parallelism.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.partition("| | one GPU |")[2].splitlines()[2:6]]
+    methods = ["all_gather", "ring", "all_to_all", "PyTorch, cuDNN"]
+    for (_, one, *others), (name, times) in zip(lines[:2], cases.items(), strict=True):
+        assert one == f"{median(times['one GPU']) / 1e3:.0f}"
+        for method, cell in zip(methods, others, strict=True):
+            if method in times:
+                assert cell == f"{median(times[method]) / 1e3:.0f} ({ratio(times['one GPU'], times[method]):.2f})", name
+            else:
+                assert cell == "not served"
+    for (_, *cells), taken in zip(lines[2:], memory.values(), strict=True):
+        shown = [float(cell.split()[0]) for cell in cells if cell.strip("| ")]
+        assert shown == [round(taken[who] / 1e9, 1) for who in ["one GPU", *methods] if who in taken]
+    slower = [
+        ratio(times[f"{method}, deterministic"], times[method])
+        for times in cases.values()
+        for method in ("all_gather", "ring")
+    ]
+    assert f"`deterministic=True` takes {min(slower):.2f} to {max(slower):.2f}\ntimes as long" in page
+
+
+def test_the_cost_of_determinism() -> None:
+    """Deterministic backward passes in multiples of the others, under irregular masks and for wide heads."""
+    cases = record("sparse-cuda-bfloat16")
+
+    def cost(name: str, order: str = "") -> str:
+        case = cases[f"backward {name}"]
+        return f"{ratio(case[f'{OURS} deterministic{order}'], case[OURS]):.2f}"
+
+    (ten, ten_auto), (quarter, quarter_auto), (half, half_auto) = (
+        (cost(f"random {share}"), cost(f"random {share}", " auto")) for share in ("10 %", "25 %", "50 %")
+    )
+    said = f'it takes {ten} times as long for 10 % of the blocks at random ({ten_auto} with `with_order("auto")`), '
+    assert f"{said}{quarter} for 25 % ({quarter_auto}) and {half} for 50 % ({half_auto})." in prose(
+        "docs/performance.md"
+    )
+    eighth, spt, eighth_spt = cost("random 12.5 % 16k"), cost("random 25 %", " spt"), cost("random 12.5 % 16k", " spt")
+    said = f'take {quarter} times the time of a pass without an order in the default order, {spt} in `"spt"` and '
+    said += f'{quarter_auto} in `"auto"`; of 16k, an eighth visible, {eighth}, {eighth_spt} and '
+    assert f"{said}{cost('random 12.5 % 16k', ' auto')}." in prose("docs/block-masks.md")
+    irregular = [*(f"random {share}" for share in ("10 %", "25 %", "50 %", "12.5 % 16k")), "top 16 of 64"]
+    least, most, least_auto, most_auto = (
+        choose(cost(name, order) for name in irregular) for order in ("", " auto") for choose in (min, max)
+    )
+    said = f"it takes {least} to {most} times as long, or {least_auto} to {most_auto} times with the order of launches"
+    page = prose("docs/determinism.md")
+    assert f"{said} `auto`" in page
+    dense = record("backward-cuda-bfloat16").items()
+    wide, narrow = (
+        {
+            f"{ratio(case[f'{OURS} deterministic'], case[OURS]):.2f}"
+            for name, case in dense
+            if ("x256" in name) == is_wide
+        }
+        for is_wide in (True, False)
+    )
+    assert wide == {"1.02"}
+    assert narrow <= {"0.99", "1.00"}
+    assert "Above d = 128 a deterministic pass takes 1.02 times as long." in page
+    assert "takes 1.00 of the default's time up to d = 128 and 1.02 above." in prose("docs/performance.md")
+
+
+PORTABLE = {
+    "16 documents of 128..794 tokens, 8 heads of 64": "even",
+    "the same, 8 query heads on 2 key heads": "gqa",
+    "one sequence of 4096, 8 heads": "long",
+    "one of 4096 and 31 of 64, 2 heads": "skewed",
+}
+
+
+def test_the_portable_backend() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "packed-cpu-float32.json").read_text())
+    cases: dict[str, Any] = {case["name"]: case for case in content["cases"]}
+    contenders = ("sdpa loop", OURS, "sdpa padded")
+    expected = {}
+    for row, name in PORTABLE.items():
+        loop, ours, padded = (cases[name]["times"][who] for who in contenders)
+        memory = together(f"{cases[name]['peak_bytes'][who] / 1e6:.0f}" for who in contenders)
+        expected[row] = [f"{ratio(ours, loop):.2f}", f"{ratio(padded, loop):.2g}", f"{memory} MB"]
+    assert rows("## The portable backend") == expected
+
+
+def span(suite: str, panel: str = "") -> str:
+    """The least and the largest ratio to flash-attn-4."""
+    cases = record(f"{suite}-cuda-bfloat16").items()
+    found = sorted(float(speed(case, FA4)) for name, case in cases if name.startswith(panel) and FA4 in case)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+
+def test_the_readme() -> None:
+    text = prose("README.md")
+    bias = record("bias-cuda-bfloat16")
+    mask, mask_backward, added = (
+        speed(bias[f"{name} 16x128 4096 {tensor}"], "cuDNN (no dBias)")
+        for name, tensor in (("forward", "mask"), ("backward", "mask"), ("forward", "bias"))
+    )
+    for said in (
+        f"the forward pass has {span('forward')} times the speed of flash-attn-4 in the same run, ",
+        f"the backward pass {span('backward')} times; ",
+        f"under block masks {span('sparse', 'forward')} and {span('sparse', 'backward')} times. ",
+        f"With a mask tensor they have {mask} and {mask_backward} times the speed of cuDNN; ",
+        f"with a bias, the forward pass has {added} times: ",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize("wrong", ["| 16x128, 16k causal | 1 |", ""])
+def test_a_wrong_table_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = re.search(r"^\| 16x128, 16k causal .*$", PAGE, re.MULTILINE)
+    assert line is not None
+    monkeypatch.setitem(globals(), "PAGE", PAGE.replace(line[0], wrong))
+    with pytest.raises(AssertionError):
+        test_dense_calls()

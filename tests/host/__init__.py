@@ -1,0 +1,1 @@
+"""What happens on the host: validation, plans, caches, masks' tables, profiling, packaging."""

@@ -1,0 +1,310 @@
+"""What calls are told to get, without a GPU; that it is what they get: ``test_cute_backend.py``."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn_cute import dispatch, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from tests.lib.checks import offsets
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Nothing is compiled, and only tests that call attention run it."""
+
+    def never(*args: Any, **options: Any) -> Any:
+        raise AssertionError("runs")
+
+    monkeypatch.setattr(cache, "kernel", never)
+    if "warned" not in request.fixturenames:
+        for backend in (PortableBackend, CuteBackend):
+            monkeypatch.setattr(backend, "forward", never)
+
+
+def low(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+
+def test_a_call_on_a_cpu() -> None:
+    q = torch.randn(2, 5, 4, 40)
+    told = explain(q, q[:, :, :2], q[:, :, :2], causal=True, softcap=1.0)
+    assert told.backend == "portable"
+    assert dict(told.passed_over) == {"sm90": ("tensors on cpu", "torch.float32")}
+    assert (told.device, told.num_sms, told.forward, told.backward) == ("cpu", None, None, None)
+    lines = str(told).splitlines()
+    assert lines[:2] == ["backend portable on cpu", "  sm90 cannot: tensors on cpu; torch.float32"]
+    assert lines[2] == "  float32; 4 heads on 2; d = 40; causal / window_size; softcap"
+    with pytest.raises(FrozenInstanceError):
+        told.backend = "sm90"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        told.passed_over["sm90"] = ()  # type: ignore[index]
+
+
+def test_what_a_hopper_gpu_would_do() -> None:
+    q = low(2, 4096, 16, 128)
+    told = explain(q, q, q, gpu="sm90")
+    assert (told.backend, dict(told.passed_over), told.num_sms) == ("sm90", {}, 132)
+    assert told.forward is not None
+    assert told.backward is not None
+    architecture = ARCHITECTURES["sm90"]
+    assert told.forward.config == architecture.passes["forward"].configure(
+        "bfloat16", 128, 128, told.forward.config.features
+    )
+    assert (told.forward.tile_m, told.forward.tile_n) == (told.forward.config.tile_m, told.forward.config.tile_n)
+    assert (told.forward.persistent, told.forward.packed, told.forward.cluster) == (
+        told.forward.config.persistent,
+        False,
+        1,
+    )
+    assert told.backward.workspace_bytes > 0
+    assert told.backward.deterministic
+    text = str(told)
+    assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
+    assert f"forward: tiles of {told.forward.tile_m} queries, blocks of {told.forward.tile_n} keys" in text
+    assert f"heads_in_cache = {told.backward.numbers.heads_in_cache}" in text
+
+
+def test_kernels_that_have_to_be_asked_for_are_told() -> None:
+    q = low(1, 5, 2, 64).zero_()
+    told = explain(q, q, q, gpu="sm100")
+    assert (told.backend, told.on_request) == ("portable", ("sm100",))
+    assert "sm100 serves it only with backend='sm100'" in str(told)
+    assert explain(q, q, q, gpu="sm100", backend="sm100").on_request == ()
+    assert explain(q.float(), q.float(), q.float(), gpu="sm100").on_request == ()
+    assert explain(q, q, q, gpu="sm90").on_request == ()
+
+
+def test_clusters_and_determinism_are_told() -> None:
+    q = low(2, 100, 4, 256)
+    for deterministic in (False, True):
+        told = explain(q, q, q, gpu="sm90", deterministic=deterministic).backward
+        assert told is not None
+        assert (told.cluster, told.deterministic) == (2, deterministic)
+    text = str(explain(q, q, q, gpu="sm90"))
+    assert "clusters of 2 CTAs" in text
+    assert "not deterministic" in text
+
+
+def test_padding_is_told_as_packed_sequences() -> None:
+    q, used = low(2, 100, 4, 64), torch.tensor([3, 100], dtype=torch.int32)
+    for given, packed in ((None, False), (used, True)):
+        told = explain(q, q, q, gpu="sm90", causal=True, seqused_q=given, seqused_k=given)
+        assert told.forward is not None
+        assert told.backward is not None
+        assert (told.forward.packed, told.backward.packed) == (packed, packed)
+    # Queries that see no key are sequences of their own in the backward pass.
+    few = explain(q, q[:, :50], q[:, :50], gpu="sm90", causal=True)
+    assert few.forward is not None
+    assert few.backward is not None
+    assert (few.forward.packed, few.backward.packed) == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "fake", "in a mode"])
+def test_any_tensors_are_told_the_same(kind: str) -> None:
+    def tell(device: str) -> str:
+        q, cu = low(140, 8, 64, device=device), torch.zeros(4, dtype=torch.int32, device=device)
+        mask = torch.ones(140, 50, dtype=torch.bool, device=device)
+        bias = low(8, 1, 50, device=device).requires_grad_()
+        return str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90"))
+
+    expected = tell("cpu")
+    if kind == "in a mode":
+        with FakeTensorMode():
+            assert tell("cuda") == expected
+    elif kind == "fake":
+        mode = FakeTensorMode()
+        q, cu, mask, bias = (
+            mode.from_tensor(x)
+            for x in (
+                low(140, 8, 64),
+                torch.zeros(4, dtype=torch.int32),
+                torch.ones(140, 50, dtype=torch.bool),
+                low(8, 1, 50).requires_grad_(),
+            )
+        )
+        assert str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90")) == expected
+    else:
+        assert tell(kind) == expected
+
+
+def test_equal_offsets_are_seen() -> None:
+    """The same memory under two names: no query is blind, and no sequence is made two of."""
+    q, cu = low(140, 8, 64), offsets([70, 70])
+    same, view, other = (
+        explain(q, q, q, cu, x, 70, 70, causal=True, gpu="sm90").backward for x in (cu, cu[:], cu.clone())
+    )
+    assert same == view
+    assert same != other
+
+
+def test_nested_tensors_are_told() -> None:
+    q = torch.nested.nested_tensor([low(3, 4, 64), low(8, 4, 64)], layout=torch.jagged)
+    told = explain(q, q, q, gpu="sm90")
+    assert told.forward is not None
+    assert told.forward.packed
+    assert told.backend == "sm90"
+
+
+def test_autocast_is_told() -> None:
+    q = torch.randn(1, 5, 2, 64)
+    assert explain(q, q, q, gpu="sm90").backend == "portable"
+    with torch.autocast("cpu", torch.bfloat16):
+        told = explain(q, q, q, gpu="sm90")
+    assert (told.backend, told.spec.dtype) == ("sm90", torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape_k", [(2, 0, 4, 64), (0, 5, 4, 64)])
+def test_nothing_to_launch(shape_k: tuple[int, ...]) -> None:
+    q, k = low(shape_k[0], 5, 4, 64), low(*shape_k)
+    told = explain(q, k, k, gpu="sm90")
+    assert (told.forward, told.backward) == (None, None)
+    assert str(told).endswith("forward: nothing is launched\n  backward: nothing is launched")
+
+
+def test_the_keywords_are_those_of_the_calls() -> None:
+    told = inspect.signature(explain).parameters
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        parameters = inspect.signature(function).parameters
+        assert parameters.keys() <= told.keys()
+        for name, parameter in parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                assert told[name] == parameter
+    assert told.keys() - inspect.signature(flash_attn_varlen_func).parameters.keys() == {"gpu"}
+
+
+def test_errors_are_those_of_the_call() -> None:
+    q, cu = low(2, 5, 4, 64), offsets([5, 5])
+    flat = q.flatten(0, 1)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        ((q, q, q.float()), {}, TypeError, "v: expected the dtype of q"),
+        ((q, q, None), {}, TypeError, "v: expected a torch.Tensor, got NoneType"),
+        ((None, q, q), {}, TypeError, "q: expected a torch.Tensor, got NoneType"),
+        ((q, q, q), {"causal": 1}, TypeError, "causal: expected a bool, got 1"),
+        ((q, q, q), {"backend": "none"}, ValueError, "backend: expected None or one of"),
+        ((q, q, q), {"backend": "sm90"}, ValueError, "which cannot: tensors on cpu"),
+        ((q, q, q.to("meta")), {}, ValueError, "v: expected the device of q, cpu, got meta"),
+        ((flat, flat, flat, cu, cu, 5), {}, TypeError, "max_seqlen_k: expected an int or a 0-d tensor, got None"),
+        ((flat, flat, flat, cu, None, 5, 5), {}, TypeError, "cu_seqlens_k: expected a torch.Tensor, got NoneType"),
+        ((q, q, q), {"gpu": "sm10"}, ValueError, "gpu: expected None or one of ['sm90', 'sm100'], got 'sm10'"),
+    ]
+    for arguments, options, error, message in calls:
+        with pytest.raises(error, match=re.escape(message)):
+            explain(*arguments, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_has_to_be_named() -> None:
+    with FakeTensorMode():
+        q = low(2, 5, 4, 64, device="cuda")
+        with pytest.raises(ValueError, match=r"q: expected gpu= to say which GPU is meant, as PyTorch finds none"):
+            explain(q, q, q)
+
+
+# The warning.
+
+
+class OnHopper(PortableBackend):
+    """The portable backend in the place of Hopper's, which takes the CPU for such a GPU."""
+
+    def __init__(self) -> None:
+        self.real = CuteBackend(ARCHITECTURES["sm90"], is_supposed=True)
+
+    def limits(self, spec: Any, inputs: Any) -> tuple[str, ...]:
+        return self.real.limits(spec, inputs)
+
+    def is_made_for(self, device: torch.device) -> bool:
+        return self.real.is_made_for(device)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The warnings so far, in a process that has made no call yet, on a CPU that passes for a Hopper GPU."""
+    messages: list[str] = []
+
+    def told(message: str) -> None:
+        if "flash_attn_cute" in message:
+            messages.append(message)
+
+    monkeypatch.setattr(dispatch, "_has_warned", False)
+    monkeypatch.setattr(dispatch, "BACKENDS", {"sm90": OnHopper(), "portable": PortableBackend()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "warn", lambda message, **options: told(str(message)))
+        yield messages
+
+
+def test_falling_back_on_a_gpu_with_kernels_is_told_once(warned: list[str]) -> None:
+    good, q, odd = low(1, 5, 2, 64).zero_(), torch.randn(1, 5, 2, 64), low(1, 5, 2, 20).zero_()
+    flash_attn_func(good, good, good)
+    explain(q, q, q)
+    assert not warned
+    flash_attn_func(q, q, q)
+    assert warned == [
+        "flash_attn_cute: a call on cpu goes to the backend 'portable', which is slower than 'sm90', which cannot "
+        "serve it: torch.float32. backend='portable' says that this is meant. Calls after this one are not told of; "
+        "flash_attn_cute.explain tells of any"
+    ]
+    flash_attn_func(odd, odd, odd)
+    flash_attn_func(q.double(), q.double(), q.double())
+    assert len(warned) == 1
+
+
+def test_head_dimensions_are_told_of(warned: list[str]) -> None:
+    odd = low(1, 5, 2, 20).zero_()
+    flash_attn_func(odd, odd, odd)
+    assert "d = 20 (multiples of 8 up to 256); d_v = 20" in warned[0]
+
+
+def test_a_gpu_whose_kernels_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+    asked_for = CuteBackend(ARCHITECTURES["sm100"], is_supposed=True)
+    backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend(), "sm100": asked_for}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    q, wide = low(1, 5, 2, 64).zero_(), torch.randn(1, 5, 2, 64)
+    flash_attn_func(wide, wide, wide)
+    flash_attn_func(q, q, q, backend="portable")
+    assert not warned
+    for _ in range(2):
+        flash_attn_func(q, q, q)
+    assert len(warned) == 1
+    assert "slower than 'sm100', which serves calls with backend='sm100' alone. backend='portable' says" in warned[0]
+
+
+def test_no_warning_where_it_is_meant(warned: list[str]) -> None:
+    q = torch.randn(1, 5, 2, 64)
+    flash_attn_func(q, q, q, backend="portable")
+    torch.compile(lambda: flash_attn_func(q, q, q), backend="eager", fullgraph=True)()
+    assert not warned
+
+
+def test_no_warning_without_such_a_gpu(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        dispatch, "BACKENDS", {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend()}
+    )
+    q = torch.randn(1, 5, 2, 64)
+    flash_attn_func(q, q, q)
+    assert not warned
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_gpus_that_a_backend_is_made_for(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    backend = CuteBackend(ARCHITECTURES["sm90"])
+    assert backend.is_made_for(torch.device("cuda")) == expected
+    assert not backend.is_made_for(torch.device("cpu"))
+    assert backend.num_sms(torch.device("cuda")) == 114

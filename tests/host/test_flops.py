@@ -1,0 +1,103 @@
+"""FLOP, as ``torch.utils.flop_counter`` counts them."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, flops
+from tests.lib.checks import random_call, run
+
+D, D_V, HEADS = 8, 16, 4
+
+
+def counted(function: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def pairs_of(lengths: list[tuple[int, int]], window: tuple[int | None, int | None]) -> int:
+    """Counted one by one."""
+    left, right = (10**9 if side is None else side for side in window)
+    count = 0
+    for seqlen_q, seqlen_k in lengths:
+        rows, columns = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+        count += int(((columns >= rows - left) & (columns <= rows + right)).sum())
+    return count
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 1, 5, 9])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 4, 12])
+@pytest.mark.parametrize("left", [None, 0, 2, 30])
+@pytest.mark.parametrize("right", [None, 0, 3, 30])
+def test_visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> None:
+    expected = pairs_of([(seqlen_q, seqlen_k)], (left, right))
+    assert flops.visible_pairs(seqlen_q, seqlen_k, left, right) == expected
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seqused", [True, False])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 2)])
+def test_both_passes(packed: bool, seqused: bool, window: tuple[int | None, int | None]) -> None:
+    """Two products of all visible pairs, and five; each pass where the counter is on."""
+    lengths_q, lengths_k = ([5, 0, 9], [8, 3, 4]) if packed else ([9] * 3, [8] * 3)
+    given: dict[str, Any] = {"nheads": HEADS, "nheads_k": 2, "head_dim": D, "head_dim_v": D_V, "seqused": seqused}
+    call = random_call(lengths_q, lengths_k, packed=packed, window_size=window, **given)
+    real = [(q.stop - q.start, k.stop - k.start) for _, q, k in call.sequences()]
+    pairs = HEADS * pairs_of(real, window)
+    results: list[Tensor] = []
+    assert counted(lambda: results.append(run(call))) == 2 * pairs * (D + D_V)
+    gradient = torch.randn_like(results[0])
+    backward = 2 * pairs * (3 * D + 2 * D_V)
+    assert counted(lambda: torch.autograd.grad(results[0], call.q, gradient)) == backward
+    unseen = run(call)
+    assert counted(lambda: torch.autograd.grad(unseen, call.q, gradient)) == backward
+
+
+def test_a_full_batch_counts_as_sdpa_does() -> None:
+    q, k, v = (torch.randn(2, HEADS, 16, D, requires_grad=True) for _ in range(3))
+
+    def both() -> None:
+        flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v))).sum().backward()
+
+    forward = flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
+    assert counted(both) == forward + flop_counter.sdpa_backward_flop_count(q.shape, q.shape, k.shape, v.shape)
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "meta"])
+def test_without_numbers(fake: bool) -> None:
+    """Dense batches are full, packed rows those of the longest sequences that there may be."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        q = torch.empty(2, 10, HEADS, D)
+        rows, offsets = torch.empty(19, HEADS, D), torch.empty(5, dtype=torch.int32)
+        used = torch.empty(2, dtype=torch.int32)
+        dense = counted(lambda: flash_attn_func(q, q, q, seqused_q=used, seqused_k=used, causal=True))
+        packed = counted(lambda: flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 8, 8, causal=True))
+    assert dense == 2 * HEADS * 2 * 55 * 2 * D
+    assert packed == 2 * HEADS * (36 + 36 + 6) * 2 * D
+
+
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_the_first_counter_knows(first: str) -> None:
+    """Whichever pass it sees, and though the package has not imported it."""
+    code = f"""
+import sys
+import torch, flash_attn_cute
+assert "torch.utils.flop_counter" not in sys.modules
+q = torch.randn(1, 4, 2, 8, requires_grad=True)
+out = flash_attn_cute.flash_attn_func(q, q, q)
+from torch.utils.flop_counter import FlopCounterMode
+passes = {{"forward": lambda: flash_attn_cute.flash_attn_func(q, q, q), "backward": lambda: out.sum().backward()}}
+with FlopCounterMode(display=False) as counter:
+    passes["{first}"]()
+assert counter.get_total_flops() == {{"forward": 2, "backward": 5}}["{first}"] * 2 * 2 * 16 * 8
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,427 @@
+"""Launch orders of masks: the model against a simulation of its own, what it finds, and no deadlock under any order."""
+
+import random
+import time
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask, flash_attn_func, ops
+from flash_attn_cute import plan as plans
+from flash_attn_cute.sparsity import model, plan
+from flash_attn_cute.sparsity.order import shortest_first, write_order
+from flash_attn_cute.spec import Options
+from tests.host.test_order import Backward, backward, uneven
+from tests.lib.masks import columns_spelled_out, launch_order, random_mask, tables_of
+from tests.lib.simulation import Addition, DeadlockError, Machine, simulate
+from tests.lib.simulations import Cases, Shape, random_cases, worked_off
+
+
+def last_first(visible: Tensor) -> Tensor:
+    """(batch, heads, blocks_k)."""
+    batch, heads, _, blocks_k = visible.shape
+    return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32).expand(batch, heads, blocks_k)
+
+
+def spt(visible: Tensor) -> Tensor:
+    """Likewise."""
+    return shortest_first(visible.sum(2))
+
+
+def simulated(visible: Tensor, order: Tensor, walks: Tensor | None = None) -> float:
+    """What the event-driven simulation says of as many heads as the model takes."""
+    copies = max(1, 16 // (visible.shape[0] * visible.shape[1]))
+    turns, order = (
+        x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order.long()), order)
+    )
+    walks = None if walks is None else walks.flatten(0, 1).repeat(copies, 1, 1)
+    return simulate(backward(turns, order, section=8, walks=walks).tiles, Machine(132)).makespan
+
+
+def windowed(length: int, left: int | None, right: int | None) -> Tensor:
+    mask = BlockMask.window(length, length, left=left, right=right)
+    visible = torch.zeros(1, 1, length // 64, length // 128, dtype=torch.bool)
+    for (b, h, n), entries in columns_spelled_out(tables_of(mask), 64).items():
+        visible[b, h, [m for m, _, _ in entries], n] = True
+    return visible
+
+
+def scattered(blocks_q: int, blocks_k: int, share: float, seed: int) -> Tensor:
+    """Masks of 16 heads, blocks of 128 queries and 128 keys; as those of 64 queries see them."""
+    visible = torch.rand(1, 16, blocks_q, blocks_k, generator=torch.Generator().manual_seed(seed)) < share
+    return visible.repeat_interleave(2, 2)
+
+
+MASKS = {
+    "causal": windowed(8192, None, 0),
+    "window": windowed(8192, 2047, 0),
+    "both sides": windowed(8192, 1024, 1024),
+    "scattered": scattered(64, 64, 0.125, 0),
+}
+
+
+def steps_of(visible: Tensor) -> Tensor:
+    """Of blocks of 128 queries, how many halves of them are visible."""
+    return visible.unflatten(2, (-1, 2)).sum(3)
+
+
+@pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
+def test_model_and_simulation_agree(visible: Tensor) -> None:
+    """Two programs, one event by event and one ticket by ticket; and additions told by blocks of 128 queries."""
+    for order in (last_first(visible), spt(visible), last_first(visible).flip(-1)):
+        expected = simulated(visible, order)
+        assert model.Pass(visible).play(order).makespan == pytest.approx(expected, rel=0.05)
+        assert model.Pass(steps_of(visible)).play(order).makespan == pytest.approx(expected, rel=0.06)
+
+
+def test_a_mask_is_played_as_for_a_batch() -> None:
+    """So many times that there are enough heads."""
+    visible = scattered(8, 10, 0.5, 0)
+    for masks, heads in ((3, 18), (8, 16), (1, 16)):
+        played = model.Pass(visible[:, :masks]).play(last_first(visible[:, :masks]))
+        assert played.head == sorted(played.head, key=lambda head: head // 8)
+        assert len(played.n) == 10 * heads == 10 * len(set(played.head))
+
+
+def test_orders_are_compared_side_by_side() -> None:
+    """Several at a time as each on its own; and nearly as a long pass has it, which is played as a whole."""
+    visible = scattered(64, 64, 0.2, 5)
+    work = model.Pass(steps_of(visible), machine=model.machine_of(64 * 64))
+    orders = [order_(visible) for order_ in (last_first, spt)]
+    slowdowns = work.slowdowns(orders)
+    assert slowdowns == [slowdown for order in orders for slowdown in work.slowdowns([order])]
+    assert 1.0 < slowdowns[1] < 0.95 * slowdowns[0]
+
+    long = model.Pass(steps_of(visible).repeat(4, 1, 1, 1), machine=work.machine)
+
+    def makespan(order: Tensor, **options: bool) -> float:
+        return long.play(order.repeat(4, 1, 1), **options).makespan
+
+    for order, slowdown in zip(orders, slowdowns, strict=True):
+        unordered = makespan(order, ordered=False)
+        assert slowdown == pytest.approx(makespan(order) / unordered, rel=0.04)
+        assert long.whole(slowdown) - long.around() == pytest.approx(slowdown * unordered, rel=0.06)
+
+
+def test_found_walks_wait_less() -> None:
+    """Of heads on their own, and of such as share an order; they are walks, and tables keep them."""
+    visible = scattered(64, 64, 0.2, 3)
+    machine = model.machine_of(64 * 128, has_walks=True)
+    for group, most in ((1, 0.9), (4, 0.9), (16, 0.95)):
+        order = shortest_first(visible.unflatten(1, (-1, group)).sum((2, 3)))
+        work = model.Pass(visible, group, machine)
+        walks, slowdown = work.walks(order)
+        assert walks.shape == visible.shape
+        for head, n in ((0, 0), (3, 63), (15, 7)):
+            of_tile = visible[0, head, :, n]
+            assert walks[0, head, of_tile, n].sort().values.tolist() == list(range(int(of_tile.sum())))
+        found = model.Pass(visible, group, machine, walks)
+        assert found.play(order).makespan < most * work.play(order).makespan
+        assert found.slowdowns([order]) == pytest.approx([slowdown])
+        # All that is visible is done, whoever waits for whom: nobody is faster than without an order.
+        assert found.play(order).makespan > found.play(order, ordered=False).makespan
+
+
+def test_walks_by_hand() -> None:
+    """A first tile does the first two of three blocks; the second one takes that first which it does not wait for."""
+    visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
+    visible[0, :, 2, 0] = False
+    machine = model.Machine(ctas=4, section=2, tile=1.0, step=2.0, hand_over=50.0)
+    walks, _ = model.Pass(visible, machine=machine).walks(torch.tensor([[[0, 1], [0, 1]]]))
+    assert walks[0, 0, :2, 0].tolist() == [0, 1]
+    assert walks[0, 0, :, 1].tolist() == [1, 2, 0]
+
+
+def test_tables_walk_as_they_are_told() -> None:
+    """Columns of either size, of masks with blocks in part, and rows and columns of none."""
+    rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    for _ in range(10):
+        mask, _ = random_mask(rng.choice([130, 700]), rng.choice([100, 650]), rng, (rng.choice([1, 2]), 2))
+        plain = tables_of(mask)
+        shown = plan.steps(plain.rows, mask.sizes) > 0
+        assert torch.equal(plan.walks_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown])
+        places = torch.rand(shown.shape, generator=generator).argsort(2).to(torch.int16)
+        found = plain._replace(columns=plan.columns(plain.rows, None, mask.sizes, places))
+        walks = plan.walks_of(found, mask.sizes)
+        for block_q in (64, 128):
+            ascending, columns = columns_spelled_out(plain, block_q), columns_spelled_out(found, block_q)
+            assert columns.keys() == ascending.keys()
+            for (b, h, n), entries in columns.items():
+                assert sorted(entries) == ascending[b, h, n]
+                blocks = [m * block_q // 128 for m, _, _ in entries]
+                assert blocks == sorted(blocks, key=lambda m: int(places[b, h, m, n]))
+                assert blocks == sorted(blocks, key=lambda m: int(walks[b, h, m, n]))
+
+
+def test_timeline() -> None:
+    """Two heads of two tiles on two CTAs, by hand."""
+    visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
+    visible[0, 0, 1, 1] = False
+    machine = model.Machine(ctas=2, section=2, tile=1.0, step=2.0, hand_over=5.0)
+    told = model.Pass(visible, machine=machine).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert (told.head[:4], told.n[:4], told.cta[:4]) == ([0, 1, 0, 1], [1, 0, 0, 1], [0, 1, 0, 1])
+    # Head 0: two blocks, then three; the second tile waits for the first one's additions at 3 and 5, done at 8 and 10.
+    # Head 1: additions at 3, 5 and 7.
+    assert told.start[:4] == [0.0, 0.0, 5.0, 7.0]
+    assert told.end[:4] == [5.0, 7.0, 12.0, 14.0]
+    assert told.waited[:4] == [0.0, 0.0, 0.0, 0.0]
+    slow = model.Pass(visible, machine=machine._replace(hand_over=50.0)).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert slow.end[2:4] == [55.0 + 2.0, 57.0]
+    assert slow.waited[2:4] == [45.0, 43.0]
+    # With two sums nobody waits for another's additions.
+    apart = model.Pass(visible, machine=machine._replace(hand_over=50.0, sums=2)).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert apart.end[2:4] == [12.0, 14.0]
+    assert apart.waited[2:4] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="machine: expected at least a CTA for each head of a section"):
+        model.Pass(visible, machine=model.Machine(ctas=7))
+
+
+def test_steps() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        mask, shown = random_mask(rng.choice([1, 64, 130, 300]), rng.choice([1, 128, 290]), rng, (2, 2))
+        rows = tables_of(mask).rows
+        blocks_q, blocks_k = -(-mask.seqlen_q // 128), -(-mask.seqlen_k // 128)
+        whole = torch.zeros(mask.batch, mask.heads, blocks_q * 128, blocks_k * 128, dtype=torch.bool)
+        whole[:, :, : mask.seqlen_q, : mask.seqlen_k] = shown
+        steps = whole.unflatten(3, (-1, 128)).unflatten(2, (-1, 2, 64)).any(6).any(4).sum(3)
+        assert torch.equal(plan.steps(rows, mask.sizes), steps.to(torch.uint8))
+        assert torch.equal(plan.lengths_of_columns(rows, mask.sizes), steps.sum(2))
+
+
+def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
+    """That of a mask of blocks of 64 queries and 128 keys."""
+    mask = BlockMask.from_blocks(visible, (64, 128)).with_order(name, group=group)
+    order = launch_order(mask)
+    assert order.shape == (visible.shape[0], visible.shape[1] // group, visible.shape[3])
+    assert torch.equal(order.sort(-1).values, torch.arange(visible.shape[3]).expand_as(order))
+    return order
+
+
+def test_permutations_are_faster_where_masks_are_irregular() -> None:
+    """By both the model and the simulation, of one sum a block: random blocks, an eighth of them, a mask a head."""
+    visible = scattered(128, 128, 0.125, 1)
+    order = spt(visible)
+    walks, _ = model.Pass(visible).walks(order)
+    assert (
+        simulated(visible, order, walks)
+        < 0.95 * simulated(visible, order)
+        < 0.95 * simulated(visible, last_first(visible))
+    )
+    walking = model.Pass(visible, walks=walks).play(order).makespan
+    assert walking == pytest.approx(simulated(visible, order, walks), rel=0.05)
+
+
+@pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
+def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
+    mask = BlockMask.from_blocks(visible, (64, 128)).with_order("permutation")
+    tables, steps = tables_of(mask), steps_of(visible)
+    walks = plan.walks_of(tables, mask.sizes)
+    machine = model.machine_of(64 * visible.shape[2])
+    work = model.Pass(steps, machine=machine)
+    found = model.Pass(steps, machine=machine, walks=walks)
+    if mask.has_walks:
+        found = found.on(model.machine_of(64 * visible.shape[2], has_walks=True))
+    orders = [last_first(visible), spt(visible)]
+    (slowdown,) = found.slowdowns([launch_order(mask).expand_as(orders[0])])
+    assert found.whole(slowdown) <= 1.001 * work.whole(min(work.slowdowns(orders)))
+
+
+def test_masks_know_whether_walks_are_worth_it() -> None:
+    """Where they are not, calls go by what others have: two sums of a block, and as many heads in flight."""
+    irregular = scattered(64, 64, 0.2, 5)
+    q = torch.zeros(1, 64 * 128, irregular.shape[1], 8)
+    options = Options(None, None, None, 0.0, True, True)
+    for visible, worth in ((torch.ones_like(irregular), False), (irregular, True)):
+        for order in ("auto", "permutation"):
+            mask = BlockMask.from_blocks(visible, (64, 128)).with_order(order)
+            assert mask.has_walks
+            assert not mask.waits_little
+            for _ in range(2):
+                tensors = (q, q, q, *[None] * 7)
+                chosen, told, tables = plans.with_tables(tensors, (), mask, options, None, backward=True)
+                assert chosen.spec.walks == told.walks == mask.has_walks == worth
+                assert chosen.spec.in_turn == told.in_turn == mask.waits_little == (order == "auto" and not worth)
+                assert tables is mask.tables(q.device, backward=True)
+        assert mask.with_order("permutation").has_walks
+        assert not mask.with_order("spt").has_walks
+
+
+def test_a_search_tells_its_own_call_and_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are visible, so nobody waits, which a mask of blocks does not say of itself."""
+    made = Mock(wraps=ops.attention)
+    monkeypatch.setattr(ops, "attention", made)
+    mask = BlockMask.from_blocks(torch.ones(4, 4, dtype=torch.bool)).with_order("auto")
+    q = torch.randn(1, 512, 1, 8, requires_grad=True)
+    for _ in range(2):
+        flash_attn_func(q, q, q, block_mask=mask)
+    for call in made.call_args_list:
+        _, options, spec, _ = call.args
+        assert spec.in_turn
+        assert options.in_turn
+        assert not spec.walks
+        assert not options.walks
+    assert made.call_count == 2
+
+
+def test_auto_takes_the_default_where_that_is_good() -> None:
+    """And looks further where it is not."""
+    for name in ("causal", "window", "both sides"):
+        assert torch.equal(order_of(MASKS[name], "auto"), last_first(MASKS[name]))
+        mask = BlockMask.from_blocks(MASKS[name], (64, 128)).with_order("auto")
+        mask.build("cpu")
+        assert mask.waits_little
+        assert not mask.has_walks
+    visible = MASKS["scattered"]
+    assert torch.equal(order_of(visible, "auto"), order_of(visible, "permutation"))
+
+
+def test_auto_leaves_masks_that_wait_little_as_they_are() -> None:
+    window = BlockMask.window(512, 512, left=200, right=0)
+    assert window.waits_little
+    assert window.with_order("auto").waits_little
+    assert window.with_order("auto").order_sets == (1, 1)
+    assert not window.with_order("spt").waits_little
+    chosen = BlockMask.from_blocks(torch.ones(1, 4, 4, dtype=torch.bool))
+    assert not chosen.with_order("auto").waits_little
+
+
+def test_heads_of_a_group_share_an_order() -> None:
+    visible = scattered(16, 16, 0.3, 2)
+    assert torch.equal(order_of(visible, "spt", 4), spt(visible.unflatten(1, (4, 4)).sum(2)))
+    order_of(visible, "permutation", 8)
+
+
+def work_of(mask: BlockMask, tables_order: Tensor, block_q: int, group: int, section: int, walk_seed: int) -> Backward:
+    """The tiles of a backward pass by the tables of a mask; launched in a given order."""
+    tables = tables_of(mask)
+    batch, heads, blocks_k = mask.batch, mask.heads, mask.sizes.blocks_k
+    blocks_q = -(-mask.seqlen_q // block_q)
+    turns = torch.full((batch, heads, blocks_q, blocks_k), -1)
+    for (b, h, n), entries in columns_spelled_out(tables, block_q).items():
+        for m, _, turn in entries:
+            turns[b, h, m, n] = turn
+    order = tables_order.repeat_interleave(heads // tables_order.shape[1], 1).expand(batch, heads, blocks_k)
+    walk = random.Random(walk_seed).sample(range(blocks_q), blocks_q)
+    return backward(turns.flatten(0, 1), order.flatten(0, 1), group=group, section=section, walk=walk)
+
+
+def test_no_mask_and_order_deadlocks(fuzz_seconds: float) -> None:
+    """Any mask, order, walk, number of CTAs and speed; and launched in another order than the tables say, many do."""
+    start, cases, deadlocks = time.monotonic(), 0, 0
+    first_seed = random.SystemRandom().randrange(2**32)
+    while time.monotonic() < start + 2 * fuzz_seconds or cases < 40:
+        seed = first_seed + cases
+        rng = random.Random(seed)
+        group = rng.choice([1, 2, 3])
+        heads = group * rng.choice([1, 2])
+        seqlen_q, seqlen_k = rng.choice([130, 300, 500]), rng.choice([200, 500, 640])
+        mask, _ = random_mask(seqlen_q, seqlen_k, rng, (rng.choice([1, 2]), heads))
+        own_group = group if mask.heads == heads else 1
+        order: str | Tensor = rng.choice(["default", "spt", "tensor", "tensor"])
+        if order == "tensor":
+            generator = torch.Generator().manual_seed(seed)
+            shape = (mask.batch, mask.heads // own_group, mask.sizes.blocks_k)
+            order = torch.rand(shape, generator=generator).argsort(-1)
+        mask = mask.with_order(order, group=own_group)
+        launched = launch_order(mask).long()
+        block_q, section = rng.choice([64, 128]), rng.randint(1, 8)
+        machine = Machine(
+            rng.randint(1, 9), tickets_ahead=rng.randint(0, 3), steps_ahead=rng.choice([1, 2, 9]), vary=uneven(rng)
+        )
+        work = work_of(mask, launched, block_q, own_group, section, seed)
+        try:
+            run = simulate(work.tiles, machine)
+        except DeadlockError as error:
+            raise AssertionError(f"seed {seed}: {mask} deadlocks on {machine}: {error}") from error
+        for to, tickets in run.added.items():
+            assert tickets == sorted(tickets), f"seed {seed}: {to} is added to in the order {tickets}"
+        against = work_of(mask, launched.flip(-1), block_q, own_group, section, seed)
+        try:
+            simulate(against.tiles, machine)
+        except DeadlockError:
+            deadlocks += 1
+        cases += 1
+    print(f"{cases} cases from seed {first_seed}, {deadlocks} deadlocks against the order")
+    assert deadlocks
+
+
+def random_shape(rng: random.Random) -> Shape:
+    group = rng.choice([1, 1, 2, 3])
+    return Shape(
+        heads=group * rng.randint(1, 3),
+        group=group,
+        blocks_q=rng.randint(1, 6),
+        blocks_k=rng.randint(1, 8),
+        block_q=rng.choice([64, 128]),
+        section=rng.randint(1, 8),
+    )
+
+
+def test_many_simulations_end(simulations: int) -> None:
+    """Each with a mask, orders, walks, CTAs and speeds of its own; launched in the reverse order, many do not."""
+    first_seed = random.SystemRandom().randrange(2**32)
+    played, deadlocks = 0, 0
+    while played < simulations:
+        seed = first_seed + played
+        shape, rng = random_shape(random.Random(seed)), np.random.default_rng(seed)
+        count = min(2000, simulations - played)
+        num_ctas, ahead = rng.integers(1, 10, count), rng.integers(0, 4, count)
+        for against in (False, True):
+            cases = random_cases(shape, count, rng, against=against)
+            ends = worked_off(cases, num_ctas, ahead, rng) == shape.heads * shape.blocks_k
+            if against:
+                deadlocks += int((~ends).sum())
+            else:
+                assert ends.all(), f"seed {seed}: {int((~ends).sum())} of {count} passes of {shape} deadlock"
+        played += count
+    print(f"{played} cases from seed {first_seed}, {deadlocks} deadlocks against the order")
+    assert deadlocks > played // 10
+
+
+def test_simulations_by_the_thousand_and_one_by_one_agree() -> None:
+    """One CTA that draws nothing ahead leaves nothing to chance: both get as far, and as far as they can."""
+    found = set()
+    for seed in range(12):
+        shape, rng = random_shape(random.Random(seed)), np.random.default_rng(seed)
+        for against in (False, True):
+            cases = random_cases(shape, 20, rng, against=against)
+            finished = worked_off(cases, np.ones(20, dtype=np.int64), np.zeros(20, dtype=np.int64), rng)
+            for to, turn, count in zip(*cases, finished.tolist(), strict=True):
+                tiles = [
+                    [Addition(int(x), int(y)) for x, y in zip(*tile, strict=True) if x >= 0]
+                    for tile in zip(to, turn, strict=True)
+                ]
+                if count == len(tiles):
+                    simulate(tiles, Machine(1, tickets_ahead=0))
+                else:
+                    with pytest.raises(DeadlockError, match=f"{count} of {len(tiles)} tiles finished"):
+                        simulate(tiles, Machine(1, tickets_ahead=0))
+                found.add(count == len(tiles))
+    assert found == {False, True}
+
+
+def test_tickets_ahead_matter_in_many_simulations() -> None:
+    """Two tiles against their turns: two CTAs end, unless one has drawn both."""
+    to, turn = np.array([[[0, -1], [0, -1]]]), np.array([[[1, -1], [0, -1]]])
+    cases = Cases(to.repeat(500, 0), turn.repeat(500, 0))
+    rng = np.random.default_rng(0)
+    ends = {
+        (ctas, ahead): int((worked_off(cases, np.full(500, ctas), np.full(500, ahead), rng) == 2).sum())
+        for ctas, ahead in ((1, 0), (1, 1), (2, 0), (2, 1))
+    }
+    assert ends[1, 0] == ends[1, 1] == 0
+    assert ends[2, 0] == 500
+    assert 300 < ends[2, 1] < 400
+
+
+def test_a_wrong_turn_deadlocks() -> None:
+    mask = BlockMask.causal(500, 500)
+    work = work_of(mask, launch_order(mask).long(), 64, 1, 1, 0)
+    tiles = [list(tile) for tile in work.tiles]
+    tiles[0][0] = Addition(tiles[0][0].to, (tiles[0][0].turn or 0) + 1)
+    with pytest.raises(DeadlockError):
+        simulate(tiles, Machine(4))

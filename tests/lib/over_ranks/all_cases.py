@@ -1,0 +1,44 @@
+"""All cases, layouts and methods."""
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flash_attn_cute.distributed import (
+    rank_of,
+)
+from tests.lib.over_ranks.cases import Case, Leaves, alone, assert_same, cases, expected_here, shardings, together
+
+
+def every_case() -> None:
+    """All cases, layouts and methods, on the ranks that there are."""
+    num_ranks = dist.get_world_size()
+    draw = random.Random(num_ranks)
+    meshes = [init_device_mesh("cpu", (n, num_ranks // n)) for n in range(2, num_ranks) if num_ranks % n == 0]
+    checked = 0
+    for case in cases(draw):
+        torch.manual_seed(num_ranks)
+        leaves = Leaves.of(case)
+        everything = alone(case, leaves)
+        for layout, sharding, sharding_k in shardings(case, draw, num_ranks):
+            ways: list[dict[str, Any]] = [{"method": "all_gather"}, {"method": "ring"}]
+            if layout == "balanced":
+                ways += [{"method": "auto"}, *({"method": "auto", "group": mesh} for mesh in meshes)]
+            if layout == "random":
+                ways += [{"method": "all_to_all"}, *({**way, "group": mesh} for way in ways[:2] for mesh in meshes)]
+            for way in ways:
+                if not refusal(case, num_ranks, way):
+                    got = together(case, leaves, sharding, sharding_k, **way)
+                    expected = expected_here(case, everything, sharding, sharding_k, rank_of(way.get("group")))
+                    assert_same(got, expected, (case, layout, way))
+                    checked += 1
+    assert checked > 100
+
+
+def refusal(case: Case, num_ranks: int, way: dict[str, Any]) -> bool:
+    """Whether ranks cannot trade rows for heads."""
+    size = num_ranks if way["method"] == "all_to_all" else way["group"].size(1) if "group" in way else 1
+    return case.nheads % size != 0 or (case.nheads_k % size != 0 and size % case.nheads_k != 0)

@@ -1,0 +1,107 @@
+"""Ranks that do not call alike."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.distributed import (
+    Sharding,
+    context_parallel,
+    context_parallel_attn_func,
+    context_parallel_attn_varlen_func,
+)
+from tests.lib.over_ranks.cases import PACKED, WAYS, Leaves, alone, assert_same, balanced, expected_here, together
+
+
+def disagreements() -> None:
+    """One clear error on every rank, and none where ranks agree."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sharding = balanced(size)
+    leaves = Leaves.of(PACKED)
+    q, k, v = (sharding.shard(x, rank) for x in (leaves.q, leaves.k, leaves.v))
+    agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v, "method": "ring"}
+    agreed |= {"sharding_k": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments)}
+    sink = torch.zeros(4, dtype=torch.float64)
+    # What rank 1 has of its own, and what all ranks are then told.
+    different: list[tuple[dict[str, Any], str]] = [
+        # options
+        ({"causal": False}, "window_right: {} 0 on ranks 0, 2; None on rank 1$"),
+        ({"window_size": (5, None)}, "window_left: {} None on ranks 0, 2; 5 on rank 1$"),
+        ({"softcap": 2.0}, "softcap: {} 0.0 on ranks 0, 2; 2.0 on rank 1$"),
+        ({"softmax_scale": 0.5}, "softmax_scale: {} None on ranks 0, 2; 0.5 on rank 1$"),
+        ({"deterministic": True}, "deterministic: {} False on ranks 0, 2; True on rank 1$"),
+        ({"zero_padding": False}, "zero_padding: {} True on ranks 0, 2; False on rank 1$"),
+        ({"backend": "portable"}, "backend: {} None on ranks 0, 2; portable on rank 1$"),
+        # methods; of these all_to_all sees the ranks as another grid
+        ({"method": "all_gather"}, "method: {} ring on ranks 0, 2; all_gather on rank 1$"),
+        ({"method": "auto"}, "method: {} ring on ranks 0, 2; auto on rank 1$"),
+        ({"method": "all_to_all"}, "rank 1 of the group: method: expected one that exchanges no heads"),
+        # shapes and dtypes
+        ({"q": q[:, :2]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) on ranks 0, 2; \(2, 2, 8, 8\) on rank 1$"),
+        ({"k": k[:, :1], "v": v[:, :1]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 1, 8, 8\) on rank 1$"),
+        ({"v": v[..., :4]}, r"heads, d and d_v: {} \(4, 2, 8, 8\) .* \(4, 2, 8, 4\) on rank 1$"),
+        ({"q": q.float(), "k": k.float(), "v": v.float()}, "dtype: {} .*64 on ranks 0, 2; torch.float32 on rank 1$"),
+        ({"learnable_sink": sink}, "sink: {} None on ranks 0, 2; torch.float64 on rank 1$"),
+        ({"k": k.detach()}, "inputs that require gradients: {} q, k, v on ranks 0, 2; q, v on rank 1$"),
+        # offsets, and who has which rows
+        ({"sharding": Sharding.contiguous([0, 68, 73, 114, 114, 128], size)}, "sharding: {} layout .* on rank 1$"),
+        ({"sharding_k": Sharding.contiguous([0, 70, 73, 113, 114, 128], size)}, "sharding_k: {} layout .* on rank 1$"),
+        (
+            {"sharding": Sharding(sharding.cu_seqlens, 128, sharding.segments[::-1])},
+            "sharding: {} layout .* on rank 1$",
+        ),
+        ({"seqused_q": [1, 1, 1, 0, 1]}, r"seqused_q: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        ({"seqused_k": [1, 1, 1, 0, 1]}, r"seqused_k: {} None on ranks 0, 2; \(1, 1, 1, 0, 1\) on rank 1$"),
+        # what is wrong on one rank alone
+        ({"q": q[1:]}, "rank 1 of the group: q: expected the .* rows of rank 1 of its sharding, got shape"),
+        ({"sharding": balanced(2)}, "rank 1 of the group: sharding: expected one over the 3 ranks of group, got 2"),
+        ({"mask": torch.ones(1, dtype=torch.bool)}, "rank 1 of the group: mask: expected None"),
+        ({"bias": torch.ones(1)}, "rank 1 of the group: bias: expected None"),
+        ({"block_mask": BlockMask.causal(128, 128)}, "rank 1 of the group: method: expected 'auto' or 'all_to_all'"),
+        ({"softcap": -1.0}, "rank 1 of the group: softcap: expected 0"),
+        ({"method": "ulysses"}, "rank 1 of the group: method: expected one of"),
+        (
+            {"seqused_k": [99, 1, 1, 0, 1]},
+            "rank 1 of the group: seqused_k: expected 0 to 70 rows of document 0, got 99",
+        ),
+    ]
+    for changes, message in different:
+        given = {**agreed, **(changes if rank == 1 else {})}
+        with pytest.raises(ValueError, match=message.format("expected the same on all ranks of the group, got")):
+            context_parallel_attn_varlen_func(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    compiled: Any = torch.compile(context_parallel_attn_varlen_func, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"window_right: .* 0 on ranks 0, 2; None on rank 1$"):
+        compiled(q, k, v, sharding, causal=rank != 1)
+    batch = torch.zeros(2 if rank == 1 else 1, 5, 6, 8)
+    with pytest.raises(ValueError, match=r"batch: expected the same .* 1 on ranks 0, 2; 2 on rank 1$"):
+        context_parallel_attn_func(batch, batch, batch, Sharding.balanced([0, 15], 3), method="ring")
+    # The number of ranks divides these heads: rank 1 could do what it asks for.
+    method = "all_to_all" if rank == 1 else "ring"
+    with pytest.raises(ValueError, match=r"method: expected the same .* ring on ranks 0, 2; all_to_all on rank 1$"):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), method=method)
+    # Of which one call has a mask: the number of ranks divides these heads.
+    given = {"block_mask": BlockMask.causal(15, 15)} if rank == 1 else {}
+    with pytest.raises(
+        ValueError, match=r"block_mask: expected the same .* None on ranks 0, 2; \(.*15, 15\) on rank 1$"
+    ):
+        context_parallel_attn_func(batch[:1], batch[:1], batch[:1], Sharding.balanced([0, 15], 3), **given)
+    rows = torch.zeros(1, 33 if rank == 1 else 30, 2, 8)
+    with (
+        context_parallel(None, buffers=[rows], buffer_seq_dims=[1]),
+        pytest.raises(ValueError, match=r"sharding: expected the same .* layout .* on rank 1$"),
+    ):
+        flash_attn_func(rows, rows, rows, causal=True)
+    for way in WAYS[:2]:
+        assert_same(
+            together(PACKED, leaves, sharding, None, **way),
+            expected_here(PACKED, alone(PACKED, leaves), sharding, None, rank),
+            way,
+        )
+    mesh = init_device_mesh("cpu", (size, 1))
+    with pytest.raises(ValueError, match="rank 0 of the group: method: expected 'auto', 'all_gather' or 'ring'"):
+        together(PACKED, leaves, sharding, None, group=mesh, method="all_to_all")
+    assert together(PACKED, leaves, sharding, None, group=mesh)["out"].isfinite().all()

@@ -1,0 +1,108 @@
+"""Gradients in 16 bits, on CPUs and on GPUs."""
+
+import random
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.distributed.layout import Layout, side_by_side
+from flash_attn_cute.distributed.parts import is_shared, parts_of
+from tests.lib import checks, oracle
+from tests.lib.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, alone, expected_here, shardings, together
+
+
+def low_precision() -> None:
+    """Errors are those of low precision, and the same bits come out every time."""
+    case = Case(DOCUMENTS, DOCUMENTS, {"causal": True, "deterministic": True}, sink=True, through_lse=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_precise_and_repeated(case, Leaves.of(case, dtype), repetitions=3)
+
+
+def one_part_and_several() -> None:
+    """Of a key's gradient some ranks have several parts, and others one."""
+    documents = [70, 230, 1, 211]
+    options = {"causal": True, "window_size": (64, None), "deterministic": True}
+    case = Case(documents, documents, options, sink=True, through_lse=True)
+    sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
+    layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (64, 0))
+    assert len({shares_keys(layout, rank) for rank in range(sharding.num_ranks)}) == 2
+    assert_precise_and_repeated(case, Leaves.of(case, torch.bfloat16), repetitions=1)
+
+
+def as_precise_as_one() -> None:
+    """Gradients are as far from the truth as those of one process: their parts are not rounded.
+
+    On four ranks two have the same head of k, if rows are traded for heads.
+    """
+    documents = [450, 3, 260]
+    nheads, nheads_k = {3: (6, 6), 4: (4, 2)}[dist.get_world_size()]
+    case = Case(documents, documents, {"causal": True}, nheads=nheads, nheads_k=nheads_k, d=32, d_v=32, sink=True)
+    leaves = Leaves.of(case, torch.bfloat16)
+    truth, one = by_oracle(case, leaves, torch.float64), alone(case, leaves)
+    sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
+    true = expected_here(case, truth, sharding, None, dist.get_rank())
+    total = sum(documents)
+    for way in (*WAYS, {"block_mask": BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), total)}):
+        got = together(case, leaves, sharding, None, **way)
+        for name in ("dq", "dk", "dv"):
+            squares = (got[name] - true[name]).square().sum()
+            dist.all_reduce(squares)
+            assert squares.sqrt() < 1.05 * (one[name] - truth[name]).norm(), (name, way)
+
+
+def shares_keys(layout: Layout, rank: int) -> bool:
+    """Whether several sequences of a rank's calls see the same key."""
+    keys, _ = side_by_side(layout.needed_by(rank))
+    return is_shared((part.k_start, part.k_stop) for part in parts_of(layout.queries_of(rank), keys, layout.bands))
+
+
+def on_gpus() -> None:
+    """The same with kernels and NCCL."""
+    kernels(repetitions=200)
+
+
+def on_a_gpu() -> None:
+    """The same with kernels of ranks that share a GPU."""
+    kernels(repetitions=10)
+
+
+def kernels(repetitions: int) -> None:
+    """With those of the current GPU."""
+    documents, device = [1800, 3, 700, 0, 1025], torch.device("cuda", torch.cuda.current_device())
+    for d, options in ((64, {}), (128, {"window_size": (300, None)}), (256, {"softcap": 20.0})):
+        given: dict[str, Any] = {"causal": True, "deterministic": True, **options}
+        case = Case(documents, documents, given, d=d, d_v=d, sink=True, through_lse=True, padding=70)
+        leaves = Leaves.of(case, torch.bfloat16)
+        for name, x in vars(leaves).items():
+            setattr(leaves, name, x.detach().to(device).requires_grad_(x.requires_grad))
+        assert_precise_and_repeated(case, leaves, repetitions)
+
+
+def assert_precise_and_repeated(case: Case, leaves: Leaves, repetitions: int) -> None:
+    """Errors are within the rule of all tests, and repetitions have the same bits."""
+    truth, low = (by_oracle(case, leaves, to) for to in (torch.float64, leaves.q.dtype))
+    sharding = next(sharding for _, sharding, _ in shardings(case, random.Random(0), dist.get_world_size()))
+    for way in WAYS:
+        got = together(case, leaves, sharding, None, **way)
+        true, rough = (expected_here(case, x, sharding, None, dist.get_rank()) for x in (truth, low))
+        for name, x in got.items():
+            factor = 3.0 if "softcap" in case.options else 2.0
+            checks.assert_close(f"{name} of {case}, {way}", x, true[name], rough[name], factor, 1.0)
+        for _ in range(repetitions):
+            again = together(case, leaves, sharding, None, **way)
+            assert all(checks.bitwise_equal(again[name], x) for name, x in got.items() if name != "dsink")
+
+
+def by_oracle(case: Case, leaves: Leaves, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same attention by the naive one, in a dtype of its own."""
+    cu = torch.tensor([0, *accumulate(case.lengths_q)], dtype=torch.int32)
+    options = {name: x for name, x in case.options.items() if name != "deterministic"}
+    call = oracle.Call(leaves.q, leaves.k, leaves.v, cu, cu, learnable_sink=leaves.sink, **options).to(dtype)
+    out, lse = oracle.attention(call)
+    grads = checks.gradients(call, out, lse, leaves.dout, leaves.dlse)
+    grads["dsink"] = grads.pop("dlearnable_sink")
+    return {"out": out.detach(), "lse": lse.detach(), **grads}

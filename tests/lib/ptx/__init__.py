@@ -1,0 +1,29 @@
+"""Executes the PTX of a Blackwell kernel on a CPU, for small shapes, and for missing waits.
+
+The 32 lanes of a warp are numpy arrays. CTAs and warps take turns at random, some warps rarely. TMA and the tensor
+cores are engines that do what they have been asked for at some later time, copies in any order, products in the order
+in which they were issued; so a kernel that does not wait for something sooner or later misses it. It is sooner where
+somebody lags: an engine, or some warps, that go on only when nobody else of the cluster can. Shared and tensor memory
+start with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it
+runs, as are those in a CTA that is over, and where no warp can go on ``FaultError`` says what each waits for.
+
+CTAs of a cluster run side by side, and reach each other's shared memory; those of a pair compute products together.
+
+It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
+
+    state         a CTA: its memory, barriers and warps; clusters
+    statement     one instruction of ``tools.ptx``: how its operands are read and written
+    arithmetic    instructions on registers
+    memory        loads, stores, atomics and mbarriers
+    tma           copies: instructions, and the engine
+    tensor        tensor memory and products: instructions, and the engine
+    program       a kernel, every instruction turned into what it does
+    scheduling    whose turn it is: CTAs, warps and engines
+"""
+
+from tests.lib.ptx.program import Program
+from tests.lib.ptx.scheduling import run
+from tests.lib.ptx.state import FaultError, Lagging, address_of
+from tests.lib.ptx.tma import Rows
+
+__all__ = ["FaultError", "Lagging", "Program", "Rows", "address_of", "run"]

@@ -1,0 +1,101 @@
+"""A kernel, every instruction of it turned into what it does."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tests.lib.ptx import arithmetic, memory, tensor, tma
+from tests.lib.ptx.state import Effect, FaultError
+from tests.lib.ptx.statement import Statement
+from tools import ptx
+
+
+def _nothing(s: Statement) -> Effect:
+    """What orders, or only matters to speed: here everything happens in some order, as if it were ordered so."""
+    return lambda warp, mask: None
+
+
+# By how an instruction's name begins; the first that fits.
+_INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
+    **arithmetic.INSTRUCTIONS,
+    "ld": memory.load,
+    "st": memory.store,
+    "atom.global.add": memory.atomic_add,
+    "red": memory.reduce_add,
+    "mbarrier.test_wait.parity": memory.test_barrier,
+    "mbarrier.init": memory.init_barrier,
+    "barrier.cluster.arrive": memory.arrive_in_cluster,
+    "mbarrier.arrive": memory.arrive_at_barrier,
+    "cp.async.bulk.commit_group": tma.commit_group,
+    "cp.async.bulk.tensor": tma.copy_box,
+    "cp.async.bulk": tma.copy_bytes,
+    "cp.reduce.async.bulk": tma.copy_bytes,
+    "tcgen05.ld": tensor.access,
+    "tcgen05.st": tensor.access,
+    "tcgen05.alloc": tensor.allocate,
+    "tcgen05.dealloc": tensor.deallocate,
+    "tcgen05.commit": tensor.commit,
+    "tcgen05.mma": tensor.multiply,
+    **dict.fromkeys(("tcgen05.wait", "tcgen05.fence", "tcgen05.relinquish_alloc_permit"), _nothing),
+    **dict.fromkeys(("fence", "bar.warp.sync", "setmaxnreg", "prefetch.tensormap", "nanosleep"), _nothing),
+}
+
+
+class Step(NamedTuple):
+    """An instruction."""
+
+    text: str
+    kind: str  # "run", "poll" (which also ends the warp's turn), "branch", "return", or what is waited for
+    what: Any  # belongs to that: an ``Effect``, where a branch goes, what tells when a wait is over
+    predicate: tuple[str, bool] | None  # register, and whether it has to be false
+
+
+class Program:
+    """A kernel's instructions, and the sizes of its parameters."""
+
+    def __init__(self, text: str, kernel: str = ""):
+        """``text`` is a module, and ``kernel`` a part of the name that only one kernel of it has.
+
+        Raises:
+            FaultError: an instruction that is not known.
+        """
+        (function,) = (f for f in ptx.parse(text).functions if f.is_entry and kernel in f.name)
+        head = text[function.start : text.index("{", function.start)]
+        declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (\w+)(?:\[(\d+)\])?", head)
+        self.param_sizes = [int(count or int(bits) // 8) for bits, _, count in declared]
+        self.num_warps = function.directives[".reqntid"][0] // 32
+        params = {name: number for number, (_, name, _) in enumerate(declared)}
+        self.code = [self._step(Statement(x, params), text[x.start : x.end]) for x in function.instructions]
+
+    def _step(self, s: Statement, text: str) -> Step:
+        guard = s.instruction.guard
+        predicate = None if guard is None else (s.instruction.register(guard), s.instruction.negated)
+        return Step(text, *self._meaning(s), predicate)
+
+    def _meaning(self, s: Statement) -> tuple[str, Any]:
+        is_a, operands = s.instruction.is_a, s.operands
+        if is_a("bra"):
+            return "branch", s.instruction.scope.label(operands[0].text)
+        if is_a("ret"):
+            return "return", None
+        if is_a("mbarrier.try_wait.parity"):
+            return "wait", (s.address(operands[1]), s.source(operands[2], "u32"), s.target(operands[0]))
+        if is_a("bar.sync"):
+            all_threads = s.constant(32 * self.num_warps, "u32")
+            count = s.source(operands[1], "u32") if len(operands) > 1 else all_threads
+            return "meet", (s.source(operands[0], "u32"), count)
+        if is_a("barrier.cluster.wait"):
+            return "cluster", None
+        if is_a("cp.async.bulk.wait_group"):
+            return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
+        # Loops that wait for what others write would otherwise take all of a warp's turn.
+        return "poll" if is_a("ld.acquire", "nanosleep") else "run", _decoder(s.name)(s)
+
+
+@functools.cache
+def _decoder(name: str) -> Callable[[Statement], Effect]:
+    for prefix, decode in _INSTRUCTIONS.items():
+        if f"{name}.".startswith((f"{prefix}.", f"{prefix}::")):
+            return decode
+    raise FaultError(f"an instruction that is not known: {name}")

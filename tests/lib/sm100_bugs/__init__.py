@@ -1,0 +1,58 @@
+"""Bugs to plant in the PTX of the Blackwell kernels, and what finds each: the lint, an execution, or both.
+
+    code          a kernel's PTX, what to look for in it, and how to change it
+    table         what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
+    forward       bugs of the forward kernel
+    lists         of the same, what is another under masks
+    forward_pair  bugs of that of pairs of CTAs, where it is another
+    backward      bugs of the backward kernel
+    columns       of the same, what is another under masks
+    pair          bugs of that of pairs of CTAs, where it is another
+    wide_pair     of the same, what is another at (192, 128)
+    two_walks     bugs of that of two walks, where it is another
+    pair_two_walks  bugs of that of pairs of CTAs that walk twice
+    bias          bugs of the kernel of a bias's gradient
+
+``python -m tests.lib.sm100_bugs`` writes the tables of the page.
+"""
+
+from tests.lib.sm100_bugs.backward import BACKWARD
+from tests.lib.sm100_bugs.bias import BIAS
+from tests.lib.sm100_bugs.code import Code, arrivals, find, waits, where_barriers_are
+from tests.lib.sm100_bugs.columns import COLUMNS
+from tests.lib.sm100_bugs.forward import FORWARD
+from tests.lib.sm100_bugs.forward_pair import FORWARD_PAIR
+from tests.lib.sm100_bugs.lists import LISTS
+from tests.lib.sm100_bugs.pair import PAIR
+from tests.lib.sm100_bugs.pair_two_walks import PAIR_TWO_WALKS
+from tests.lib.sm100_bugs.table import PAGE, Bug, Bugs, page, table
+from tests.lib.sm100_bugs.two_walks import TWO_WALKS
+from tests.lib.sm100_bugs.wide_pair import WIDE_PAIR
+
+# By kernels, in the order of the page.
+TABLES: dict[str, Bugs] = {
+    "forward": FORWARD,
+    "masks": LISTS,
+    "forward pairs": FORWARD_PAIR,
+    "backward": BACKWARD,
+    "backward under masks": COLUMNS,
+    "pairs": PAIR,
+    "wide pairs": WIDE_PAIR,
+    "two walks": TWO_WALKS,
+    "pairs in two walks": PAIR_TWO_WALKS,
+    "bias": BIAS,
+}
+
+__all__ = [
+    "PAGE",
+    "TABLES",
+    "Bug",
+    "Bugs",
+    "Code",
+    "arrivals",
+    "find",
+    "page",
+    "table",
+    "waits",
+    "where_barriers_are",
+]

@@ -1,0 +1,1 @@
+"""Results of public functions against the oracle, and those of integrations."""

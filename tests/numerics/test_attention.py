@@ -1,0 +1,370 @@
+"""Results and gradients against the oracle: every feature, their pairs, and lengths around block edges."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.portable import blockwise
+from tests.lib import oracle
+from tests.lib.checks import assert_matches_oracle, bitwise_equal, needs_kernels, random_call, run
+from tests.lib.oracle import Call
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 3)},
+    "left": {"window_size": (4, None)},
+    "right": {"window_size": (-1, 2)},
+    "softcap": {"softcap": 1.5},
+    "sink": {"sink": True},
+    "mask": {"mask": (1, 1, 1)},
+    "bias": {"bias": (1, 1, 1)},
+    "gqa": {"nheads": 4},
+    "head_dim_v": {"head_dim_v": 24},
+    "scale": {"softmax_scale": 0.5},
+    "seqused": {"seqused": True},
+    "lse": {"through_lse": True},
+}
+PAIRS = [*((name,) for name in FEATURES), *itertools.combinations(FEATURES, 2)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def check(lengths_q: list[int], lengths_k: list[int] | None = None, **options: Any) -> None:
+    through_lse = options.pop("through_lse", False)
+    assert_matches_oracle(random_call(lengths_q, lengths_k, **options), through_lse=through_lse)
+
+
+def combine(features: tuple[str, ...]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for feature in features:
+        for key, value in FEATURES[feature].items():
+            if key == "window_size" and key in options:
+                left, right = options[key]
+                value = (left if value[0] in (None, -1) else value[0], right if value[1] is None else value[1])
+            options[key] = value
+    return options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("features", PAIRS, ids="-".join)
+def test_packed(features: tuple[str, ...], dtype: torch.dtype, device: str) -> None:
+    check([13, 1, 0, 40, 7], [13, 9, 5, 21, 0], nheads_k=2, dtype=dtype, device=device, **combine(features))
+
+
+@pytest.mark.parametrize("features", PAIRS, ids="-".join)
+def test_dense(features: tuple[str, ...], device: str) -> None:
+    lengths = ([11, 0, 26], [30, 4, 19]) if "seqused" in features else ([17, 17, 17], [23, 23, 23])
+    check(*lengths, nheads_k=2, packed=False, device=device, **combine(features))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_everything_at_once(dtype: torch.dtype, packed: bool, device: str) -> None:
+    check(
+        [33, 2, 18],
+        [20, 50, 18],
+        nheads=6,
+        nheads_k=3,
+        head_dim_v=8,
+        packed=packed,
+        seqused=True,
+        sink=True,
+        mask=(1, 1, 1),
+        bias=(1, 0, 1),
+        softcap=2.0,
+        causal=True,
+        window_size=(15, None),
+        softmax_scale=0.3,
+        through_lse=True,
+        dtype=dtype,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("softcap", [0.0, 4.0], ids=["fused", "blockwise"])
+@pytest.mark.parametrize("nheads_k", [1, 4])
+def test_dtypes(dtype: torch.dtype, causal: bool, softcap: float, nheads_k: int, device: str) -> None:
+    check([70, 33], nheads=4, nheads_k=nheads_k, causal=causal, softcap=softcap, dtype=dtype, device=device)
+
+
+EDGES = [0, 1, 31, 32, 127, 128, 129, 257]
+
+
+@pytest.mark.parametrize("seqlen_k", EDGES)
+@pytest.mark.parametrize("seqlen_q", EDGES)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_lengths_around_block_edges(mask: str, seqlen_q: int, seqlen_k: int, device: str) -> None:
+    """Both paths: without a softcap PyTorch's fused attention serves what it can."""
+    options: dict[str, Any] = {"causal": mask == "causal"}
+    if mask == "window":
+        options["window_size"] = (40, 7)
+    check([seqlen_q], [seqlen_k], device=device, **options)
+    check([seqlen_q], [seqlen_k], device=device, softcap=3.0, **options)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (200, 0), "sink": True}], ids=str)
+def test_long_and_odd(options: dict[str, Any], device: str) -> None:
+    check([4095, 1, 997], nheads=1, device=device, **options)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("lengths", [(1, 300), (5, 300), (300, 5), (300, 1)], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (20, 0)}, {}], ids=str)
+def test_kv_cache_shapes(options: dict[str, Any], lengths: tuple[int, int], packed: bool, device: str) -> None:
+    """Decode, chunked prefill and more queries than keys, aligned to the bottom right, with a scale of its own."""
+    check(
+        [lengths[0]] * 3,
+        [lengths[1]] * 3,
+        nheads=4,
+        nheads_k=2,
+        packed=packed,
+        softmax_scale=0.7,
+        device=device,
+        **options,
+    )
+
+
+SHAPES = [*itertools.product((0, 1), repeat=3), (1, 1), (1,), ()]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_broadcast_shapes_of_mask_and_bias(shape: tuple[int, ...], packed: bool, device: str) -> None:
+    """Any broadcast shape, gradients of the bias's own shape."""
+    lengths: tuple[list[int], list[int]] = ([19, 3, 130], [19, 40, 31]) if packed else ([30] * 3, [21] * 3)
+    check(*lengths, packed=packed, nheads=4, nheads_k=2, mask=shape, device=device)
+    check(*lengths, packed=packed, nheads=4, nheads_k=2, bias=shape, device=device)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_dense_bias_over_the_batch(batch: int, device: str) -> None:
+    shape = (batch, 1, 1, 1)
+    check([30] * 3, packed=False, mask=shape, bias=shape, device=device)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_bias_and_sink_with_low_precision_inputs(low: torch.dtype, device: str) -> None:
+    call = random_call([40, 9], bias=(1, 1, 1), sink=True, dtype=low, bias_dtype=torch.float32, device=device)
+    assert_matches_oracle(call)
+    out = run(call)
+    assert call.bias is not None
+    assert call.learnable_sink is not None
+    dbias, dsink = torch.autograd.grad(out.float().sum(), (call.bias, call.learnable_sink))
+    assert dbias.dtype == dsink.dtype == torch.float32
+
+
+def test_additive_mask_of_minus_infinity(device: str) -> None:
+    """A bias of -inf hides a key, and a row of them leaves nothing to see."""
+    call = random_call([12, 30], bias=(1, 1, 1), device=device)
+    assert call.bias is not None
+    with torch.no_grad():
+        call.bias[:, ::3, ::2] = -torch.inf
+        call.bias[:, 5] = -torch.inf
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
+@pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
+def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink: bool, device: str) -> None:
+    """As merging two lse of -inf makes them. They reach nothing but the sink's gradient, which lse has a part in."""
+    shape: dict[str, Any] = {} if hidden_by == "causal" else {hidden_by: (1, 1, 1)}
+    call = random_call([12], [12], sink=sink, device=device, **shape)
+    blind = torch.zeros(12, dtype=torch.bool, device=device)
+    if hidden_by == "mask":
+        assert call.mask is not None
+        call.mask[:, :, 0] = True
+        call.mask[:, 5] = False
+        blind[5] = True
+    elif hidden_by == "bias":
+        assert call.bias is not None
+        with torch.no_grad():
+            call.bias[:, 5] = -torch.inf
+        blind[5] = True
+    else:
+        call = random_call([12], [9], sink=sink, causal=True, device=device)
+        blind[:3] = True
+    names = ["q", "k", "v", *(["learnable_sink"] if sink else [])]
+    leaves = [getattr(call, name) for name in names]
+    out, lse = run(call, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dlse[:, blind] = 0
+    expected = torch.autograd.grad(
+        (out, lse), leaves, (dout.masked_fill(blind[:, None, None], 0), dlse), retain_graph=True
+    )
+    dout[blind] = torch.nan
+    if not sink:
+        dlse[:, blind] = torch.nan
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    for name, a, b in zip(names, got, expected, strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+    assert (got[0][blind] == 0).all()
+
+
+def test_hidden_bias_may_hold_anything(device: str) -> None:
+    """Masked scores are replaced, not multiplied: NaN in the bias of a hidden pair reaches nothing."""
+    call = random_call([25, 31], bias=(1, 1, 1), mask=(1, 1, 1), device=device)
+    assert call.bias is not None
+    assert call.mask is not None
+    with torch.no_grad():
+        call.bias.masked_fill_(~call.mask, torch.nan)
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_many_equal_sequences(packed: bool, device: str) -> None:
+    """Equal neighbours are served together; in the middle of others they stay apart."""
+    lengths = [5, 9, 9, 9, 9, 4, 9] if packed else [9] * 7
+    check(lengths, packed=packed, causal=True, device=device)
+    check(lengths, packed=packed, softcap=2.0, bias=(1, 1, 1), mask=(1, 1, 1), device=device)
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 12])
+def test_small_blocks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences and many heads are cut along rows, heads and batch; small budgets show every cut."""
+    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(elements, 32, 128))
+    options: dict[str, Any] = {"softcap": 2.0, "mask": (1, 1, 1), "bias": (1, 1, 1), "nheads": 6, "nheads_k": 3}
+    check([70] * 3, [50] * 3, packed=False, causal=True, **options)
+    check([70, 20, 20], [50, 90, 90], window_size=(9, 4), **options)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_nothing_to_do(packed: bool, batch: int, device: str) -> None:
+    """Empty batches, totals of 0 and sequences without queries or keys."""
+    for lengths_q, lengths_k in (([0] * batch, [0] * batch), ([0] * batch, [4] * batch), ([4] * batch, [0] * batch)):
+        check(lengths_q, lengths_k, packed=packed, sink=True, bias=(1, 1, 1), device=device)
+        check(lengths_q, lengths_k, packed=packed, causal=True, device=device)
+
+
+def test_strides(device: str) -> None:
+    """Slices of a fused projection, heads before rows, and keys expanded over heads give the same as copies."""
+    qkv = torch.randn(60, 3, 4, 16, device=device)
+    swapped = torch.randn(4, 60, 16, device=device).transpose(0, 1)
+    expanded = torch.randn(60, 1, 16, device=device).expand(60, 4, 16)
+    cu = torch.tensor([0, 22, 60], dtype=torch.int32, device=device)
+    for softcap in (0.0, 2.0):
+        for q, k, v in ((*qkv.unbind(1),), (swapped, expanded, swapped[:, [1]].expand(60, 4, 16))):
+            views = [x.detach().requires_grad_() for x in (q, k, v)]
+            copies = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
+            outs = [run(Call(xs[0], xs[1], xs[2], cu, cu, causal=True, softcap=softcap)) for xs in (views, copies)]
+            dout = torch.randn(60, 16, 4, device=device).transpose(1, 2)
+            grads = [torch.autograd.grad(out, xs, dout) for out, xs in zip(outs, (views, copies), strict=True)]
+            torch.testing.assert_close(outs[0], outs[1])
+            torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides_of_mask_and_bias(packed: bool, device: str) -> None:
+    """Keys need not be next to each other: the same bits as from a copy."""
+    call = random_call([40, 40], [130, 130], packed=packed, mask=(1, 1, 1), bias=(1, 1, 1), device=device)
+    results = []
+    for order in (0, -1):
+        scores: Any = (call.mask, call.bias)
+        mask, bias = (x.detach().movedim(-1, order).contiguous().movedim(order, -1) for x in scores)
+        assert (bias.stride(-1) == 1) == (order == -1)
+        changed = replace(call, mask=mask, bias=bias.requires_grad_())
+        out = run(changed)
+        leaves: Any = (changed.q, changed.k, changed.v, changed.bias)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def every_other(x: Tensor) -> Tensor:
+    """The same numbers, with others between them."""
+    return torch.stack((x, x + 7), dim=1)[:, 0]
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The first number in every place."""
+    return x[:1].expand(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [
+        ("cpu", "portable"),
+        pytest.param("cuda", "portable", marks=needs_kernels),
+        pytest.param("cuda", "sm90", marks=needs_kernels),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        ("cu_seqlens_q", every_other),
+        ("cu_seqlens_k", every_other),
+        *itertools.product(("seqused_q", "seqused_k", "learnable_sink"), (every_other, expanded)),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides_of_small_tensors(packed: bool, name: str, view: Any, where: str, backend: str) -> None:
+    """Offsets, lengths and sinks may have any strides, and give the same bits as copies."""
+    if name.startswith("cu_seqlens") and not packed:
+        return
+    shape: dict[str, Any] = {"packed": packed, "head_dim": 64, "dtype": torch.bfloat16, "device": where}
+    call = random_call(
+        [12, 30, 50], [25, 40, 50], seqused=True, sink=True, causal=True, bias_dtype=torch.float32, **shape
+    )
+    strided = view(getattr(call, name).detach())
+    results = []
+    for x in (strided, strided.contiguous()):
+        x = x.detach().requires_grad_(x.is_floating_point())
+        changed = replace(call, **{name: x})
+        out, lse = run(changed, return_lse=True, deterministic=True, backend=backend)
+        leaves: Any = (changed.q, changed.k, changed.v, changed.learnable_sink)
+        douts = [torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y) for y in (out, lse)]
+        results.append((out, lse, *torch.autograd.grad((out, lse), leaves, douts)))
+    assert not strided.is_contiguous()
+    for a, b in zip(*results, strict=True):
+        assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])
+def test_strides_of_the_gradient(softcap: float, device: str) -> None:
+    """The gradient of out may come transposed, or as one number expanded, as from a sum."""
+    call = random_call([30, 12], causal=True, softcap=softcap, device=device)
+    out = run(call)
+    for dout in (torch.randn(42, 16, 2, device=device).mT, torch.full((), 1.5, device=device).expand(out.shape)):
+        got = torch.autograd.grad(out, (call.q, call.k, call.v), dout, retain_graph=True)
+        expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.contiguous(), retain_graph=True)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_equal_sequences_with_a_gap_on_one_side(side: str, device: str) -> None:
+    """They are not neighbours, and must not be served as if they were."""
+    call = random_call([6, 6, 6], causal=True, device=device)
+    gap = torch.tensor([0, 6, 15, 21], dtype=torch.int32, device=device)
+    used = torch.tensor([6, 6, 6], dtype=torch.int32, device=device)
+    for name in "q" if side == "q" else "kv":
+        x = torch.randn(23, 2, 16, device=device)
+        setattr(call, name, x.requires_grad_())
+    setattr(call, f"cu_seqlens_{side}", gap)
+    setattr(call, f"seqused_{side}", used)
+    assert_matches_oracle(call)
+
+
+def test_each_gradient_alone(device: str) -> None:
+    """Wanting the gradient of one input gives the same as wanting all of them."""
+    call = random_call([20, 9], bias=(1, 1, 1), sink=True, device=device)
+    leaves = {n: x for n in ("q", "k", "v", "bias", "learnable_sink") if (x := getattr(call, n)) is not None}
+    everything = torch.autograd.grad(run(call).square().sum(), list(leaves.values()))
+    for (name, leaf), expected in zip(leaves.items(), everything, strict=True):
+        for other in leaves.values():
+            other.requires_grad_(other is leaf)
+        (alone,) = torch.autograd.grad(run(call).square().sum(), leaf)
+        assert torch.equal(alone, expected), name
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["fused", "blockwise"])
+def test_only_lse_is_used(softcap: float, device: str) -> None:
+    call = random_call([20, 9], softcap=softcap, device=device)
+    truth = call.to(torch.float64)
+    got = torch.autograd.grad(run(call, return_lse=True)[1].sum(), (call.q, call.k))
+    expected = torch.autograd.grad(oracle.attention(truth)[1].sum(), (truth.q, truth.k))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,474 @@
+"""Calls with a block mask: against the oracle, beside everything they compose with, compiled and transformed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.overrides import TorchFunctionMode
+
+from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.portable import blockwise
+from tests.lib.checks import assert_matches_oracle, bitwise_equal, random_call, run
+from tests.lib.masks import KINDS, Made, listed, positions, random_mask, spread
+from tests.lib.oracle import Call
+
+DENSE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (70, 30)},
+    "softcap": {"softcap": 2.0},
+    "sink": {"sink": True},
+    "bias": {"bias": (1, 1, 1, 1)},
+    "broadcast bias": {"bias": (1, 0)},
+    "bias a query": {"bias": (1, 1, 1, 0)},
+    "mask": {"mask": (1, 0, 1, 1)},
+    "seqused": {"seqused": True},
+    "gqa": {"nheads": 6, "nheads_k": 2},
+    "everything": {
+        "nheads": 4,
+        "nheads_k": 2,
+        "head_dim_v": 8,
+        "seqused": True,
+        "sink": True,
+        "softcap": 3.0,
+        "bias": (1, 1, 1),
+        "mask": (1, 1),
+        "causal": True,
+        "window_size": (200, None),
+        "softmax_scale": 0.3,
+    },
+}
+
+
+def masked(call: Call, made: Made) -> Call:
+    return replace(call, block_mask=made.mask, shown=made.shown.to(call.q.device))
+
+
+def dense_call(length_q: int, length_k: int, batch: int, **options: Any) -> Call:
+    used_q, used_k = ([length] * batch for length in (length_q, length_k))
+    if options.get("seqused"):
+        used_q[0], used_k[-1] = length_q // 2, length_k // 3
+    return random_call(used_q, used_k, packed=False, **options)
+
+
+def random_dense(rng: random.Random, options: dict[str, Any], dtype: torch.dtype, kinds: Sequence[str] = ()) -> Call:
+    """Heads of the mask: one, one a key head, or one a query head."""
+    batch = 2
+    call = dense_call(rng.choice([1, 64, 130, 257]), rng.choice([1, 128, 200, 300]), batch, dtype=dtype, **options)
+    heads = rng.choice([1, call.q.shape[2], call.k.shape[2]])
+    sizes = call.q.shape[1], call.k.shape[1]
+    if kinds:
+        return masked(call, KINDS[rng.choice(kinds)](*sizes, rng, (rng.choice([1, batch]), heads)))
+    return masked(call, random_mask(*sizes, rng, (rng.choice([1, batch]), heads)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_mask(kind: str, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("masks of the tests are made on the CPU")
+    rng = random.Random(kind)
+    for _ in range(3):
+        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32, [kind]))
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("options", DENSE.values(), ids=DENSE)
+def test_beside_everything(options: dict[str, Any], through_lse: bool) -> None:
+    rng = random.Random(str(options))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for _ in range(2):
+            assert_matches_oracle(random_dense(rng, options, dtype), through_lse=through_lse)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "seqused": {"seqused": True, "window_size": (60, 20)},
+    "everything": {
+        "nheads": 4,
+        "nheads_k": 2,
+        "seqused": True,
+        "sink": True,
+        "softcap": 3.0,
+        "bias": (1, 1, 1),
+        "mask": (1, 0, 1),
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+def test_packed(options: dict[str, Any], seed: int) -> None:
+    """A mask over all rows; sequences begin anywhere in its blocks."""
+    rng = random.Random(f"{seed} {options}")
+    lengths_q, lengths_k = ([rng.choice([0, 1, 60, 130, 130, 200]) for _ in range(4)] for _ in range(2))
+    call = random_call(lengths_q, lengths_k, **options)
+    heads = rng.choice([1, call.q.shape[1], call.k.shape[1]])
+    assert_matches_oracle(masked(call, random_mask(call.q.shape[0], call.k.shape[0], rng, (1, heads))))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
+def test_blocks_apart_from_each_other(options: dict[str, Any]) -> None:
+    """Keys that are gathered, beside a window that cuts them, and a bias that all queries add to the gradient of."""
+    visible = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0], [1, 0, 1, 1, 0], [1, 1, 0, 1, 1]])
+    made = Made(BlockMask.from_blocks(visible.bool()), spread(visible.bool(), 128, 128, 640, 640)[None, None])
+    for bias in ((0, 1), (1, 1)):
+        assert_matches_oracle(masked(dense_call(640, 640, 1, bias=bias, **options), made))
+
+
+def test_packed_sequences_of_equal_lengths() -> None:
+    """Which are served together without a mask: each has rows of its own."""
+    call = random_call([130] * 3, [90] * 3)
+    shown = torch.rand(1, 2, 390, 270) < 0.5
+    assert_matches_oracle(masked(call, Made(BlockMask.from_dense(shown), shown)))
+
+
+def test_packed_documents_are_sequences() -> None:
+    """A mask of documents over one long sequence, and the documents as sequences."""
+    cu = torch.tensor([0, 100, 333, 400], dtype=torch.int32)
+    q, k, v = (torch.randn(400, 2, 16, requires_grad=True) for _ in range(3))
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 233, 233, causal=True)
+    mask = listed(BlockMask.documents(cu_seqlens=cu, seqlen_q=400) & BlockMask.causal(400, 400))
+    same = flash_attn_func(q[None], k[None], v[None], block_mask=mask)[0]
+    torch.testing.assert_close(same, out)
+    dout = torch.randn_like(out)
+    for a, b in zip(torch.autograd.grad(same, (q, k, v), dout), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
+    """Whole blocks of them, and single rows; what their gradients hold reaches nothing."""
+    length = 400
+    shown = torch.rand(length, length) < 0.5
+    shown[:130] = False
+    shown[200] = False
+    shown[:, 256:390] = False
+    call = masked(random_call([length], packed=False, sink=sink), Made(BlockMask.from_dense(shown), shown[None, None]))
+    assert_matches_oracle(call, through_lse=not sink)
+    out, lse = run(call, return_lse=True)
+    blind = ~shown.any(1)
+    assert (out[0, blind] == 0).all()
+    if not sink:
+        assert lse[0, :, blind].isneginf().all()
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.index_fill(1, blind.nonzero()[:, 0], 0.0))
+    dout[:, blind] = torch.nan
+    again = run(call)
+    got = torch.autograd.grad(again, (call.q, call.k, call.v), dout)
+    assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert (got[0][:, blind] == 0).all()
+    assert (got[1][:, 256:390] == 0).all()
+    assert (got[2][:, 256:390] == 0).all()
+
+
+def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is that of the visible blocks, forward and backward, wherever they are."""
+    sizes = []
+    original = blockwise._product
+
+    def spy(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        sizes.append(a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2])
+        return original(a, b, scale)
+
+    monkeypatch.setattr(blockwise, "_product", spy)
+
+    def work(mask: BlockMask | None) -> int:
+        sizes.clear()
+        q, k, v = (torch.randn(1, 1024, 2, 16, requires_grad=True) for _ in range(3))
+        flash_attn_func(q, k, v, block_mask=mask, softcap=1.0).sum().backward()
+        return sum(sizes)
+
+    whole = work(None)
+    scattered = torch.zeros(2, 8, 8, dtype=torch.bool)
+    scattered[0, :, [1, 5]] = True
+    scattered[1, 3, [0, 2, 7]] = True
+    assert work(BlockMask.from_blocks(scattered)) == whole * 19 // 128
+    assert work(BlockMask.from_blocks(scattered[:1])) == whole * 2 // 8
+    assert work(listed(BlockMask.window(1024, 1024, left=127, right=0))) == whole * 15 // 64
+    causal = work(BlockMask.from_blocks(torch.ones(8, 8, dtype=torch.bool)) & BlockMask.causal(1024, 1024))
+    assert causal == whole * 36 // 64
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_heads_of_a_group_that_see_more_than_others(first: int) -> None:
+    """One sees all of what any of them sees, another one less, and whole blocks both."""
+    visible = torch.ones(1, 2, 2, 2, dtype=torch.bool)
+    visible[0, first, :, 1] = False
+    call = dense_call(256, 256, 1, nheads=2, nheads_k=1)
+    shown = visible.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    assert_matches_oracle(masked(call, Made(BlockMask.from_blocks(visible), shown)))
+
+
+def test_deterministic_and_orders() -> None:
+    """The order of launches is for kernels; here the same bits come out of any."""
+    rng = random.Random(3)
+    call = random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32)
+    assert call.block_mask is not None
+    out = run(call, deterministic=True)
+    for order in ("spt", torch.arange(call.block_mask.sizes.blocks_k)):
+        again = run(replace(call, block_mask=call.block_mask.with_order(order, group=1)), deterministic=True)
+        assert bitwise_equal(out, again)
+
+
+def test_flex_attention_gives_the_same() -> None:
+    ids = torch.arange(300) // 110
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (ids[q] == ids[k]) & (q >= k)
+
+    flex = create_block_mask(mask_mod, None, None, 300, 300, device="cpu")
+    q, k, v = (torch.randn(2, 300, 2, 16, dtype=torch.float64) for _ in range(3))
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    expected = flex_attention(*by_head, block_mask=flex)
+    out = flash_attn_func(q, k, v, block_mask=BlockMask.from_flex(flex))
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    back = BlockMask.from_flex(flex).to_flex()
+    torch.testing.assert_close(flex_attention(*by_head, block_mask=back), expected)
+
+
+def documents(length: int, at: int) -> BlockMask:
+    return BlockMask.documents((torch.arange(length) >= at).long()) & BlockMask.causal(length, length)
+
+
+def compiled(function: Any, **options: Any) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    out: Tensor = flash_attn_func(q, k, v, block_mask=mask)
+    return out * 2
+
+
+def test_compile_without_recompiling_for_new_masks() -> None:
+    """Masks of the same sizes, with lists of other lengths."""
+    step, counter = compiled(attend)
+    for at in (3, 64, 128, 200, 256, 300, 301, 302):
+        mask = documents(400, at).build("cpu")
+        q, k, v = (torch.randn(1, 400, 2, 16, requires_grad=True) for _ in range(3))
+        out, expected = step(q, k, v, mask), attend(q, k, v, mask)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), dout)
+        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), dout), rtol=0, atol=0)
+    assert counter.frame_count == 2  # with the first bound on their rows, and with any
+
+
+def test_compile_with_changing_lengths() -> None:
+    step, counter = compiled(attend)
+    for length in (100, 300, 411, 517, 600):
+        mask = documents(length, length // 2).build("cpu")
+        q, k, v = (torch.randn(1, length, 2, 16) for _ in range(3))
+        torch.testing.assert_close(step(q, k, v, mask), attend(q, k, v, mask), rtol=0, atol=0)
+    assert counter.frame_count <= 3
+
+
+def top_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks of keys chosen by the means of blocks, within the model."""
+    means_q, means_k = (x.unflatten(1, (-1, 64)).mean(2).transpose(1, 2) for x in (q, k))
+    indices = (means_q @ means_k.mT).topk(3, dim=-1).indices
+    mask = BlockMask.from_indices(indices, block=64, seqlen_k=k.shape[1])
+    out: Tensor = flash_attn_func(q, k, v, block_mask=mask)
+    return out
+
+
+def test_compile_with_indices_made_inside() -> None:
+    step, counter = compiled(top_blocks)
+    for _ in range(3):
+        q, k, v = (torch.randn(1, 512, 2, 16, requires_grad=True) for _ in range(3))
+        out, expected = step(q, k, v), top_blocks(q, k, v)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), dout)
+        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), dout), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph computes is there when it runs: tables of indices are made anew, others have to be built."""
+    indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
+    causal = listed(BlockMask.causal(384, 384))
+    q = torch.randn(1, 384, 2, 16)
+    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    first = flash_attn_func(q, q, q, block_mask=indices)
+    assert not indices._rows
+    assert not indices._tables
+    searching = indices.with_order("auto")
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=searching))  # an order is for backward passes
+    for mask, x in ((causal, q), (searching, q.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match="block_mask: expected one that has been built"):
+            flash_attn_func(x, q, q, block_mask=mask)
+    monkeypatch.undo()
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
+    indices.build()
+    causal.build("cpu")
+    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    flash_attn_func(q, q, q, block_mask=causal)
+    assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
+
+
+def test_unbuilt_masks_do_not_compile() -> None:
+    step, _ = compiled(attend)
+    q = torch.randn(1, 300, 2, 16)
+    with pytest.raises(Exception, match=r"expected one that has been built, .* call its build\(\) before"):
+        step(q, q, q, listed(BlockMask.causal(300, 300)))
+
+
+def test_indices_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns of indices follow on the device: not one number goes to the host."""
+    indices = torch.rand(2, 3, 4, 4).argsort(-1)
+    counts = torch.tensor([0, 1, 3, 4]).expand(2, 3, 4)
+
+    class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func)
+            syncs = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select", "is_nonzero", "bincount")
+            assert not any(f"aten.{sync}" in name for sync in syncs), name
+            if func is torch.ops.aten.index.Tensor:
+                assert all(i is None or i.dtype != torch.bool for i in args[1]), "an index of bools"
+            if func is torch.ops.aten.repeat_interleave.Tensor:
+                assert "output_size" in (kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    for block in (64, 128, (64, 256), (256, 64)):
+        for order in ("default", "spt"):
+            with NoSync():
+                size = block if isinstance(block, tuple) else (block, block)
+                mask = BlockMask.from_indices(indices, counts, block=size, seqlen_k=4 * size[1] - 5)
+                mask.with_order(order).tables(torch.device("cpu"), backward=True)
+    with pytest.raises(AssertionError), NoSync():
+        listed(BlockMask.causal(300, 300)).build("cpu")
+
+
+def test_indices_bring_no_constants_of_the_host() -> None:
+    """Which would be copied to the device, and waited for."""
+    indices = torch.rand(2, 3, 4, 4).argsort(-1)
+
+    class NoCopy(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray), func
+            return func(*args, **(kwargs or {}))
+
+    for block in ((64, 64), (128, 128), (64, 256), (256, 64)):
+        for order in ("default", "spt"):
+            with NoCopy():
+                mask = BlockMask.from_indices(indices, block=block, seqlen_k=4 * block[1] - 5)
+                mask.with_order(order).tables(torch.device("cpu"), backward=True)
+    with pytest.raises(AssertionError), NoCopy():
+        torch.tensor([1, 2])
+
+
+def test_indices_are_checked_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_attn_cute.settings.check_data", lambda: True)
+    ok = torch.tensor([[[[0, 2, -1], [1, 0, 2]]]])
+    BlockMask.from_indices(ok, seqlen_k=384)
+    for indices, counts, match in (
+        (ok + 1, None, "indices: expected numbers below 3, got 3"),
+        (torch.tensor([[[[0, 0, 1]]]]), None, "indices: expected each number once in a row, got one twice"),
+        (ok, torch.tensor([[[4, 0]]]), "counts: expected 0 to 3, got 0 to 4"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            BlockMask.from_indices(indices, counts, seqlen_k=384)
+    BlockMask.from_indices(torch.tensor([[[[0, 9, 9]]]]), torch.tensor([[[1]]]), seqlen_k=384)
+
+
+def test_indices_twice_count_once() -> None:
+    twice = BlockMask.from_indices(torch.tensor([[[[1, 1, 0, 1, 0]]]]), block=64, seqlen_k=128)
+    once = BlockMask.from_indices(torch.tensor([[[[0, 1]]]]), block=64, seqlen_k=128)
+    q, k, v = torch.randn(1, 64, 1, 16), *(torch.randn(1, 128, 1, 16) for _ in range(2))
+    assert bitwise_equal(flash_attn_func(q, k, v, block_mask=twice), flash_attn_func(q, k, v, block_mask=once))
+
+
+def test_transforms() -> None:
+    """torch.func's grad and vmap, whose slices have the mask in common."""
+    mask = documents(200, 77)
+    q, k, v = (torch.randn(3, 1, 200, 2, 8) for _ in range(3))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, block_mask=mask).square().sum()
+
+    expected = [torch.func.grad(loss)(q[i], k[i], v[i]) for i in range(3)]
+    leaf = q[0].clone().requires_grad_()
+    (plain,) = torch.autograd.grad(loss(leaf, k[0], v[0]), leaf)
+    torch.testing.assert_close(expected[0], plain)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(q, k, v), torch.stack(expected))
+    own = BlockMask.from_dense(torch.rand(2, 1, 200, 200) < 0.5)
+    q, k, v = (torch.randn(3, 2, 200, 2, 8) for _ in range(3))
+    mapped = torch.vmap(lambda *qkv: flash_attn_func(*qkv, block_mask=own))(q, k, v)
+    torch.testing.assert_close(mapped[1], flash_attn_func(q[1], k[1], v[1], block_mask=own))
+
+
+def test_nested_tensors() -> None:
+    lengths = (100, 233)
+    parts = [[torch.randn(length, 2, 16) for length in lengths] for _ in range(3)]
+    offsets = torch.tensor([0, 100, 333])
+    q, k, v = (torch.nested.nested_tensor_from_jagged(torch.cat(x), offsets) for x in parts)
+    out = flash_attn_func(q, k, v, block_mask=documents(333, 50))
+    cu = offsets.int()
+    q, k, v = (torch.cat(x) for x in parts)
+    expected = flash_attn_varlen_func(q, k, v, cu, cu, 233, 233, block_mask=documents(333, 50))
+    assert bitwise_equal(out.values(), expected)
+
+
+def test_explained_without_being_built() -> None:
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    mask = listed(BlockMask.causal(300, 300))
+    told = explain(q, q, q, block_mask=mask, gpu="sm90")
+    assert told.backend == "sm90"
+    assert not mask._rows
+    with pytest.raises(ValueError, match=r"got 'sm90', which cannot: .*tensors on cpu; .*block_mask beside mask"):
+        flash_attn_func(q, q, q, block_mask=mask, mask=torch.ones(300, 300, dtype=torch.bool), backend="sm90")
+
+
+def test_plans_are_not_mixed_up() -> None:
+    """Calls that look alike but for their masks: each is checked, and gets its own."""
+    q = torch.randn(2, 300, 4, 16)
+    plain = flash_attn_func(q, q, q)
+    causal = flash_attn_func(q, q, q, block_mask=BlockMask.causal(300, 300))
+    assert not torch.equal(plain, causal)
+    torch.testing.assert_close(causal, flash_attn_func(q, q, q, causal=True))
+    with pytest.raises(ValueError, match="block_mask: expected one over"):
+        flash_attn_func(q, q, q, block_mask=BlockMask.causal(300, 299))
+    window = flash_attn_func(q, q, q, block_mask=BlockMask.window(300, 300, left=3, right=0))
+    torch.testing.assert_close(window, flash_attn_func(q, q, q, window_size=(3, 0)))
+
+
+def test_long_window() -> None:
+    """Rows of a mask that would not fit as a whole: (65536, 65536) would be 4 GB of bools."""
+    length = 1 << 16
+    q, k, v = (torch.randn(1, length, 1, 8) for _ in range(3))
+    out = flash_attn_func(q, k, v, block_mask=listed(BlockMask.window(length, length, left=200, right=0)))
+    torch.testing.assert_close(out, flash_attn_func(q, k, v, window_size=(200, 0)))
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 12])
+def test_small_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(elements, 32, 128))
+    rng = random.Random(elements)
+    for _ in range(4):
+        assert_matches_oracle(random_dense(rng, {"nheads": 6, "nheads_k": 3, "bias": (1, 1, 1)}, torch.float32))
+
+
+def test_whole_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where pieces may be longer than a block of the mask."""
+    monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(1 << 26, 128, 1024))
+    rng = random.Random(5)
+    for _ in range(4):
+        assert_matches_oracle(random_dense(rng, {"nheads": 4, "nheads_k": 2}, torch.float32))
+
+
+def test_positions_start_at_zero() -> None:
+    """Unlike windows of calls, which end where the real rows end."""
+    i, j = positions(200, 300)
+    call = random_call([120, 200], [300, 90], packed=False, seqused=True)
+    sizes = call.q.shape[1], call.k.shape[1]
+    i, j = positions(*sizes)
+    shown = (j <= i)[None, None]
+    mask = BlockMask.from_function(lambda b, h, q, k: k <= q, *sizes)
+    assert_matches_oracle(masked(call, Made(mask, shown)))

@@ -1,0 +1,344 @@
+"""The same inputs give the same bits: run after run, under load, in other processes and in replays of a graph."""
+
+import contextlib
+import hashlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import dispatch, flash_attn_varlen_func
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from tests.lib.checks import (
+    DEVICES,
+    Results,
+    assert_matches_oracle,
+    bits,
+    both_passes,
+    differing,
+    needs_kernels,
+    poisoned_dout,
+    random_call,
+    run,
+)
+from tests.lib.oracle import Call
+
+Case = dict[str, Any]  # of random_call, without the lengths
+
+MASKS: dict[str, Case] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (300, 90)},
+    "left": {"window_size": (100, None)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "sink": {"causal": True, "sink": True},
+}
+HEADS = [(4, 4), (8, 2), (4, 1)]
+HEAD_DIMS = [64, 96, 128, 192, 256]
+# Every mask at every d; heads and layouts take turns, so that each meets every mask and every d, and each other.
+CASES: dict[str, Case] = {
+    f"d{d}-{mask}-{heads[0]}on{heads[1]}-{'packed' if packed else 'dense'}": {
+        "head_dim": d,
+        "nheads": heads[0],
+        "nheads_k": heads[1],
+        "packed": packed,
+        **MASKS[mask],
+    }
+    for i, d in enumerate(HEAD_DIMS)
+    for j, mask in enumerate(MASKS)
+    for heads, packed in [(HEADS[(i + j) % 3], (i + j // 3) % 2 == 0)]
+}
+# On a CPU the least d will do to see that the tests work.
+on_both = pytest.mark.parametrize(
+    ("backend", "head_dim"), [("portable", 64), *(pytest.param("sm90", d, marks=needs_kernels) for d in HEAD_DIMS)]
+)
+each_case_on_both = pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(backend, case, id=f"{backend}-{name}", marks=marks)
+        for backend, head_dims, marks in (("portable", [64], []), ("sm90", HEAD_DIMS, [needs_kernels]))
+        for name, case in CASES.items()
+        if case["head_dim"] in head_dims
+    ],
+)
+TIME_LIMIT = 300  # seconds that child processes have, compiling included
+# Either way in which the portable backend computes.
+PORTABLE: dict[str, Case] = {
+    "fused": {"causal": True},
+    "blockwise": {"window_size": (30, 5), "softcap": 2.0, "sink": True, "bias": (0, 1, 1), "mask": (1, 1, 1)},
+}
+
+
+def prepare(case: Case, backend: str, *, deterministic: bool = True) -> Callable[[], Results]:
+    """Both passes of a case's call, which is always the same one.
+
+    On a GPU up to ten tiles of keys add to the same queries, and there are more tiles than CTAs with eight heads.
+    """
+    torch.manual_seed(0)
+    lengths = [137, 0, 37, 64] if case["packed"] else [119, 119]
+    call = small_call(lengths, lengths, case, backend)
+    return both_passes(call, poisoned_dout(call, call.q), deterministic=deterministic, backend=backend)
+
+
+def small_call(lengths_q: list[int], lengths_k: list[int], case: Case, backend: str) -> Call:
+    """The call of a case, nine times longer on a GPU, which has tiles of 64 to 128."""
+    device = DEVICES[backend]
+    scale = 9 if device == "cuda" else 1
+    lengths = ([scale * length for length in side] for side in (lengths_q, lengths_k))
+    return random_call(*lengths, dtype=torch.bfloat16, device=device, **case)
+
+
+def digest(results: Results) -> str:
+    """A number for all bits of all results."""
+    sha = hashlib.sha256()
+    for x in results.values():
+        sha.update(bits(x).cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def digests(cases: list[Case], backend: str) -> list[str]:
+    """What each case comes to, in this process."""
+    return [digest(prepare(case, backend)()) for case in cases]
+
+
+def digests_under_load(cases: list[Case], backend: str, repetitions: int) -> list[tuple[str, list[str]]]:
+    """What each case comes to in this process beside other work, and what of it differs from run to run."""
+    found = []
+    for case in cases:
+        function = prepare(case, backend)
+        function()  # compiles
+        with load(DEVICES[backend]):
+            first = function()
+            found.append((digest(first), differing(first, function, repetitions)))
+    return found
+
+
+@contextlib.contextmanager
+def load(device: str) -> Iterator[None]:
+    """Another thread multiplies matrices all the while, on a GPU on a stream of its own.
+
+    Each product is a batch of one large tile for three quarters of the SMs, on which nothing else has room, and takes
+    about as long as a call. So of a kernel that starts meanwhile some CTAs come late.
+    """
+    cuda = device == "cuda"
+    shape = (torch.cuda.get_device_properties().multi_processor_count * 3 // 4, 128, 16384) if cuda else (128, 128)
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream() if cuda else None
+    stop = threading.Event()
+
+    def multiply() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(8):
+                product = x @ x.mT
+            product.flatten()[0].item()  # waits
+
+    def multiply_on() -> None:
+        while not stop.is_set():
+            multiply()
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(multiply).result()  # loads what it needs
+        endless = executor.submit(multiply_on)
+        try:
+            yield
+        finally:
+            stop.set()
+        endless.result()
+
+
+def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function returns in each of so many fresh processes, which end with the time limit, deadlocked or not."""
+    threads = torch.get_num_threads()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(count, torch.set_num_threads, (threads,), maxtasksperchild=1) as pool:
+        return pool.starmap_async(function, [arguments] * count, chunksize=1).get(TIME_LIMIT)
+
+
+@each_case_on_both
+def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
+    """As many as --repetitions says, on a GPU with nothing else to do."""
+    function = prepare(case, backend)
+    differs = differing(function(), function, repetitions)
+    assert not differs
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", PORTABLE.values(), ids=PORTABLE)
+def test_portable_repetitions(
+    options: Case, dtype: torch.dtype, deterministic: bool, device: str, repetitions: int
+) -> None:
+    """The portable backend has no other way to run, so both settings are held to it, whatever PyTorch is told."""
+    torch.use_deterministic_algorithms(False)
+    call = random_call([150, 30, 260], nheads=4, nheads_k=2, dtype=dtype, device=device, **options)
+    function = both_passes(call, poisoned_dout(call, call.q), deterministic=deterministic, backend="portable")
+    differs = differing(function(), function, repetitions)
+    assert not differs
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_default(head_dim: int, repetitions: int) -> None:
+    """Up to d = 128, and on Blackwell, it adds in the same order. Control: else its repetitions are not all equal."""
+    case: Case = {"head_dim": head_dim, "nheads": 8, "nheads_k": 2, "packed": True}
+    function = prepare(case, "sm90", deterministic=False)
+    if head_dim <= 128 or dispatch.BACKENDS["sm90"].name == "sm100":
+        assert not differing(prepare(case, "sm90")(), function, repetitions)
+    else:
+        assert "dq" in differing(function(), function, repetitions)
+
+
+def test_the_check_sees_a_different_order_of_summation() -> None:
+    """Control: keys in another order give the same function and other bits."""
+    call = random_call([300])
+    order = torch.randperm(300)
+    shuffled = replace(call, k=call.k[order], v=call.v[order])
+    a, b = ({"out": run(each).detach()} for each in (call, shuffled))
+    torch.testing.assert_close(a, b)
+    assert differing(a, lambda: b, 1) == ["out"]
+    assert digest(a) != digest(b)
+
+
+def test_the_check_sees_one_difference_among_many_repetitions() -> None:
+    """Control: of one bit, in one element of one result, once."""
+    zeros = {"out": torch.zeros(100), "lse": torch.zeros(100)}
+    once = {**zeros, "lse": torch.zeros(100).index_fill(0, torch.tensor([70]), -0.0)}
+    repetitions = iter([zeros, once, zeros])
+    assert differing(zeros, lambda: next(repetitions), 3) == ["lse"]
+    assert digest(zeros) != digest(once)
+
+
+@on_both
+def test_under_load(backend: str, head_dim: int, repetitions: int) -> None:
+    """Whichever CTAs run at the same time, they come to an end, and to the same bits as without load."""
+    cases = [case for case in CASES.values() if case["head_dim"] == head_dim]
+    (loaded,) = in_processes(1, digests_under_load, cases, backend, repetitions)
+    assert loaded == [(idle, []) for idle in digests(cases, backend)]
+
+
+@on_both
+def test_other_processes(backend: str, head_dim: int) -> None:
+    cases = [case for case in CASES.values() if case["head_dim"] == head_dim]
+    first, second = in_processes(2, digests, cases, backend)
+    assert first == second == digests(cases, backend)
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.numerics.test_determinism.TIME_LIMIT", 0.5)
+    with pytest.raises(multiprocessing.TimeoutError):
+        in_processes(1, time.sleep, 1000)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_replays(case: Case) -> None:
+    """A captured graph gives the bits of the eager call every time: of its workspace nothing is left behind."""
+    function = prepare(case, "sm90")
+    expected = function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = function()
+
+    def replay() -> Results:
+        graph.replay()
+        return captured
+
+    differs = differing(expected, replay, 50)
+    assert not differs
+
+
+@each_case_on_both
+def test_against_the_oracle(backend: str, case: Case) -> None:
+    """What is the same every time is right, too."""
+    lengths = ([37, 1, 0, 16, 33], [25, 5, 7, 0, 50]) if case["packed"] else ([33] * 2, [43] * 2)
+    assert_matches_oracle(small_call(*lengths, case, backend), deterministic=True, backend=backend)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("heads_in_cache", "sections"), [(1, 3), (1, 2), (2, 1), (3, 0)])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("heads", [(4, 4), (16, 4)], ids=["alone", "grouped"])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sections_of_heads(
+    head_dim: int,
+    mask: str,
+    heads: tuple[int, int],
+    packed: bool,
+    heads_in_cache: int,
+    sections: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few heads at a time, as only long sequences have them, and those that are left together."""
+    backend: Any = dispatch.BACKENDS["sm90"]
+    prepare = backend._prepare_backward
+
+    def few_together(*arguments: Any) -> Any:
+        launch = prepare(*arguments)
+        numbers = launch.plan.numbers._replace(heads_in_cache=heads_in_cache, sections=sections)
+        return launch._replace(plan=launch.plan._replace(numbers=numbers))
+
+    monkeypatch.setattr(backend, "_prepare_backward", few_together)
+    case: Case = {"head_dim": head_dim, "nheads": heads[0], "nheads_k": heads[1], "packed": packed, **MASKS[mask]}
+    lengths = ([137, 0, 37, 64], [119, 7, 37, 70]) if packed else ([119] * 2, [137] * 2)
+    call = small_call(*lengths, case, "sm90")
+    assert_matches_oracle(call, deterministic=True, backend="sm90")
+    repeat = both_passes(call, poisoned_dout(call, call.q), deterministic=True, backend="sm90")
+    assert not differing(repeat(), repeat, 5)
+
+
+def run_beyond_slots(head_dim: int, packed: bool) -> None:
+    """Both passes of a call whose first sequence is told to have more keys than it owns, all of them in the buffer."""
+    case: Case = {"head_dim": head_dim, "nheads": 2, "packed": packed}
+    call = small_call([37, 37], [7, 200] if packed else [67, 67], case, "sm90")
+    used = torch.tensor([1000, 603], dtype=torch.int32, device="cuda")
+    both_passes(replace(call, seqused_k=used), torch.randn_like(call.q), deterministic=True, backend="sm90")()
+    torch.cuda.synchronize()
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
+    """They break the contract, and the results may be anything, but nobody waits for tiles that there are not."""
+    in_processes(1, run_beyond_slots, head_dim, packed)
+
+
+def run_beyond_tensors(head_dim: int) -> None:
+    """A backward pass that is told of more keys, and queries, than there are: as if told where they end."""
+    q, dout, kv = torch.randn(3, 300, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    cu, beyond = (torch.tensor([0, 170, end], dtype=torch.int32, device="cuda") for end in (300, 3000))
+    options = Options(None, None, None, 0.0, True, True)
+    for k in (kv, kv[:, :2]):
+        out, lse = flash_attn_varlen_func(q, k, k, cu, cu, 170, 170, return_lse=True, backend="sm90")
+        results = []
+        for offsets in ((cu, cu), (cu, beyond), (beyond, cu), (beyond, beyond)):
+            inputs = AttentionInputs(q, k, k, *offsets, None, None, None, None, None, 170, 170)
+            backend, spec = dispatch.BACKENDS["sm90"], AttentionSpec.of(inputs, options)
+            got = backend.backward(spec, inputs, out, lse, dout, None, need_dbias=False, need_dsink=False)
+            results.append((got.dq, got.dk, got.dv))
+            torch.cuda.synchronize()
+        for each in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(each, results[0], strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_offsets_beyond_the_tensors(head_dim: int) -> None:
+    """The same of offsets; they end where the tensors do."""
+    in_processes(1, run_beyond_tensors, head_dim)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@on_both
+def test_padding(backend: str, head_dim: int, packed: bool) -> None:
+    """The same of calls with rows that no sequence owns, and with a gradient through lse."""
+    case: Case = {"head_dim": head_dim, "nheads": 4, "nheads_k": 2, "packed": packed, "causal": True, "sink": True}
+    call = small_call([37, 1, 14, 0], [33, 9, 50, 5], {**case, "seqused": True}, backend)
+    assert_matches_oracle(call, through_lse=True, deterministic=True, backend=backend)

@@ -1,0 +1,203 @@
+"""Calls as flash-attn 2 and 3 write them, ALiBi among them: results and gradients."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.integrations import flash_attn, flash_attn_interface
+from tests.lib import oracle
+from tests.lib.checks import bitwise_equal, gradients, random_call
+from tests.lib.oracle import Call
+from tests.numerics.test_integrations import Attend, assert_served, recorded
+
+# For calls by position from tuples, and for wrong ones, which no type checker would let pass.
+fa: Any = flash_attn
+fa3: Any = flash_attn_interface
+
+
+def dense_call(**options: Any) -> Call:
+    given: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, **options}
+    return random_call([7] * 2, [9] * 2, packed=False, **given)
+
+
+def with_flash_attn(call: Call, *form: str, slopes: Tensor | None = None, deterministic: bool = False) -> Any:
+    """The call by the function that takes q, k, v, or "kv" or "qkv" in one tensor; all options by position."""
+    window = tuple(-1 if side is None else side for side in call.window_size)
+    options = (0.0, call.softmax_scale, call.causal, window, call.softcap, slopes, deterministic, True)
+    q, k, v = call.q, call.k, call.v
+    if call.cu_seqlens_q is None:
+        if "kv" in form:
+            result = fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *options)
+        elif "qkv" in form:
+            result = fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *options)
+        else:
+            result = fa.flash_attn_func(q, k, v, *options)
+    else:
+        assert call.cu_seqlens_k is not None
+        bounds = [
+            max(rows.stop - rows.start for rows in side) for side in list(zip(*call.sequences(), strict=True))[1:]
+        ]
+        where = (call.cu_seqlens_q, call.cu_seqlens_k, *bounds)
+        used = {"seqused_q": call.seqused_q, "seqused_k": call.seqused_k}
+        if "kv" in form:
+            result = fa.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *where, *options)
+        elif "qkv" in form:
+            qkv = torch.stack([q, k, v], 1)
+            result = fa.flash_attn_varlen_qkvpacked_func(qkv, call.cu_seqlens_q, bounds[0], *options)
+        else:
+            result = fa.flash_attn_varlen_func(q, k, v, *where, *options, **used)
+    out, lse, probabilities = result
+    assert probabilities is None
+    return out, lse
+
+
+@pytest.mark.parametrize("form", ["q k v", "kv", "qkv"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "softmax_scale": 0.3},
+        {"window_size": (3, None), "softcap": 2.0, "dtype": torch.float32},
+        {"window_size": (2, 1), "dtype": torch.bfloat16},
+    ],
+    ids=["causal", "left softcap", "window"],
+)
+def test_flash_attn(form: str, packed: bool, options: dict[str, Any]) -> None:
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8}
+    lengths_q, lengths_k = ([5, 0, 9], [8, 3, 4]) if packed else ([7] * 2, [9] * 2)
+    heads["dtype"] = torch.float64
+    heads |= options
+    call = random_call(lengths_q, lengths_q if form == "qkv" else lengths_k, packed=packed, **heads)
+    assert_served(call, lambda call: with_flash_attn(call, form), through_lse=True)
+
+
+@pytest.mark.parametrize(("form", "packed"), [("q k v", False), ("q k v", True), ("qkv", False), ("heads", False)])
+def test_flash_attn_3(form: str, packed: bool) -> None:
+    """All by position, in its order."""
+    lengths_q, lengths_k = ([5, 9], [8, 9]) if packed else ([7] * 2, [9] * 2)
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 4 if form == "qkv" else 2, "head_dim": 8, "seqused": packed}
+    options |= {"dtype": torch.float64, "window_size": (3, 1), "softcap": 2.0, "softmax_scale": 0.3}
+    call = random_call(lengths_q, lengths_q if form != "q k v" else lengths_k, packed=packed, **options)
+
+    def attend(call: Call) -> tuple[Tensor, Tensor]:
+        q, k, v = call.q, call.k, call.v
+        head, tail = (0.3, False, None, None, None), ((3, 1), 0, 2.0)
+        if form == "q k v":
+            where: tuple[Any, ...] = ()
+            if packed:
+                where = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20, call.seqused_q, call.seqused_k)
+            function = fa3.flash_attn_varlen_func if packed else fa3.flash_attn_func
+            out, lse = function(q, k, v, *where, *head, None, *tail, 1, None, True, 0, True)
+        elif form == "qkv":
+            out, lse = fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *head, *tail, True, None, 0, True)
+        else:
+            out, lse = fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), *head, *tail, True, 4, 0, True)
+        return out, lse
+
+    assert_served(call, attend, through_lse=True)
+    dense = dense_call()
+    assert isinstance(fa3.flash_attn_func(dense.q, dense.k, dense.v), Tensor)
+
+
+def test_flash_attn_returns_out_alone_unless_asked() -> None:
+    call = dense_call()
+    out = fa.flash_attn_func(call.q, call.k, call.v)
+    assert isinstance(out, Tensor)
+    assert bitwise_equal(out, with_flash_attn(call)[0])
+    assert isinstance(fa.flash_attn_func(call.q, call.k, call.v, alibi_slopes=torch.rand(4)), Tensor)
+
+
+def alibi_truth(call: Call, slopes: Tensor) -> Call:
+    """The same call with all of ``-slope * |i + seqlen_k - seqlen_q - j|`` as its bias."""
+    packed = call.cu_seqlens_q is not None
+    longest = max(rows.stop - rows.start for _, _, rows in call.sequences())
+    nheads, rows = call.q.shape[-2], call.q.shape[-3]
+    shape = (nheads, rows, longest) if packed else (call.q.shape[0], nheads, rows, call.k.shape[1])
+    bias = torch.zeros(shape, dtype=torch.float64)
+    for b, rows_q, rows_k in call.sequences():
+        seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        distance = (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)).abs()
+        of_heads = slopes if slopes.ndim == 1 else slopes[b]
+        (bias if b is None else bias[b])[:, rows_q, :seqlen_k] = -of_heads.detach().double()[:, None, None] * distance
+    return replace(call, bias=bias.to(call.q.dtype))
+
+
+WINDOWS = [
+    {"causal": True},
+    {"causal": True, "window_size": (3, None)},
+    {},
+    {"window_size": (2, 3)},
+    {"window_size": (None, 1)},
+    {"window_size": (4, None)},
+    {"window_size": (4, 0)},
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [(7, 9), (9, 7), (1, 5), (6, 1)], ids=str)
+@pytest.mark.parametrize("dims", [1, 2], ids=["heads", "batch and heads"])
+def test_alibi_dense(window: dict[str, Any], lengths: tuple[int, int], dims: int) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "softcap": 5.0}
+    call = random_call([lengths[0]] * 2, [lengths[1]] * 2, packed=False, **options, **window)
+    slopes = torch.rand((4,) if dims == 1 else (2, 4))
+    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes)  # noqa: E731
+    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("seqused", [False, True])
+def test_alibi_packed(window: dict[str, Any], seqused: bool) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "seqused": seqused}
+    call = random_call([5, 0, 9, 1, 3], [8, 3, 4, 6, 0], **options, **window)
+    slopes = torch.rand(4)
+    attend: Attend = lambda call: with_flash_attn(call, slopes=slopes.expand(5, 4))  # noqa: E731
+    assert_served(call, attend, alibi_truth(call, slopes), through_lse=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_alibi_at_low_precision(causal: bool, dtype: torch.dtype) -> None:
+    call = random_call([130], [150], packed=False, nheads=4, causal=causal, dtype=dtype)
+    slopes = 2.0 ** -torch.arange(1.0, 5.0)
+    assert_served(call, lambda call: with_flash_attn(call, slopes=slopes), alibi_truth(call, slopes))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradient_of_alibi_slopes(causal: bool) -> None:
+    call = dense_call(causal=causal)
+    slopes = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    out, lse = with_flash_attn(call, slopes=slopes)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (got,) = torch.autograd.grad([out, lse], slopes, [dout, dlse])
+    truth = alibi_truth(call, slopes).to(torch.float64)
+    assert truth.bias is not None
+    dbias = gradients(truth, *oracle.attention(truth), dout, dlse)["dbias"]
+    distance = (torch.arange(7)[:, None] + 2 - torch.arange(9)).abs()
+    torch.testing.assert_close(got, -(dbias * distance).sum((-1, -2)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_alibi_is_never_as_large_as_the_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at least of float32, which holds the positions."""
+    dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    with_flash_attn(dense_call(causal=causal), slopes=torch.rand(4))
+    with_flash_attn(random_call([5, 9], causal=causal, dtype=torch.bfloat16), slopes=torch.rand(2))
+    assert [x["bias"].shape for x in dense] == [(4, 1, 9)] * (1 if causal else 2)
+    assert [x["bias"].shape for x in packed] == [(2, 1, 9)] * (1 if causal else 2)
+    assert {x["bias"].dtype for x in dense} == {torch.float64}
+    assert {x["bias"].dtype for x in packed} == {torch.float32}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_autocast_does_not_round_alibi(causal: bool) -> None:
+    call = dense_call(dtype=torch.float32, causal=causal)
+    slopes = torch.rand(4)
+    low = call.to(torch.bfloat16)
+    expected = with_flash_attn(low, slopes=slopes)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = with_flash_attn(call, slopes=slopes)
+    assert got[0].dtype == torch.bfloat16
+    assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -1,0 +1,282 @@
+"""Block masks in the kernels: against the oracle, in every launch order, bit by bit."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute import BlockMask, explain, flash_attn_func, flash_attn_varlen_func
+from tests.lib.checks import (
+    assert_matches_oracle,
+    both_passes,
+    differing,
+    draws,
+    needs_kernels,
+    random_call,
+    run,
+    synchronisations,
+)
+from tests.lib.masks import KINDS, listed, on_device, random_mask, with_any_order
+from tests.lib.oracle import Call
+
+# A kernel is compiled for each of these; lengths, masks, orders and strides vary within.
+CALLS: dict[str, dict[str, Any]] = {
+    "d64": {"head_dim": 64},
+    "d96 gqa": {"head_dim": 96, "nheads": 4, "nheads_k": 2},
+    "d128": {"head_dim": 128},
+    "d128 gqa": {"head_dim": 128, "nheads": 6, "nheads_k": 2},
+    "d128 deterministic mqa": {"head_dim": 128, "nheads": 3, "nheads_k": 1, "deterministic": True},
+    "d64 deterministic gqa": {"head_dim": 64, "nheads": 4, "nheads_k": 2, "deterministic": True},
+    "float16 sink": {"head_dim": 40, "dtype": torch.float16, "sink": True},
+    "softcap": {"head_dim": 128, "softcap": 3.0},
+    "bias": {"head_dim": 128, "bias": (1, 1, 1, 1), "deterministic": True},
+    "bias shared": {"head_dim": 64, "bias": (1, 0, 1), "bias_dtype": torch.float32},
+    "bias transposed": {"head_dim": 192, "bias": (1, 1, 1), "bias_layout": "transposed"},
+    "bias float32": {"head_dim": 256, "bias": (1, 0, 1, 1), "bias_dtype": torch.float32},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "nheads": 4, "nheads_k": 2},
+    "d256 deterministic": {"head_dim": 256, "deterministic": True, "nheads": 4, "nheads_k": 2},
+    "d256 softcap bias": {"head_dim": 256, "softcap": 2.0, "bias": (0, 1, 1, 1)},
+    "causal": {"head_dim": 128, "causal": True, "nheads": 4, "nheads_k": 2},
+    "window": {"head_dim": 64, "window_size": (70, 30)},
+}
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 257, 300, 385, 520)
+
+
+def drawn(rng: random.Random, options: dict[str, Any], kind: str | None = None) -> Call:
+    """A dense call with a mask for each head, one for all, or anything between."""
+    batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice(LENGTHS), rng.choice(LENGTHS)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "nheads": 2, "device": "cuda"} | options
+    call = random_call([seqlen_q] * batch, [seqlen_k] * batch, packed=False, **given)
+    nheads, nheads_k = call.q.shape[2], call.k.shape[2]
+    sets = rng.choice([1, batch]), rng.choice([1, nheads, nheads_k])
+    made = random_mask(seqlen_q, seqlen_k, rng, sets) if kind is None else KINDS[kind](seqlen_q, seqlen_k, rng, sets)
+    mask = with_any_order(on_device(made), rng, nheads_k)
+    return replace(call, block_mask=mask, shown=made.shown.cuda())
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_random_masks(options: dict[str, Any], fuzz_seconds: float) -> None:
+    deterministic = options.get("deterministic", False)
+    tensors = {name: value for name, value in options.items() if name != "deterministic"}
+    for count, rng in draws(str(options), 4 * fuzz_seconds):
+        torch.manual_seed(count)
+        call = drawn(rng, tensors)
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=deterministic, backend="sm90")
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "d64": {"head_dim": 64, "causal": True},
+    "d128": {"head_dim": 128, "nheads": 4, "nheads_k": 2},
+    "d128 seqused": {"head_dim": 128, "seqused": True, "window_size": (60, 20), "sink": True},
+    "d128 causal": {"head_dim": 128, "causal": True, "seqused": True, "nheads": 4, "nheads_k": 2},
+    "softcap": {"head_dim": 96, "softcap": 3.0, "seqused": True},
+    "two head dims": {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    "d256 seqused": {"head_dim": 256, "seqused": True, "window_size": (None, 10)},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+def test_beside_sequences_and_lengths(options: dict[str, Any], packed: bool, fuzz_seconds: float) -> None:
+    """Sequences begin anywhere in the blocks of a mask over all rows; padding holds NaN and infinities."""
+    if not packed:
+        options = options | {"seqused": True}
+    for count, rng in draws(f"{options} {packed}", 3 * fuzz_seconds):
+        torch.manual_seed(count)
+        lengths_q, lengths_k = ([rng.choice([0, 1, 60, 128, 130, 300]) for _ in range(4)] for _ in range(2))
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"} | options
+        call = random_call(lengths_q, lengths_k, packed=packed, **given)
+        (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+        if not rows_q or not rows_k:
+            continue
+        sets = (1 if packed else rng.choice([1, 4])), rng.choice([1, nheads, nheads_k])
+        made = random_mask(rows_q, rows_k, rng, sets)
+        call = replace(call, block_mask=with_any_order(on_device(made), rng, nheads_k), shown=made.shown.cuda())
+        assert_matches_oracle(call, through_lse=count % 3 == 0, deterministic=count % 2 == 0, backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_mask(kind: str) -> None:
+    for seed in range(3):
+        rng = random.Random(f"{kind} {seed}")
+        assert_matches_oracle(drawn(rng, {"head_dim": 128}, kind), backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_who_sees_nothing(head_dim: int) -> None:
+    """Blocks of queries and of keys, and rows alone; what stands in their q, k, v and dout reaches nothing."""
+    shown = torch.rand(520, 460) < 0.5
+    shown[128:256], shown[300], shown[:, 256:384] = False, False, False
+    call = random_call([520] * 2, [460] * 2, packed=False, dtype=torch.bfloat16, head_dim=head_dim, device="cuda")
+    call = replace(call, block_mask=BlockMask.from_dense(shown.cuda()), shown=shown[None, None].cuda())
+    assert_matches_oracle(call, backend="sm90")
+    out, lse = run(call, return_lse=True, backend="sm90")
+    assert (out[:, 128:256] == 0).all()
+    assert lse[..., 128:256].isneginf().all()
+    dout = torch.randn_like(out)
+    dout[:, 128:256] = torch.nan
+    dq, dk, dv = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+    assert (dq[:, 128:256] == 0).all()
+    assert (dk[:, 256:384] == 0).all()
+    assert (dv[:, 256:384] == 0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@needs_kernels
+def test_masks_of_nothing_and_of_everything() -> None:
+    call = random_call([300], [300], packed=False, dtype=torch.bfloat16, head_dim=128, device="cuda")
+    for all_of in (False, True):
+        blocks = torch.full((3, 3), all_of, device="cuda")
+        mask = BlockMask.from_blocks(blocks, seqlen_q=300, seqlen_k=300)
+        shown = torch.full((1, 1, 300, 300), all_of, device="cuda")
+        assert_matches_oracle(replace(call, block_mask=mask, shown=shown), backend="sm90")
+
+
+def irregular(heads: int, blocks: int) -> BlockMask:
+    visible = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.3
+    return BlockMask.from_blocks(visible.cuda())
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("order", ["default", "spt", "permutation", "random"])
+def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -> None:
+    """Tiles wait for their turns, whatever the order and however they are delayed by what else the GPU does."""
+    heads, blocks = 4, 12
+    mask = irregular(heads, blocks)
+    if order == "random":
+        mask = mask.with_order(torch.stack([torch.randperm(blocks) for _ in range(heads)])[None].cuda())
+    else:
+        mask = mask.with_order(order)
+    call = random_call(
+        [blocks * 128] * 2, packed=False, dtype=torch.bfloat16, nheads=heads, head_dim=head_dim, device="cuda"
+    )
+    call = replace(call, block_mask=mask)
+    both = both_passes(call, torch.randn_like(call.q), deterministic=True, backend="sm90")
+    expected = both()
+    assert not differing(expected, both, repetitions)
+    other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    with torch.cuda.stream(other):
+        for _ in range(repetitions):
+            noise = (noise @ noise).clamp(-1, 1)
+    assert not differing(expected, both, repetitions)
+
+
+@needs_kernels
+def test_one_mask_by_two_constructors() -> None:
+    """Other kinds of tables, the same bits: lists that say the same are walked alike, if nobody wants an order.
+
+    In an order, too, but for dQ: of a mask that is not known to be regular a block has two sums.
+    """
+    length = 1000
+    masks = (
+        listed(BlockMask.causal(length, length)),
+        BlockMask.from_function(lambda b, h, q, k: k <= q, length, length, device="cuda"),
+        BlockMask.from_dense(torch.ones(length, length, dtype=torch.bool, device="cuda").tril()),
+    )
+    q, k, v = (torch.randn(2, length, 2, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout, results = torch.randn_like(q), []
+    for mask in masks:
+        out = flash_attn_func(q, k, v, block_mask=mask, deterministic=True, backend="sm90")
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for other in results[1:]:
+        for name, a, b in zip(("out", "dq", "dk", "dv"), results[0], other, strict=True):
+            if name == "dq":
+                torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+            else:
+                assert torch.equal(a, b), name
+    assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+
+
+@needs_kernels
+def test_documents_as_a_mask_and_packed() -> None:
+    offsets = torch.tensor([0, 100, 400, 401, 900], dtype=torch.int32, device="cuda")
+    mask = listed(BlockMask.documents(cu_seqlens=offsets, seqlen_q=900) & BlockMask.causal(900, 900))
+    q, k, v = (torch.randn(900, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+    as_mask = flash_attn_func(q[None], k[None], v[None], block_mask=mask, backend="sm90")[0]
+    packed = flash_attn_varlen_func(q, k, v, offsets, offsets, 500, 500, causal=True, backend="sm90")
+    torch.testing.assert_close(as_mask, packed, atol=2e-2, rtol=2e-2)
+    grads = (torch.autograd.grad(x, (q, k, v), dout) for x in (as_mask, packed))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("from_indices", [False, True], ids=["built", "from indices"])
+def test_the_host_never_waits(from_indices: bool) -> None:
+    """In a call with a mask that has been used, or in one whose blocks are chosen anew. Graphs capture both."""
+    tensors = [torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    dout, chosen = torch.randn_like(tensors[0]), torch.rand(1, 2, 4, 4, device="cuda").argsort(-1)[..., :2].contiguous()
+    kept = listed(BlockMask.window(512, 512, left=100, right=0))
+
+    def both() -> tuple[Tensor, ...]:
+        mask = BlockMask.from_indices(chosen, seqlen_k=512) if from_indices else kept
+        q, k, v = (x.detach().requires_grad_() for x in tensors)  # leaves of this stream
+        out = flash_attn_func(q, k, v, block_mask=mask, backend="sm90")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    expected = both()
+    assert synchronisations(both) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    graph.replay()
+    for a, b in zip(captured, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+
+
+def test_what_it_does_not_serve_is_told() -> None:
+    """By name, whatever the machine; without a request for these kernels others serve it."""
+    mask = listed(BlockMask.causal(300, 300))
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    used, bias = torch.tensor([200], dtype=torch.int32), torch.randn(300, 300)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"mask": torch.ones(300, 300, dtype=torch.bool)}, "block_mask beside mask"),
+        ({"seqused_q": used, "bias": bias}, "block_mask and bias beside cu_seqlens, seqused or a window of these"),
+    ]
+    for options, told in cases:
+        explained = explain(q, q, q, block_mask=mask, gpu="sm90", **options)
+        assert explained.backend == "portable"
+        assert told in explained.passed_over["sm90"]
+
+
+@pytest.mark.parametrize("options", [{}, {"seqused_k": torch.tensor([200], dtype=torch.int32)}, {"causal": True}])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, Any]) -> None:
+    q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
+    offsets: dict[str, Any] = {}
+    if packed:
+        cu = torch.tensor([0, 300], dtype=torch.int32)
+        q, offsets = q[0], {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    explained = explain(q, q, q, block_mask=listed(BlockMask.causal(300, 300)), gpu="sm90", **offsets, **options)
+    assert explained.backend == "sm90"
+    for planned in (explained.forward, explained.backward):
+        assert planned is not None
+        assert not planned.packed
+        assert planned.config.features.intervals == (packed or bool(options))
+
+
+def test_order_only_where_tiles_wait_little() -> None:
+    """Nobody asks for determinism: additions are in turn under regular masks, where that is faster."""
+    q = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    blocks = torch.ones(4, 4, dtype=torch.bool)
+    for mask, in_turn in (
+        (listed(BlockMask.window(512, 512, left=100)), True),
+        (listed(BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100)), True),
+        (BlockMask.prefix_lm(512, 512, 100), True),
+        (BlockMask.prefix_lm(512, 512, 100).with_order("spt"), False),
+        (BlockMask.from_blocks(blocks), False),
+        (BlockMask.causal(512, 512) & BlockMask.from_blocks(blocks), False),
+    ):
+        for deterministic in (False, True):
+            explained = explain(q, q, q, block_mask=mask, deterministic=deterministic, gpu="sm90")
+            assert explained.backward is not None
+            assert explained.backward.deterministic == (in_turn or deterministic)

@@ -1,0 +1,533 @@
+"""Calls as other libraries write them: results and gradients, orders of arguments, and refusals."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen as torch_varlen
+
+from flash_attn_cute import api
+from flash_attn_cute.integrations import (
+    bert_padding,
+    flash_attn,
+    flash_attn_interface,
+    sdpa,
+    transformer_engine,
+    varlen,
+)
+from tests.lib import oracle
+from tests.lib.checks import assert_close, gradients, offsets, poisoned_dout, random_call
+from tests.lib.oracle import Call
+
+# For calls by position from tuples, and for wrong ones, which no type checker would let pass.
+fa: Any = flash_attn
+fa3: Any = flash_attn_interface
+dot: Any = sdpa
+packed_attn: Any = varlen
+te: Any = transformer_engine
+
+# Runs a call by an integration; gives out and lse (None if it has none) in the shapes of the oracle.
+Attend: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
+
+
+def assert_served(call: Call, attend: Attend, truth: Call | None = None, *, through_lse: bool = False) -> None:
+    """Both passes of a call equal the oracle's of ``truth``, which is the call as its oracle knows it."""
+    truth = call if truth is None else truth
+    out, lse = attend(call)
+    dout = poisoned_dout(call, out)
+    dlse = torch.randn_like(lse) if lse is not None and through_lse else None
+    results = {"out": out, **gradients(call, out, out if lse is None else lse, dout, dlse)}
+    if lse is not None:
+        results["lse"] = lse
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        copy = truth.to(dtype)
+        out, lse = oracle.attention(copy)
+        return {"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)}
+
+    expected, low = reference(torch.float64), reference(call.q.dtype)
+    for name, got in results.items():
+        finite = expected[name][expected[name].isfinite()]
+        size = finite.abs().max().item() if finite.numel() else 0.0
+        assert_close(name, got, expected[name], low[name], 3.0 if call.softcap else 2.0, max(1.0, size))
+    real_q, real_k = call.real_rows()
+    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        assert (results[name][~real] == 0).all(), name
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+    """The arguments of every call of a function of the API from now on."""
+    calls: list[dict[str, Any]] = []
+    function = getattr(api, name)
+
+    def record(*args: Any, **options: Any) -> Any:
+        calls.append(inspect.signature(function).bind(*args, **options).arguments)
+        return function(*args, **options)
+
+    monkeypatch.setattr(api, name, record)
+    return calls
+
+
+# Signatures: positional arguments with their defaults, then keywords. Those of flash-attn are of its release 2.8.4 and,
+# for flash-attn 3, of its hopper/flash_attn_interface.py in August 2026.
+
+FA2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+FA3 = (
+    "qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, num_splits=1, pack_gqa=None, "
+    "sm_margin=0"
+)
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+OWN_FA3 = (
+    f"softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+)
+PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = [
+    (fa.flash_attn_func, f"q, k, v, {FA2}, *, {FA3}"),
+    (fa.flash_attn_kvpacked_func, f"q, kv, {FA2}"),
+    (fa.flash_attn_qkvpacked_func, f"qkv, {FA2}"),
+    (
+        fa.flash_attn_varlen_func,
+        f"q, k, v, {PACKED}, {FA2}, block_table=None, *, seqused_q=None, seqused_k=None, {FA3}",
+    ),
+    (fa.flash_attn_varlen_kvpacked_func, f"q, kv, {PACKED}, {FA2}"),
+    (fa.flash_attn_varlen_qkvpacked_func, f"qkv, cu_seqlens, max_seqlen, {FA2}"),
+    (fa3.flash_attn_func, f"q, k, v, {OWN_FA3}"),
+    (
+        fa3.flash_attn_qkvpacked_func,
+        f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    ),
+    (fa3.flash_attn_varlen_func, f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {OWN_FA3}"),
+    (
+        dot.scaled_dot_product_attention,
+        "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False",
+    ),
+    (
+        packed_attn.varlen_attn,
+        "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None, "
+        "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
+    ),
+    (
+        te.thd_attention,
+        "query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=None, "
+        "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type='padding_causal', "
+        "window_size=None, *, softmax_scale=None, learnable_sink=None, deterministic=False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda x: getattr(x, "__name__", ""))
+def test_signatures(function: Callable[..., Any], expected: str) -> None:
+    signature = inspect.signature(function)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    shown = str(inspect.Signature(plain))
+    assert shown == f"({expected})"
+
+
+def test_varlen_attn_takes_what_the_installed_torch_takes() -> None:
+    theirs = inspect.signature(torch_varlen.varlen_attn).parameters
+    ours = inspect.signature(packed_attn.varlen_attn).parameters
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default
+    positional = [name for name, parameter in theirs.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert list(ours)[: len(positional)] == positional
+
+
+# scaled_dot_product_attention.
+
+
+def assert_as_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False, **options: Any
+) -> None:
+    """Results and gradients are those of PyTorch in float64, of a causal mask aligned to the top left."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask.requires_grad_())
+    out = dot.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, **options)
+    theirs = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, theirs, **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    dout = torch.randn_like(out)
+    for got, grad in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout), strict=True
+    ):
+        torch.testing.assert_close(got, grad, rtol=0, atol=1e-11)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 12), (12, 7), (1, 6), (6, 1)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sdpa(lengths: tuple[int, int], batch: tuple[int, ...], is_causal: bool) -> None:
+    q, k, v = normal(*batch, 4, lengths[0], 8), normal(*batch, 4, lengths[1], 8), normal(*batch, 4, lengths[1], 6)
+    assert_as_torch(q, k, v, None, is_causal, scale=0.3)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sdpa_gqa(is_causal: bool) -> None:
+    assert_as_torch(normal(2, 4, 9, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8), None, is_causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((), (6, 9)),
+        ((), (4, 6, 9)),
+        ((2,), (6, 9)),
+        ((2,), (2, 1, 1, 9)),
+        ((2,), (4, 6, 9)),
+        ((2, 3), (4, 1, 9)),
+        ((2, 3), (1, 1, 4, 6, 9)),
+        ((2, 3), (2, 3, 1, 6, 9)),
+        ((2, 3), (2, 1, 1, 6, 9)),
+    ],
+    ids=str,
+)
+def test_sdpa_masks(kind: str, batch: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mask = normal(*shape) if kind == "float" else torch.rand(shape) < 0.7
+    if kind == "bool":
+        mask[..., 0] = True
+    assert_as_torch(normal(*batch, 4, 6, 8), normal(*batch, 4, 9, 8), normal(*batch, 4, 9, 8), mask)
+
+
+def test_sdpa_broadcasts_batch_dimensions() -> None:
+    assert_as_torch(normal(2, 3, 4, 6, 8), normal(3, 4, 9, 8), normal(1, 1, 4, 9, 8), None)
+
+
+def test_sdpa_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows before heads in memory, as projections leave them; a causal mask is a window."""
+    calls = recorded(monkeypatch, "flash_attn_func")
+    projected = torch.randn(3, 2, 12, 4, 8).transpose(2, 3)
+    key = projected[1]
+    for query in (projected[0], projected[0][..., :5, :], torch.randn(2, 4, 20, 8)):
+        out = dot.scaled_dot_product_attention(query, key, projected[2], is_causal=True)
+        assert out.transpose(1, 2).is_contiguous()
+        assert calls[-1]["q"].data_ptr() == query.data_ptr()
+        assert calls[-1]["k"].data_ptr() == key.data_ptr()
+        assert calls[-1]["mask"] is calls[-1]["bias"] is None
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    dot.scaled_dot_product_attention(projected[0], key, projected[2], mask)
+    assert calls[-1]["mask"] is mask
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_if_torch_is(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, packed = (recorded(monkeypatch, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    torch.use_deterministic_algorithms(deterministic)
+    dot.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8))
+    packed_attn.varlen_attn(*torch.randn(3, 5, 2, 8), offsets([5]), offsets([5]), 5, 5)
+    assert dense[0]["deterministic"] is packed[0]["deterministic"] is deterministic
+
+
+# varlen_attn.
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 2)], ids=str)
+def test_varlen_attn(window: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64, "window_size": window}
+    call = random_call([5, 0, 9], [8, 3, 4], softmax_scale=0.3, **options)
+    aux = torch_varlen.AuxRequest(lse=True)
+    settings: Any = {"return_aux": aux, "scale": 0.3, "window_size": window, "enable_gqa": True, "num_splits": 1}
+
+    def attend(call: Call) -> tuple[Tensor, Tensor]:
+        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 8)
+        out, lse = packed_attn.varlen_attn(call.q, call.k, call.v, *where, **settings)
+        return out, lse
+
+    assert_served(call, attend, through_lse=True)
+
+
+def test_varlen_attn_of_older_releases() -> None:
+    """is_causal was the eighth argument."""
+    call = random_call([5, 9], nheads=2, causal=True, dtype=torch.float64)
+    where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 9, 9)
+    assert_served(call, lambda call: (packed_attn.varlen_attn(call.q, call.k, call.v, *where, True), None))
+
+
+def test_varlen_attn_seqused() -> None:
+    call = random_call([5, 3], [8, 9], seqused=True, dtype=torch.float64)
+    call = replace(call, seqused_q=None)
+    with torch.no_grad():
+        call.q.copy_(torch.randn_like(call.q))
+    where: Any = (call.cu_seqlens_q, call.cu_seqlens_k, 20, 20)
+    attend: Attend = lambda call: (  # noqa: E731
+        packed_attn.varlen_attn(call.q, call.k, call.v, *where, seqused_k=call.seqused_k),
+        None,
+    )
+    assert_served(call, attend)
+
+
+# Transformer Engine.
+
+
+def top_left(call: Call, left: int | None = None) -> Call:
+    """The same packed call under a causal mask aligned to the top left of each sequence, all of it in memory."""
+    mask = torch.zeros(1, call.q.shape[0], max(rows.stop - rows.start for _, _, rows in call.sequences()))
+    for _, rows_q, rows_k in call.sequences():
+        ones = torch.ones(rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
+        mask[0, rows_q, : ones.shape[1]] = ones.tril() if left is None else ones.tril().triu(-left)
+    return replace(call, mask=mask.bool(), causal=False, window_size=(None, None))
+
+
+def with_te(call: Call, lengths_q: list[int], lengths_k: list[int], mask: str, **options: Any) -> Tensor:
+    true_q = offsets(lengths_q)
+    true_k = true_q if lengths_k is lengths_q else offsets(lengths_k)
+    assert call.cu_seqlens_q is not None
+    where: Any = (true_q, true_k, call.cu_seqlens_q, call.cu_seqlens_k, max(lengths_q), max(lengths_k))
+    out = te.thd_attention(call.q, call.k, call.v, *where, mask, **options)
+    assert out.ndim == 2
+    return out.unflatten(-1, (call.q.shape[-2], -1))
+
+
+TE_Q, TE_K = [5, 0, 9, 1, 4, 6], [8, 3, 4, 6, 0, 6]
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "options"),
+    [
+        ("padding", None, {}),
+        ("padding", (-1, 0), {}),
+        ("padding", (2, 3), {"window_size": (2, 3)}),
+        ("padding_causal_bottom_right", None, {"causal": True}),
+        ("padding_causal_bottom_right", (-1, -1), {"causal": True}),
+        ("padding_causal_bottom_right", (3, 0), {"causal": True, "window_size": (3, 0)}),
+        ("causal_bottom_right", (3, 2), {"causal": True, "window_size": (3, 0)}),
+    ],
+)
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+def test_thd(mask: str, window: tuple[int, int] | None, options: dict[str, Any], sink: bool) -> None:
+    """True lengths in padded memory that is filled with NaN and infinities."""
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64}
+    call = random_call(TE_Q, TE_K, seqused=True, softmax_scale=0.3, sink=sink, **heads, **options)
+    settings: Any = {"window_size": window, "softmax_scale": 0.3}
+    attend: Attend = lambda call: (  # noqa: E731
+        with_te(call, TE_Q, TE_K, mask, **settings, learnable_sink=call.learnable_sink),
+        None,
+    )
+    assert_served(call, attend)
+
+
+@pytest.mark.parametrize("mask", ["padding_causal", "padding,causal", "causal,padding", "causal"])
+def test_thd_top_left(mask: str) -> None:
+    call = random_call(TE_Q, TE_K, seqused=True, nheads=4, nheads_k=2, head_dim=8, dtype=torch.float64, sink=True)
+    attend: Attend = lambda call: (  # noqa: E731
+        with_te(call, TE_Q, TE_K, mask, learnable_sink=call.learnable_sink),
+        None,
+    )
+    assert_served(call, attend, top_left(call))
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_thd_of_equal_lengths_is_one_call(window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch, "flash_attn_varlen_func")
+    call = random_call(TE_Q, seqused=True, nheads=2, head_dim=8, dtype=torch.float64)
+    attend: Attend = lambda call: (with_te(call, TE_Q, TE_Q, "padding_causal", window_size=window), None)  # noqa: E731
+    assert_served(call, attend, top_left(call, None if window is None else window[0]))
+    assert len(calls) == 1
+
+
+def test_thd_without_padding() -> None:
+    call = random_call(TE_Q, TE_K, nheads=2, head_dim=8, dtype=torch.float64, causal=True)
+    for mask, truth in (("padding_causal_bottom_right", call), ("padding_causal", top_left(call))):
+        where: Any = (call.cu_seqlens_q, call.cu_seqlens_k)
+
+        def attend(call: Call, where: Any = where, mask: str = mask) -> tuple[Tensor, None]:
+            out = te.thd_attention(call.q, call.k, call.v, *where, attn_mask_type=mask)
+            return out.unflatten(-1, (2, -1)), None
+
+        assert_served(call, attend, truth)
+
+
+# All of them.
+
+
+def test_compiled() -> None:
+    """In one graph."""
+    q, k, v = torch.randn(3, 2, 9, 4, 8)
+    packed = torch.randn(24, 3, 4, 8)
+    cu_q, cu_k = offsets([5, 9, 10]), offsets([7, 2, 15])
+
+    def everything(slopes: Tensor) -> list[Tensor]:
+        return [
+            fa.flash_attn_func(q, k, v, alibi_slopes=slopes),
+            *fa.flash_attn_varlen_qkvpacked_func(packed, cu_q, 10, 0.0, None, True, alibi_slopes=slopes),
+            fa3.flash_attn_func(q, k, v, 0.3, True),
+            dot.scaled_dot_product_attention(q, k[..., :3, :], v[..., :3, :], is_causal=True),
+            packed_attn.varlen_attn(*packed.unbind(1), cu_q, cu_k, 10, 15, window_size=(-1, 0)),
+            te.thd_attention(*packed.unbind(1), cu_q, cu_k),
+        ]
+
+    slopes = torch.rand(4)
+    expected, got = everything(slopes), torch.compile(everything, fullgraph=True, backend="eager")(slopes)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def arguments() -> SimpleNamespace:
+    """Tensors of valid calls."""
+    q, k, v = torch.randn(3, 2, 6, 4, 8)
+    packed = torch.randn(10, 3, 4, 8)
+    return SimpleNamespace(
+        q=q, k=k, v=v, packed=packed, cu=offsets([4, 6]), one=torch.ones(1), slopes=torch.rand(4), mask=None
+    )
+
+
+REFUSALS: list[tuple[Callable[[SimpleNamespace], Any], type[Exception], str]] = [
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, 0.5), ValueError, "dropout_p: expected 0.0"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, None, True), ValueError, "dropout_p: expected 0.0, dropout is not"),
+    (
+        lambda a: fa.flash_attn_varlen_func(*a.packed.unbind(1), a.cu, a.cu, 6, 6, a.cu.diff(), a.cu.diff()),
+        ValueError,
+        "dropout_p: expected 0.0, dropout is not supported, got Tensor (flash-attn 3 has no dropout_p: its order of ",
+    ),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, qv=a.q), ValueError, "qv: expected None, a second query"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, q_descale=a.one), ValueError, "q_descale: expected None, FP8"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, v_descale=a.one), ValueError, "v_descale: expected None, FP8"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, sm_margin=8), ValueError, "sm_margin: expected 0, kernels"),
+    (lambda a: fa.flash_attn_func(a.q, a.k, a.v, attention_chunk=8), ValueError, "attention_chunk: expected 0"),
+    (lambda a: fa.flash_attn_qkvpacked_func(a.q), ValueError, "qkv: expected shape (batch, seqlen, 3, nheads"),
+    (lambda a: fa.flash_attn_qkvpacked_func(None), TypeError, "qkv: expected a torch.Tensor, got NoneType"),
+    (lambda a: fa.flash_attn_kvpacked_func(a.q, a.q), ValueError, "kv: expected shape (batch, seqlen_k, 2, nh"),
+    (
+        lambda a: fa.flash_attn_varlen_kvpacked_func(a.packed[:, 0], a.packed, a.cu, a.cu, 6, 6),
+        ValueError,
+        "kv: expected shape (total_k, 2, nheads_k, d), got shape (10, 3, 4, 8)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed[:, :2], a.cu, 6),
+        ValueError,
+        "qkv: expected shape (total, 3, nheads, d), got shape (10, 2, 4, 8)",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=torch.rand(3)),
+        ValueError,
+        "alibi_slopes: expected shape (4,) or (2, 4), got shape (3,)",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_qkvpacked_func(a.packed, a.cu, 6, alibi_slopes=torch.rand(2, 4)),
+        ValueError,
+        "alibi_slopes: expected shape (4,) for packed sequences, got shape (2, 4)",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=[0.5] * 4),
+        TypeError,
+        "alibi_slopes: expected a torch.Tensor, got list",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=torch.ones(4, dtype=torch.int32)),
+        TypeError,
+        "alibi_slopes: expected a floating-point dtype, got torch.int32",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, None, a.v, alibi_slopes=a.slopes),
+        TypeError,
+        "k: expected a torch.Tensor, got NoneType",
+    ),
+    (
+        lambda a: fa.flash_attn_varlen_func(*a.packed.unbind(1), [0, 10], a.cu, 6, 6, alibi_slopes=a.slopes),
+        TypeError,
+        "cu_seqlens_q: expected a torch.Tensor, got list",
+    ),
+    (lambda a: fa3.flash_attn_func(a.q, a.k, a.v, 0.1, True, a.q), ValueError, "qv: expected None, a second query"),
+    (lambda a: fa3.flash_attn_varlen_func(a.q, a.k, a.v, a.cu, a.cu, 6, 6), ValueError, "q: expected shape (total_q, "),
+    (
+        lambda a: fa3.flash_attn_func(a.q, a.k, a.v, 0.0, causal=True),
+        ValueError,
+        "softmax_scale: expected None or a number other than 0, got 0.0 (flash-attn 2 has dropout_p in this place: ",
+    ),
+    (
+        lambda a: fa3.flash_attn_varlen_func(*a.packed.unbind(1), a.cu, a.cu, 6, 6, 0.0, causal=True),
+        TypeError,
+        "seqused_q: expected a torch.Tensor or None, got 0.0 (flash-attn 2 has dropout_p in this place: ",
+    ),
+    (
+        lambda a: fa3.flash_attn_qkvpacked_func(a.q, num_heads_q=3),
+        ValueError,
+        "qkv: expected shape (batch, seqlen, 3, nheads, d), or (batch, seqlen, num_heads_q + 2 * nheads_k, d), got "
+        "shape (2, 6, 4, 8) with num_heads_q=3",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, alibi_slopes=a.slopes.to("meta")),
+        ValueError,
+        "alibi_slopes: expected the device of q, cpu, got meta",
+    ),
+    (
+        lambda a: fa.flash_attn_func(a.q, a.k, a.v, window_size=3, alibi_slopes=a.slopes),
+        ValueError,
+        "window_size: expected a pair (left, right), got 3",
+    ),
+    (lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, dropout_p=0.1), ValueError, "dropout_p: expected 0.0"),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, None),
+        TypeError,
+        "value: expected a torch.Tensor, got None",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, True),
+        TypeError,
+        "attn_mask: expected None or a torch.Tensor, got bool",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, a.k, a.v, torch.ones(4, 4, dtype=torch.int64)),
+        TypeError,
+        "attn_mask: expected bool (True = may attend) or a floating-point dtype, got torch.int64",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q[0, 0], a.k[0, 0], a.v[0, 0]),
+        ValueError,
+        "query: expected shape (..., nheads, rows, d), got shape (4, 8)",
+    ),
+    (
+        lambda a: dot.scaled_dot_product_attention(a.q, torch.cat([a.k, a.k[:1]]), a.v),
+        ValueError,
+        "key, value: expected batch dimensions that broadcast with query's, got (2, 6, 4, 8), (3, 6, 4, 8), ",
+    ),
+    (
+        lambda a: packed_attn.varlen_attn(a.packed[:, 0], a.packed[:, 1, :2], a.packed[:, 2, :2], a.cu, a.cu, 6, 6),
+        ValueError,
+        "key: expected the 4 heads of query (fewer need enable_gqa=True), got 2",
+    ),
+    (lambda a: packed_attn.varlen_attn(None, a.q, a.q, a.cu, a.cu, 6, 6), TypeError, "query: expected a torch.Tensor"),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), [0, 4, 10], [0, 4, 10]),
+        TypeError,
+        "cu_seqlens_q: expected a torch.Tensor, got list",
+    ),
+    (lambda a: te.thd_attention(None, a.q, a.q, a.cu, a.cu), TypeError, "query_layer: expected a torch.Tensor, got"),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, window_size=3),
+        ValueError,
+        "window_size: expected None or a pair (left, right), got 3",
+    ),
+    (
+        lambda a: te.thd_attention(*a.packed.unbind(1), a.cu, a.cu, attn_mask_type=None),
+        ValueError,
+        "attn_mask_type: expected one of no_mask, padding, causal, padding_causal, causal_padding, causal_bottom_right",
+    ),
+    (
+        lambda a: bert_padding.unpad_input(a.q, a.mask),
+        TypeError,
+        "attention_mask: expected a torch.Tensor, got NoneType",
+    ),
+]
+
+
+@pytest.mark.parametrize(("attend", "error", "message"), REFUSALS, ids=[message[:40] for _, _, message in REFUSALS])
+def test_refusals(attend: Callable[[SimpleNamespace], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match="^" + re.escape(message)):
+        attend(arguments())

@@ -1,0 +1,312 @@
+"""The custom operators under tracing: opcheck, torch.compile without recompiles, fake tensors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.utils.flop_counter
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from tests.lib.checks import GRADS, bitwise_equal, offsets, random_call, run
+from tests.lib.oracle import Call
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "seqused": True},
+    "everything": {
+        "sink": True,
+        "bias": (1, 1),
+        "mask": (1, 1, 1),
+        "softcap": 2.0,
+        "window_size": (4, 0),
+        "head_dim_v": 8,
+        "nheads_k": 1,
+    },
+}
+
+
+def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | None) -> tuple[Any, ...]:
+    left, right = call.window_size
+    longest = max(call.q.shape[-3], call.k.shape[-3])
+    tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 7)
+    right = 0 if call.causal else right
+    numbers = (longest, longest, call.softmax_scale, left, right, call.softcap, True, True, False, False)
+    return *tensors, *extra, *numbers, "portable", any_scale, any_softcap
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("number", [None, torch.tensor(0.5, dtype=torch.float64)], ids=["numbers", "tensors"])
+def test_opcheck(number: Tensor | None, options: dict[str, Any], packed: bool, device: str) -> None:
+    """Schema, fakes, autograd registration and tracing with dynamic shapes, of both operators."""
+    call = random_call([9, 6] if packed else [9, 9], packed=packed, device=device, **options)
+    arguments = op_arguments(call, number, number)
+    with torch.no_grad():
+        for x in (call.q, call.k, call.v):
+            x.nan_to_num_(0, 0, 0)
+    torch.library.opcheck(torch.ops.flash_attn_cute.forward.default, arguments)
+    out, lse = (x.detach() for x in torch.ops.flash_attn_cute.forward(*arguments))
+    lse.masked_fill_(lse.isneginf(), 0)
+    detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    backward = (out, lse, torch.randn_like(out), torch.randn_like(lse))
+    for need in (True, False):
+        need_dbias, need_dsink = need and call.bias is not None, need and call.learnable_sink is not None
+        torch.library.opcheck(
+            torch.ops.flash_attn_cute.backward.default, (*backward, need_dbias, need_dsink, *detached)
+        )
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], Any]:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def packed_step(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor) -> Tensor:
+    out: Tensor = flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, deterministic=True
+    )
+    return out * 2
+
+
+def qkv(*shape: int, device: str) -> list[Tensor]:
+    return [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("bound", ["int", "tensor"])
+def test_compile_with_changing_lengths(bound: str, device: str) -> None:
+    """One tensor as both offsets, a new max_seqlen every step: one compile for fixed, one for changing sizes."""
+    step, counter = compiled(packed_step)
+    for i, total in enumerate((20, 31, 47, 64, 90, 128)):
+        q, k, v = qkv(total, 4, 16, device=device)
+        cu_seqlens = offsets([total // 2 - i, total - total // 2 + i], device=device)
+        longest = total - total // 2 + i
+        max_seqlen = longest if bound == "int" else torch.tensor(longest, device=device)
+        got = torch.autograd.grad(step(q, k, v, cu_seqlens, max_seqlen).square().sum(), (q, k, v))
+        expected = torch.autograd.grad(packed_step(q, k, v, cu_seqlens, max_seqlen).square().sum(), (q, k, v))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert counter.frame_count <= 2
+
+
+def test_compile_with_fixed_sizes(device: str) -> None:
+    """Offsets are data: a packed batch of one size never compiles twice, whatever its documents and bound."""
+    step, counter = compiled(packed_step)
+    for cut in (1, 7, 30, 63):
+        q, k, v = qkv(64, 4, 16, device=device)
+        step(q, k, v, offsets([cut, 64 - cut], device=device), 64)
+    assert counter.frame_count == 1
+
+
+def test_compile_with_inductor() -> None:
+    step, _ = compiled(packed_step, "inductor")
+    q, k, v = qkv(40, 4, 16, device="cpu")
+    cu_seqlens = offsets([15, 25])
+    got = torch.autograd.grad(step(q, k, v, cu_seqlens, 25).square().sum(), (q, k, v))
+    expected = torch.autograd.grad(packed_step(q, k, v, cu_seqlens, 25).square().sum(), (q, k, v))
+    torch.testing.assert_close(got, expected)
+
+
+def test_compile_dense_with_everything(device: str) -> None:
+    def function(*tensors: Tensor) -> Any:
+        q, k, v, sink, bias, mask = tensors
+        return flash_attn_func(
+            q, k, v, window_size=(9, 1), softcap=2.0, learnable_sink=sink, bias=bias, mask=mask, return_lse=True
+        )
+
+    step, counter = compiled(function)
+    for seqlen in (12, 19, 33, 40):
+        leaves = qkv(2, seqlen, 4, 16, device=device)
+        leaves += [torch.randn(4, device=device), torch.randn(4, 1, seqlen, device=device)]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        mask = torch.rand(seqlen, seqlen, device=device) < 0.8
+        grads = []
+        for attend in (step, function):
+            out, lse = attend(*leaves, mask)
+            grads.append(torch.autograd.grad(out.sum() + lse.clamp(min=-9).sum(), leaves))
+        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    assert counter.frame_count <= 2
+
+
+def test_errors_survive_compilation() -> None:
+    step, _ = compiled(packed_step)
+    q, k, v = qkv(20, 4, 16, device="cpu")
+    with pytest.raises(Exception, match="cu_seqlens_q: expected int32"):
+        step(q, k, v, torch.tensor([0, 20]), 20)
+
+
+def test_fake_tensors_need_no_data() -> None:
+    with FakeTensorMode():
+        q, k, v = qkv(20, 4, 16, device="cpu")
+        out = packed_step(q, k, v, torch.zeros(4, dtype=torch.int32), 20)
+        out.sum().backward()
+        assert out.shape == q.shape
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+
+
+def test_checkpointing_recomputes_the_same() -> None:
+    call = random_call([20, 9], causal=True)
+    expected = torch.autograd.grad(run(call).square().sum(), call.q)
+
+    def attend(q: Tensor) -> Tensor:
+        out: Tensor = run(replace(call, q=q))
+        return out
+
+    again = torch.utils.checkpoint.checkpoint(attend, call.q, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again.square().sum(), call.q)[0], expected[0])
+
+
+def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_mode(*args: Any) -> Any:
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            return function(*args)
+
+    return with_mode
+
+
+def compiled_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function)[0]
+
+
+@pytest.mark.parametrize("way", [as_is, watched, compiled_whole])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "bias": (1, 1), "sink": True}], ids=["fused", "blockwise"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_autocast(packed: bool, options: dict[str, Any], way: Any, device: str) -> None:
+    """The same as casting by hand: the dtypes, and the precision inside. Leaves have gradients of their own dtypes.
+
+    Rotary embeddings leave q and k in float32, linear layers give v in the lower precision.
+    """
+    call = random_call([20, 9] if packed else [9, 9], packed=packed, device=device, **options)
+    call.v = call.v.detach().bfloat16().requires_grad_()
+    names = [name for name in GRADS if getattr(call, name) is not None]
+    leaves = [getattr(call, name) for name in names]
+    others = {name: value for name, value in vars(call).items() if value is not None and name not in names}
+    others |= {"max_seqlen_q": 20, "max_seqlen_k": 20} if packed else {}
+    function: Any = flash_attn_varlen_func if packed else flash_attn_func
+
+    def attend(*tensors: Tensor) -> Any:
+        return function(**others, **dict(zip(names, tensors, strict=True)), return_lse=True)
+
+    def attend_low(*tensors: Tensor) -> Any:
+        low = [x if name == "learnable_sink" else x.bfloat16() for name, x in zip(names, tensors, strict=True)]
+        return attend(*low)
+
+    expected = attend_low(*leaves)
+    with torch.autocast(device, torch.bfloat16):
+        got = way(attend)(*leaves)
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32]
+    dout = [torch.randn_like(x) for x in expected]
+    grads = [torch.autograd.grad(outputs, leaves, dout) for outputs in (got, expected)]
+    for a, b in zip((*got, *grads[0]), (*expected, *grads[1]), strict=True):
+        assert a.dtype == b.dtype
+        assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("way", [as_is, watched, compiled_whole])
+def test_autocast_inside(way: Any, device: str) -> None:
+    """Entered and left by the traced function itself, with a dtype that is not the default one."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(device, torch.float16):
+            low = flash_attn_func(x, x, x)
+            with torch.autocast(device, enabled=False):
+                full = flash_attn_func(x, x, x)
+        return low, full, flash_attn_func(x, x, x)
+
+    x = torch.randn(1, 9, 2, 16, device=device)
+    assert [out.dtype for out in way(function)(x)] == [torch.float16, torch.float32, torch.float32]
+
+
+def test_autocast_leaves_alone(device: str) -> None:
+    """Float64, with a bias that is wider or narrower, what is on other devices, and what is no tensor."""
+    call = random_call([9], bias=(1, 1), dtype=torch.float64, bias_dtype=torch.float32, device=device)
+    other = "meta" if device == "cpu" else "cpu"
+    with torch.autocast(device, torch.bfloat16):
+        assert run(call).dtype == torch.float64
+        q = torch.randn(1, 5, 2, 8, device=other)
+        assert flash_attn_func(q, q, q).dtype == torch.float32
+        with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got NoneType"):
+            flash_attn_func(None, q, q)  # type: ignore[call-overload]
+        q = torch.randn(1, 5, 2, 8, device=device)
+        with pytest.raises(TypeError, match=r"v: expected the dtype of q, torch\.bfloat16, got torch\.float64"):
+            flash_attn_func(q, q, q.double())
+
+
+def test_autocast_of_low_precision(device: str) -> None:
+    """A sink in another low precision comes along."""
+    q, sink = torch.randn(1, 5, 2, 8, device=device, dtype=torch.float16), torch.zeros(2, device=device).half()
+    with torch.autocast(device, torch.bfloat16):
+        assert flash_attn_func(q, q, q, learnable_sink=sink).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("scores", [False, True], ids=["plain", "bias"])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compile_with_a_bound_from_data(scores: bool, backend: str) -> None:
+    """``.item()`` in the compiled region: nothing is asked of a number that tracing does not know."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, bias: Tensor | None) -> Tensor:
+        longest: Any = cu_seqlens.diff().max().item()
+        out: Tensor = flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, bias=bias, window_size=(50, 0)
+        )
+        return out
+
+    step, counter = compiled(function, backend)
+    for total in (20, 31, 48):
+        q, k, v = qkv(total, 2, 16, device="cpu")
+        cu_seqlens = offsets([total // 2, total - total // 2])
+        bias = torch.randn(2, 1, total - total // 2) if scores else None
+        outs = [attend(q, k, v, cu_seqlens, bias) for attend in (step, function)]
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
+        torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+        torch.testing.assert_close(grads[0], grads[1])
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("capped", [0.0, 2.0], ids=["no softcap", "softcap"])
+def test_compile_with_changing_scales(capped: float, backend: str, device: str) -> None:
+    """Whatever scale and softcap come: one compile for fixed ones, one each for changing ones."""
+
+    def function(x: Tensor, scale: float, softcap: float) -> Tensor:
+        out: Tensor = flash_attn_func(x, x, x, softmax_scale=scale, softcap=softcap)
+        return out
+
+    step, counter = compiled(function, backend)
+    x = torch.randn(1, 9, 2, 16, device=device, requires_grad=True)
+    scales = [(scale, capped) for scale in (0.1, 0.2, 0.3, 1.5, -0.7)]
+    softcaps = [(0.4, softcap) for softcap in (2.5, 5.0, 0.5)] if capped else []
+    for calls, compiles in ((scales, 2), (softcaps, 3)):
+        for scale, softcap in calls:
+            outs = [attend(x, scale, softcap) for attend in (step, function)]
+            grads = [torch.autograd.grad(out.square().sum(), x) for out in outs]
+            torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+            torch.testing.assert_close(grads[0], grads[1])
+        assert counter.frame_count <= compiles
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["default scale", "scale"])
+def test_compile_with_changing_head_dims(scaled: bool, device: str) -> None:
+    """The scale that follows from the head dimension makes no constant of it."""
+
+    def function(x: Tensor) -> Tensor:
+        scale = 2 * x.shape[-1] ** -0.5 if scaled else None
+        out: Tensor = flash_attn_func(x, x, x, softmax_scale=scale)
+        return out
+
+    step, counter = compiled(function)
+    for head_dim in (8, 16, 24, 40):
+        x = torch.randn(1, 9, 2, head_dim, device=device)
+        torch.testing.assert_close(step(x), function(x), rtol=0, atol=0)
+    assert counter.frame_count <= 2

@@ -1,0 +1,142 @@
+"""Calls told in other sequences: the same rows see the same keys."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends import packing
+from flash_attn_cute.dispatch import BACKENDS
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from tests.lib.checks import bitwise_equal, random_call
+from tests.lib.oracle import Call, window
+
+FORMS: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True, "seqused": False},
+    "packed, seqused": {"packed": True, "seqused": True},
+    "dense": {"packed": False, "seqused": False},
+    "dense, seqused": {"packed": False, "seqused": True},
+}
+
+
+def random_lengths(draw: random.Random, form: dict[str, Any]) -> tuple[list[int], list[int]]:
+    batch = draw.randint(0, 4)
+    lengths_q, lengths_k = ([draw.randint(0, 9) for _ in range(batch)] for _ in range(2))
+    if form["packed"] or form["seqused"]:
+        return lengths_q, lengths_k
+    return lengths_q[:1] * batch, lengths_k[:1] * batch
+
+
+def inputs_of(call: Call) -> AttentionInputs:
+    q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
+    where = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    return AttentionInputs(q, k, v, *where, None, None, None, q.shape[-3], k.shape[-3])
+
+
+def retold(call: Call, inputs: AttentionInputs) -> Call:
+    where = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
+    return replace(call, q=inputs.q, k=inputs.k, v=inputs.v, **where)
+
+
+def visible_pairs(call: Call) -> Tensor:
+    """(rows of q, rows of k), counted over the batch: which row of a packed or dense call sees which."""
+    rows_q, rows_k = call.q.shape[-3], call.k.shape[-3]
+    entries = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
+    pairs = torch.zeros(entries * rows_q, entries * rows_k, dtype=torch.bool)
+    for b, of_q, of_k in call.sequences():
+        first_q, first_k = (b or 0) * rows_q, (b or 0) * rows_k
+        visible = window(call, of_q.stop - of_q.start, of_k.stop - of_k.start)
+        pairs[first_q + of_q.start : first_q + of_q.stop, first_k + of_k.start : first_k + of_k.stop] = visible
+    return pairs
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_blind_queries_apart(form: dict[str, Any]) -> None:
+    """Blind queries, found by looking at every pair, are the first of each two sequences, and none of the others."""
+    seen = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        lengths_q, lengths_k = random_lengths(draw, form)
+        left, right = draw.choice([None, draw.randint(0, 9)]), draw.choice([0, draw.randint(0, 9), 2**31 - 2])
+        call = random_call(lengths_q, lengths_k, head_dim=2, window_size=(left, right), **form)
+        inputs = inputs_of(call)
+        if not form["packed"]:
+            if not form["seqused"]:
+                has_keys = call.k.shape[1] > 0  # else no kernel is asked
+                blind = call.blind_rows().any().item()
+                assert packing.dense_has_blind(inputs, right) == blind or not has_keys
+            inputs = packing.as_packed(inputs)
+            assert torch.equal(visible_pairs(retold(call, inputs)), visible_pairs(call))
+        apart = retold(call, packing.with_blind_apart(inputs, right))
+        assert torch.equal(visible_pairs(apart), visible_pairs(call))
+        for real, original in zip(apart.real_rows(), call.real_rows(), strict=True):
+            assert torch.equal(real, original.flatten())
+        blind_rows, sequences = call.blind_rows().flatten(), apart.sequences()
+        assert len(sequences) == 2 * len(lengths_q)
+        for (_, blind_q, no_keys), (_, seeing_q, keys) in zip(sequences[::2], sequences[1::2], strict=True):
+            assert no_keys.start == no_keys.stop == keys.start
+            assert blind_rows[blind_q].all()
+            assert not blind_rows[seeing_q].any() or keys.start == keys.stop
+            seen += blind_q.stop - blind_q.start
+    assert seen > 100
+
+
+def test_equal_lengths_are_left_alone() -> None:
+    """As is a window that is not bounded to the right; what cannot be seen to be equal is not."""
+    call = random_call([5, 7], seqused=True)
+    bare, padded = inputs_of(replace(call, seqused_q=None, seqused_k=None)), inputs_of(call)
+    assert bare.cu_seqlens_q is not None
+    assert padded.seqused_q is not None
+    same_offsets = bare._replace(cu_seqlens_k=bare.cu_seqlens_q.detach())
+    same_used = padded._replace(seqused_k=padded.seqused_q.detach())
+    dense = inputs_of(random_call([5], [3], packed=False))
+    for inputs in (same_offsets, same_used, dense):
+        assert packing.with_blind_apart(inputs, 0) is inputs
+    assert packing.with_blind_apart(bare, None) is bare
+    for inputs in (bare, padded, same_offsets._replace(seqused_k=padded.seqused_k)):
+        assert packing.with_blind_apart(inputs, 0) is not inputs
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_backends_agree_on_what_is_told(form: dict[str, Any]) -> None:
+    """The same bits of gradients from the sequences as they were given and as they are retold."""
+    for lengths_q, lengths_k in (([9, 9], [4, 4]), ([40, 40], [60, 60])):
+        call = random_call(lengths_q, lengths_k, causal=True, **form)
+        inputs = inputs_of(call)
+        packed = inputs if form["packed"] else packing.as_packed(inputs)
+        results = []
+        for told in (packed, packing.with_blind_apart(packed, 0)):
+            spec = AttentionSpec.of(told, Options(None, None, 0, 0.0, True, True))
+            out, lse = BACKENDS["portable"].forward(spec, told)
+            needs: Any = {"need_dbias": False, "need_dsink": False}
+            grads = BACKENDS["portable"].backward(spec, told, out, lse, torch.ones_like(out), None, **needs)
+            results.append((out, lse, *grads[:3]))
+        for a, b in zip(*results, strict=True):
+            assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_intervals_are_what_rows_see(form: dict[str, Any]) -> None:
+    """Of each query and, the other way round, of each key; rows that no sequence owns come back as zeros."""
+    for seed in range(200):
+        draw = random.Random(f"{seed} {form}")
+        sides = draw.choice([None, 0, 3, 2**31 - 2]), draw.choice([None, 0, 3, 2**31 - 2])
+        call = random_call(*random_lengths(draw, form), **form, window_size=sides)
+        inputs = inputs_of(call)
+        spec = AttentionSpec.of(inputs, Options(None, *sides, 0.0, True, True))
+        _, dense, seen = packing.as_one_batch(spec, inputs)
+        entries, rows_q, rows_k = dense.q.shape[0], dense.q.shape[1], dense.k.shape[1]
+        pairs = visible_pairs(call).view(entries, rows_q, entries, rows_k)
+        pairs = torch.stack([pairs[b, :, b] for b in range(entries)]) if entries else pairs.new_zeros(0, rows_q, rows_k)
+        for intervals, shown in ((seen.keys, pairs), (seen.queries, pairs.mT)):
+            assert intervals.dtype == torch.int32
+            place = torch.arange(shown.shape[2])
+            assert torch.equal((place >= intervals[..., :1]) & (place < intervals[..., 1:]), shown)
+        for x, given, real in ((dense.q, inputs.q, pairs.any(2)), (dense.k, inputs.k, seen.real_k)):
+            assert (x[~real] == 0).all()
+            assert torch.equal(x[real], given.view_as(x)[real])
+        for own, real in zip(call.real_rows(), (seen.real_q, seen.real_k), strict=True):
+            assert torch.equal(own.view_as(real), real)

@@ -1,0 +1,544 @@
+"""Padded batches and nested tensors, as packed sequences or by seqused: against the oracle, and without waiting."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_attn_cute.settings
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, nested
+from flash_attn_cute.padding import Packing, seqused_of
+from tests.lib import oracle
+from tests.lib.checks import assert_close, bitwise_equal, gradients, offsets
+from tests.lib.oracle import Call
+
+ROOT = Path(__file__).parents[2]
+
+
+def mask_of(text: str) -> Tensor:
+    """A padding mask, drawn: a word an entry, x for real rows."""
+    return torch.tensor([[c == "x" for c in entry] for entry in text.split()])
+
+
+MASKS = {
+    "right": mask_of("xxxxx.. xx..... xxxxxxx x......"),
+    "left": mask_of("..xxxxx .....xx xxxxxxx ......x"),
+    "holes": mask_of("x.x.xx. .xx.x.x xx...xx xxxxxx."),
+    "empty entries": mask_of("....... xx..x.. ....... ..xxxx."),
+    "all padding": mask_of("..... ....."),
+    "no padding": mask_of("xxxx xxxx"),
+    "one row": mask_of("x . x"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window and sink": {
+        "window_size": (2, 1),
+        "learnable_sink": torch.randn(4, dtype=torch.float64, requires_grad=True),
+    },
+}
+
+
+def leaves(mask: Tensor, mask_k: Tensor | None = None) -> list[Tensor]:
+    """Random q, k, v of a padded batch, in float64, NaN and infinities in the padding."""
+    made = []
+    for heads, real in ((4, mask), (2, mask if mask_k is None else mask_k), (2, mask if mask_k is None else mask_k)):
+        x = torch.randn(*real.shape, heads, 8, dtype=torch.float64)
+        x[~real] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0] * 2, dtype=torch.float64)
+        made.append(x.requires_grad_())
+    return made
+
+
+def expected_results(qkv: list[Tensor], mask: Tensor, dout: Tensor, mask_k: Tensor, **options: Any) -> list[Tensor]:
+    """The oracle's out and gradients of real rows that indexing has picked; 0 in the padding."""
+    rows = [x.detach()[real].requires_grad_() for x, real in zip(qkv, (mask, mask_k, mask_k), strict=True)]
+    cu_q, cu_k = (offsets(real.sum(1).tolist()) for real in (mask, mask_k))
+    q, k, v = rows
+    call = Call(q, k, v, cu_q, cu_k, **options)
+    out, lse = oracle.attention(call)
+    grads = gradients(call, out, lse, dout[mask], None)
+    results = []
+    for packed, real in ((out, mask), (grads["dq"], mask), (grads["dk"], mask_k), (grads["dv"], mask_k)):
+        padded = packed.new_zeros(*real.shape, *packed.shape[1:])
+        padded[real] = packed.detach()
+        results.append(padded)
+    return results
+
+
+def attend_packed(mask: Tensor, total: int | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention over the real rows of a padded batch, in its shape."""
+    rows = Packing.of(mask, total)
+    cu, longest = rows.cu_seqlens, rows.max_seqlen
+    out = flash_attn_varlen_func(rows.pack(q), rows.pack(k), rows.pack(v), cu, cu, longest, longest, **options)
+    return rows.unpack(out)
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor], mask: Tensor, mask_k: Tensor) -> None:
+    named = zip(("out", "dq", "dk", "dv"), (mask, mask, mask_k, mask_k), got, expected, strict=True)
+    for name, real, x, truth in named:
+        assert_close(name, x, truth, truth, 2.0, max(1.0, truth.abs().max().item() if truth.numel() else 0.0))
+        assert (x[~real] == 0).all(), f"{name}: padding is not zero"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("slack", [None, 0, 3])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_packed_rows_match_the_oracle(mask: Tensor, slack: int | None, options: dict[str, Any]) -> None:
+    qkv, dout = leaves(mask), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
+    dout[~mask] = torch.nan
+    total = None if slack is None else int(mask.sum()) + slack
+    out = attend_packed(mask, total, *qkv, **options)
+    assert_same(
+        [out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask, **options), mask, mask
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", ["mask", "lengths"])
+def test_seqused_matches_the_oracle(form: str, options: dict[str, Any]) -> None:
+    """Right padding of queries and of keys, which differ."""
+    mask, mask_k = MASKS["right"], mask_of("xx. ... xxx x..")
+    qkv, dout = leaves(mask, mask_k), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
+    dout[~mask] = torch.nan
+    used_q, used_k = (seqused_of(real if form == "mask" else real.sum(1)) for real in (mask, mask_k))
+    assert used_q.dtype == torch.int32
+    out = flash_attn_func(*qkv, seqused_q=used_q, seqused_k=used_k, **options)
+    assert_same(
+        [out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask_k, **options), mask, mask_k
+    )
+
+
+def test_queries_and_keys_of_two_masks() -> None:
+    mask, mask_k = MASKS["left"], mask_of("x.x ... xxx .x.")
+    qkv, dout = leaves(mask, mask_k), torch.randn(*mask.shape, 4, 8, dtype=torch.float64)
+    rows, keys = Packing.of(mask, 20), Packing.of(mask_k, 7)
+    packed = rows.pack(qkv[0]), keys.pack(qkv[1]), keys.pack(qkv[2])
+    out = flash_attn_varlen_func(*packed, rows.cu_seqlens, keys.cu_seqlens, rows.max_seqlen, keys.max_seqlen)
+    out = rows.unpack(out)
+    assert_same([out, *torch.autograd.grad(out, qkv, dout)], expected_results(qkv, mask, dout, mask_k), mask, mask_k)
+
+
+@pytest.mark.parametrize("slack", [None, 3])
+def test_padding_reaches_nothing(slack: int | None) -> None:
+    """The same bits, whatever stands in the padding of the batch, behind its packed rows, and in their gradients."""
+    mask = MASKS["holes"]
+    total = None if slack is None else int(mask.sum()) + slack
+    rows, clean, results = Packing.of(mask, total), torch.randn(*mask.shape, 3), []
+    weight, packed_fill = torch.randn(3, 3), mask.sum()
+    for fill in (0.0, torch.nan):
+        x, w = clean.clone(), weight.clone().requires_grad_()
+        x[~mask] = fill
+        x.requires_grad_()
+        hidden = rows.pack(x) @ w
+        behind = torch.arange(hidden.shape[0]) >= packed_fill
+        out = rows.unpack(hidden.masked_fill(behind[:, None], fill))
+        dout = torch.ones_like(out).masked_fill(~mask[..., None], fill)
+        results.append([out, *torch.autograd.grad(out, (x, w), dout)])
+    for a, b in zip(*results, strict=True):
+        assert bitwise_equal(a, b)
+        assert a.isfinite().all()
+
+
+masks = st.integers(0, 4).flatmap(
+    lambda batch: st.integers(0, 9).flatmap(
+        lambda rows: st.lists(st.booleans(), min_size=batch * rows, max_size=batch * rows).map(
+            lambda bits: torch.tensor(bits, dtype=torch.bool).view(batch, rows)
+        )
+    )
+)
+
+
+@given(masks, st.none() | st.integers(0, 5), st.lists(st.integers(0, 3), max_size=2))
+@settings(max_examples=100)
+def test_any_shape(mask: Tensor, slack: int | None, rest: list[int]) -> None:
+    """What packing means, by indexing."""
+    count = int(mask.sum())
+    rows = Packing.of(mask, None if slack is None else count + slack)
+    assert rows.cu_seqlens.dtype == torch.int32
+    assert rows.cu_seqlens.tolist() == offsets(mask.sum(1).tolist()).tolist()
+    assert rows.max_seqlen == mask.shape[1]
+    x = torch.randn(*mask.shape, *rest).requires_grad_()
+    packed = rows.pack(x)
+    assert packed.shape == (count + (slack or 0), *rest)
+    assert bitwise_equal(packed[:count], x[mask])
+    assert (packed[count:] == 0).all()
+    y = rows.unpack(packed)
+    assert bitwise_equal(y, x.where(mask.view(*mask.shape, *[1] * len(rest)), 0.0))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, mask.view(*mask.shape, *[1] * len(rest)).expand_as(x).to(x.dtype))
+
+
+def test_any_dtype_and_strides() -> None:
+    mask = MASKS["holes"]
+    rows = Packing.of(mask.repeat(1, 2)[:, ::2].contiguous()[:, :4], 20)
+    for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.complex64):
+        x = torch.randn(7, 8, 3).mul(9).to(dtype).transpose(0, 1)[::2, :4]
+        assert torch.equal(rows.unpack(rows.pack(x)), x.masked_fill(rows.places.ge(20)[..., None], 0))
+    assert torch.equal(Packing.of(mask, numpy.int64(20)).sources, Packing.of(mask, 20).sources)
+    positions = torch.arange(7).expand(4, 7)
+    assert Packing.of(mask).pack(positions).tolist() == mask.nonzero()[:, 1].tolist()
+    assert Packing.of(mask.t().contiguous().t()).places.equal(Packing.of(mask).places)
+
+
+def test_derivatives() -> None:
+    rows = Packing.of(MASKS["holes"], 20)
+
+    def square(x: Tensor) -> Tensor:
+        return rows.unpack(rows.pack(x) ** 2)
+
+    x = torch.randn(4, 7, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(square, x)
+    assert torch.autograd.gradgradcheck(square, x)
+    many = torch.randn(3, 4, 7, 2)
+    expected = torch.stack([square(one) for one in many])
+    assert torch.equal(torch.vmap(square)(many), expected)
+    assert torch.equal(torch.func.grad(lambda x: square(x).sum())(many[0]), 2 * rows.unpack(rows.pack(many[0])))
+
+
+class Waits(AssertionError):
+    """Something has read a tensor's values."""
+
+
+class NeverWaiting(TorchDispatchMode):
+    """Refuses what would make the host wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.equal,
+            torch.ops.aten.masked_select,
+        ):
+            raise Waits(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_where_a_bound_is_given() -> None:
+    mask = MASKS["holes"]
+    qkv = leaves(mask)
+    expected = attend_packed(mask, 20, *qkv, causal=True)
+    with NeverWaiting():
+        out = attend_packed(mask, 20, *qkv, causal=True)
+        out.sum().backward()
+        seqused_of(MASKS["right"])
+        with pytest.raises(Waits, match="_local_scalar_dense"):
+            Packing.of(mask)
+    assert bitwise_equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def attend(mask: Tensor, *qkv: Tensor) -> Tensor:
+        return attend_packed(mask, 20, *qkv, causal=True)
+
+    def attend_right(mask: Tensor, *qkv: Tensor) -> Tensor:
+        return flash_attn_func(*qkv, seqused_q=seqused_of(mask), seqused_k=seqused_of(mask), causal=True)
+
+    for function, mask in ((attend, MASKS["holes"]), (attend_right, MASKS["right"])):
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        qkv = leaves(mask)
+        results = []
+        for run in (function, compiled):
+            out = run(mask, *qkv)
+            dout = torch.ones_like(out)
+            results.append([out, *torch.autograd.grad(out, qkv, dout)])
+        for a, b in zip(*results, strict=True):
+            assert bitwise_equal(a, b)
+
+
+def test_compiled_for_other_shapes_and_without_a_bound() -> None:
+    torch._dynamo.reset()
+    bounded = torch.compile(lambda m, x: Packing.of(m, x.shape[1] * 2).pack(x), fullgraph=True, dynamic=True)
+    for rows in (7, 9, 12):
+        mask, x = torch.rand(3, rows) < 0.5, torch.randn(3, rows, 2)
+        assert torch.equal(bounded(mask, x), Packing.of(mask, rows * 3).pack(x)[: rows * 2])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        exact = torch.compile(lambda m, x: Packing.of(m).pack(x), backend="aot_eager", fullgraph=True)
+        for name in ("holes", "left"):
+            x = torch.randn(4, 7, 2)
+            assert torch.equal(exact(MASKS[name], x), x[MASKS[name]])
+
+
+RIGHT = MASKS["right"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Packing.of([[True]]), TypeError, "mask: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+        (lambda: Packing.of(RIGHT.long()), TypeError, "torch.int64; mask.bool() is True where it is not 0"),
+        (lambda: Packing.of(RIGHT[0]), ValueError, "mask: expected shape (batch, rows), got shape (7,)"),
+        (lambda: Packing.of(RIGHT, 3.0), TypeError, "total: expected None or an int, got 3.0"),  # type: ignore[arg-type]
+        (lambda: Packing.of(RIGHT, True), TypeError, "total: expected None or an int, got True"),
+        (lambda: Packing.of(RIGHT, -1), ValueError, "total: expected at least 0, got -1"),
+        (lambda: Packing.of(RIGHT, 14), ValueError, "total: expected at least the 15 real rows of mask, got 14"),
+        (
+            lambda: Packing.of(RIGHT).pack(torch.randn(4, 6, 2)),
+            ValueError,
+            "x: expected shape (batch, rows, ...) with (batch, rows) = (4, 7), got shape (4, 6, 2)",
+        ),
+        (
+            lambda: Packing.of(RIGHT).unpack(torch.randn(14)),
+            ValueError,
+            "x: expected shape (total, ...) with (total) = (15,), got shape (14,)",
+        ),
+        (lambda: Packing.of(RIGHT).pack(None), TypeError, "x: expected a torch.Tensor, got None"),  # type: ignore[arg-type]
+        (lambda: seqused_of(MASKS["left"]), ValueError, "real: expected padding on the right alone"),
+        (lambda: seqused_of(torch.ones(3)), TypeError, "real: expected a bool mask or integer lengths"),
+        (lambda: seqused_of(RIGHT.long()), TypeError, "real: expected bool (True = real), got torch.int64"),
+        (lambda: seqused_of(RIGHT[0]), ValueError, "real: expected shape (batch, rows), got shape (7,)"),
+        (lambda: seqused_of([3]), TypeError, "real: expected a torch.Tensor, got list"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.usefixtures("_settings_reread")
+def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule alone, as there may be no other device here."""
+    from flash_attn_cute import ops, padding
+
+    elsewhere: Any = type("Elsewhere", (), {"device": torch.device("cuda")})()
+    monkeypatch.setattr(ops, "is_watched", lambda tensors: False)
+    assert not padding._is_read(elsewhere)
+    monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
+    flash_attn_cute.settings.check_data.cache_clear()
+    assert padding._is_read(elsewhere)
+
+
+def test_too_small_a_total_loses_rows_and_nothing_else() -> None:
+    """Where nobody reads it: the last rows count as padding."""
+    mask, x = MASKS["no padding"], torch.randn(2, 4, 3)
+    with NeverWaiting():
+        rows = Packing.of(mask, 5)
+        packed = rows.pack(x)
+        back = rows.unpack(packed)
+    assert torch.equal(packed, x.flatten(0, 1)[:5])
+    assert torch.equal(back.flatten(0, 1), torch.cat([packed, torch.zeros(3, 3)]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({}, ValueError, "mask[:, None, None, :] hides keys, and flash_attn_cute.padding makes what skips them"),
+        (
+            {"mask": torch.ones(3, 7, dtype=torch.int64)},
+            TypeError,
+            "mask.bool() is True where it is not 0; of a padding mask (batch, seqlen_k), mask[:, None, None, :] hides",
+        ),
+        ({"mask": torch.ones(3, 7)}, TypeError, "an additive mask goes into bias; of a padding mask (batch, seqlen_k)"),
+    ],
+)
+def test_padding_masks_as_mask_are_told_where_to_go(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q = torch.randn(3, 7, 2, 8)
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attn_func(q, q, q, **{"mask": torch.ones(3, 7, dtype=torch.bool)} | changes)
+    rows, cu = q.flatten(0, 1), offsets([7, 7, 7])
+    with pytest.raises(ValueError, match="packed calls know padding by cu_seqlens and seqused, which"):
+        flash_attn_varlen_func(rows, rows, rows, cu, cu, 7, 7, mask=torch.ones(3, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"got shape \(4, 5\)$"):  # looks like no padding mask
+        flash_attn_func(q, q, q, mask=torch.ones(4, 5, dtype=torch.bool))
+
+
+def test_the_advice_for_masks_is_right() -> None:
+    mask = MASKS["right"]
+    q = torch.randn(4, 7, 2, 8, dtype=torch.float64)
+    hidden = flash_attn_func(q, q, q, mask=mask[:, None, None, :])
+    torch.testing.assert_close(hidden[mask], flash_attn_func(q, q, q, seqused_k=seqused_of(mask))[mask])
+
+
+# Nested tensors.
+
+
+def jagged(lengths: list[int], *, heads: int = 4, d: int = 8, like: Any = None, known: bool = False) -> Any:
+    """A random jagged tensor in float64, of new offsets or those of another one, whose longest sequence is known."""
+    values = torch.randn(sum(lengths), heads, d, dtype=torch.float64)
+    cu = torch.tensor([0, *lengths]).cumsum(0) if like is None else like.offsets()
+    bounds: dict[str, Any] = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)} if known else {}
+    return torch.nested.nested_tensor_from_jagged(values, cu, **bounds).requires_grad_()
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("lengths_k", [None, [4, 0, 9]], ids=["self", "cross"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_nested_tensors_match_the_oracle(
+    options: dict[str, Any], lengths_k: list[int] | None, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [5, 1, 8]
+    q = jagged(lengths, known=known)
+    k = jagged(lengths_k or lengths, heads=2, like=None if lengths_k else q, known=known)
+    v = jagged(lengths_k or lengths, heads=2, like=k, d=16, known=known)
+    with NeverWaiting():
+        out, lse = flash_attn_func(q, k, v, return_lse=True, **options)
+        dout, dlse = torch.randn(14, 4, 16, dtype=torch.float64), torch.randn(4, 14, dtype=torch.float64)
+        grads = torch.autograd.grad((out.values(), lse.values()), (q, k, v), (dout, dlse))
+    assert out.offsets() is q.offsets()
+    assert out.shape == (*q.shape[:-1], 16)
+    assert lse.shape == (3, 4, q.shape[1])
+    assert (out._maybe_max_seqlen, out._maybe_min_seqlen) == ((8, 1) if known else (None, None))
+    assert (out + out).shape == out.shape
+    cu, cu_k = offsets(lengths), offsets(lengths_k or lengths)
+    rows = [x.values().detach().requires_grad_() for x in (q, k, v)]
+    call = Call(rows[0], rows[1], rows[2], cu, cu_k, **options)
+    true_out, true_lse = oracle.attention(call)
+    truth = gradients(call, true_out, true_lse, dout, dlse)
+    assert_close("lse", lse.values().detach(), true_lse.detach(), true_lse.detach(), 2.0, 10.0)
+    for name, got, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (true_out, *truth.values()), strict=False):
+        assert_close(name, got.values().detach(), true.detach(), true.detach(), 2.0, 10.0)
+
+
+def test_nested_tensors_with_gaps() -> None:
+    """Lengths beside the offsets: what is behind a sequence is padding."""
+    whole = torch.randn(12, 2, 8, dtype=torch.float64)
+    whole[[3, 4, 11]] = torch.nan
+    cu, lengths = torch.tensor([0, 5, 8, 12]), torch.tensor([3, 3, 3])
+    x: Any = torch.nested.nested_tensor_from_jagged(whole, cu, lengths).requires_grad_()
+    for wrong in ((cu.clone(), lengths), (cu, lengths.clone()), (cu, None)):
+        with pytest.raises(ValueError, match="v: expected the offsets of k, the same tensor"):
+            flash_attn_func(x, x, torch.nested.nested_tensor_from_jagged(whole, *wrong))
+    out: Any = flash_attn_func(x, x, x, causal=True)
+    assert out.lengths() is x.lengths()
+    assert flash_attn_func(x, x, x, return_lse=True)[1].shape == (3, 2, x.shape[1])
+    assert (out.values()[[3, 4, 11]] == 0).all()
+    (dx,) = torch.autograd.grad(out.values().sum(), x)
+    parts = [whole[start : start + 3][None] for start in (0, 5, 8)]
+    for got, part in zip(out.unbind(), parts, strict=True):
+        torch.testing.assert_close(got[None], flash_attn_func(part, part, part, causal=True), rtol=0, atol=1e-12)
+    assert dx.values().isfinite().all()
+
+
+def test_nested_tensors_take_mask_and_bias_of_packed_rows() -> None:
+    x = jagged([5, 1, 8])
+    mask, bias = torch.rand(14, 8) < 0.7, torch.randn(4, 1, 8, dtype=torch.float64, requires_grad=True)
+    out: Any = flash_attn_func(x, x, x, mask=mask, bias=bias)
+    cu, rows = offsets([5, 1, 8]), x.values()
+    expected = flash_attn_varlen_func(rows, rows, rows, cu, cu, 8, 8, mask=mask, bias=bias)
+    assert torch.equal(out.values(), expected)
+    for dbias in (torch.autograd.grad(result.sum(), bias)[0] for result in (out.values(), expected)):
+        assert dbias.any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_nested_tensors_compiled(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def attend(x: Any) -> Any:
+        return flash_attn_func(x, x, x, causal=True) + x
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    for lengths in ([5, 1, 8], [2, 9, 9]):
+        x = jagged(lengths, known=True)
+        results = []
+        for run in (attend, compiled):
+            out = run(x)
+            results.append([out.values(), torch.autograd.grad(out.values().square().sum(), x)[0].values()])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+    attend_to = torch.compile(lambda q, k, v: flash_attn_func(q, k, v), backend=backend, fullgraph=True)
+    q, k = jagged([5, 1, 8], known=True), jagged([2, 0, 3], known=True)
+    v = jagged([2, 0, 3], like=k, known=True)
+    expected: Any = flash_attn_func(q, k, v)
+    assert torch.equal(attend_to(q, k, v).values(), expected.values())
+
+
+def test_nested_tensors_under_autocast() -> None:
+    x = jagged([5, 1, 8]).detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out: Any = flash_attn_func(x, x, x)
+    assert out.dtype == torch.bfloat16
+    (dx,) = torch.autograd.grad(out.values().sum(), x)
+    assert dx.dtype == torch.float32
+
+
+def nested_calls() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
+    q = jagged([5, 1, 8])
+    strided = torch.nested.nested_tensor([torch.randn(2, 4, 8, dtype=torch.float64)] * 3)
+    dense = torch.randn(3, 8, 4, 8, dtype=torch.float64)
+    other, fewer = jagged([5, 1, 8]), jagged([5, 9])
+    return {
+        "strided q": (
+            {"q": strided},
+            TypeError,
+            "q: expected a nested tensor of layout=torch.jagged, got torch.strided",
+        ),
+        "strided v": (
+            {"v": strided},
+            TypeError,
+            "v: expected a nested tensor of layout=torch.jagged, got torch.strided",
+        ),
+        "dense q": ({"q": dense}, TypeError, "q: expected a jagged nested tensor, as another of q, k and v is one"),
+        "no tensor": ({"k": None}, TypeError, "k: expected a torch.Tensor, got NoneType"),
+        "offsets": ({"v": other}, ValueError, "v: expected the offsets of k, the same tensor"),
+        "batch": ({"k": fewer, "v": fewer}, ValueError, "k: expected the batch size of q, 3, got 2"),
+        "transposed": ({"q": q.transpose(1, 2)}, ValueError, "q: expected a nested tensor of shape (batch, rows of"),
+        "flat": ({"q": q.flatten(2)}, ValueError, "q: expected a nested tensor of shape (batch, rows of"),
+        "seqused": ({"seqused_k": torch.ones(3)}, ValueError, "seqused_k: expected None, as nested tensors know their"),
+        "mask": ({"mask": q > 0}, TypeError, "mask: expected a strided tensor, got torch.jagged nested tensor"),
+    }
+
+
+BAD_NESTED = (
+    "strided q",
+    "strided v",
+    "dense q",
+    "no tensor",
+    "offsets",
+    "batch",
+    "transposed",
+    "flat",
+    "seqused",
+    "mask",
+)
+
+
+@pytest.mark.parametrize("name", BAD_NESTED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_bad_nested_tensors(name: str) -> None:
+    calls = nested_calls()
+    assert tuple(calls) == BAD_NESTED
+    changes, error, message = calls[name]
+    q = changes.get("q", jagged([5, 1, 8]))
+    k = q if q.is_nested and q.layout is torch.jagged else jagged([5, 1, 8])
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attn_func(**{"q": q, "k": k, "v": k} | changes)
+
+
+def test_packed_calls_and_single_dense_tensors_name_the_nested_way() -> None:
+    q, cu = jagged([5, 1, 8]), offsets([5, 1, 8])
+    with pytest.raises(TypeError, match=r"q: expected a strided tensor, got torch\.jagged nested tensor, which"):
+        flash_attn_varlen_func(q, q, q, cu, cu, 8, 8)
+
+
+def test_ordinary_calls_do_not_ask_for_nested_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(tensors: Any) -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(nested, "is_among", asked)
+    q = torch.randn(2, 5, 2, 8)
+    flash_attn_func(q, q, q)
+    with pytest.raises(AssertionError):
+        flash_attn_func(jagged([5]), q, q)
+
+
+@pytest.mark.parametrize("page", ["docs/padding.md"])
+def test_snippets_run(page: str) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(snippets) > 2
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        exec(snippet, names)

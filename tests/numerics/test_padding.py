@@ -1,0 +1,129 @@
+"""Padding: exact zeros in every result, and whatever stands there reaches nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.checks import (
+    assert_blind_queries_reach_nothing,
+    assert_matches_oracle,
+    bitwise_equal,
+    padded_results,
+    poison_padding,
+    random_call,
+    refilled,
+    run,
+)
+from tests.lib.oracle import Call
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "blockwise": {"causal": True, "softcap": 3.0, "sink": True, "bias": (1, 1, 1), "mask": (1, 1, 1)},
+    "window": {"window_size": (10, 2)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_padding_reaches_nothing(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
+    """Padding of NaN, Inf and large numbers: the same bits as padding of zeros, and exact zeros where it stands.
+
+    No sequence has more than two tiles of keys, so that the same bits of dq do not depend on the order of a sum.
+    """
+    call = random_call(
+        [50, 3, 0, 140], [44, 9, 5, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options
+    )
+    expected = padded_results(refilled(call, (0.0,)), 0.0)
+    real_q, real_k = (real.to(device) for real in call.real_rows())
+    for fill in (torch.nan, torch.inf, 1e4):
+        got = padded_results(refilled(call, (fill, -fill)), fill)
+        for name, value in got.items():
+            assert bitwise_equal(value, expected[name]), f"{name} depends on padding of {fill}"
+        for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+            assert (got[name][~real] == 0).all(), name
+        assert got["lse"].transpose(-1, -2)[~real_q].isneginf().all()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_the_check_sees_padding_that_counts(packed: bool) -> None:
+    """Control: were the padding real rows, its values would show."""
+    call = random_call([30, 12], packed=packed, seqused=True)
+    real = call.real_rows()[0]
+    filled = (refilled(call, (fill,)) for fill in (0.0, 1.0))
+    a, b = (run(replace(whole, seqused_q=None, seqused_k=None))[real] for whole in filled)
+    assert not bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_unwritten_padding(options: dict[str, Any], packed: bool, dtype: torch.dtype, device: str) -> None:
+    """zero_padding=False: the same real rows; the padding is left as the allocator gave it (here: NaN).
+
+    They come from two kernels, and the compiler may fuse a multiplication and an addition in one of them and not in the
+    other: lse may differ in its last bit.
+    """
+    call = random_call([50, 3, 20], [44, 9, 130], packed=packed, seqused=True, dtype=dtype, device=device, **options)
+    zeroed, unwritten = padded_results(call, torch.nan), padded_results(call, torch.nan, zero_padding=False)
+    real_q, real_k = (real.to(device) for real in call.real_rows())
+    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
+        assert bitwise_equal(zeroed[name][real], unwritten[name][real]), name
+        assert unwritten[name][~real].isnan().all(), name
+    lse = zeroed["lse"].transpose(-1, -2), unwritten["lse"].transpose(-1, -2)
+    torch.testing.assert_close(lse[0][real_q], lse[1][real_q], rtol=2**-22, atol=2**-22)
+    assert lse[1][~real_q].isnan().all()
+
+
+def test_sequences_without_partners_are_real_rows() -> None:
+    """Queries without keys are no padding: they are written whatever zero_padding says, and keys likewise."""
+    call = random_call([4, 0, 3], [0, 5, 2], sink=True)
+    got = padded_results(call, 0.0, zero_padding=False)
+    assert (got["out"][:4] == 0).all()
+    assert call.learnable_sink is not None
+    torch.testing.assert_close(got["lse"][:, :4], call.learnable_sink[:, None].expand(-1, 4))
+    assert (got["dq"][:4] == 0).all()
+    assert (got["dk"][:5] == 0).all()
+    assert (got["dv"][:5] == 0).all()
+
+
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window_size": (30, 3)}, {"causal": True, "sink": True}], ids=str
+)
+def test_queries_that_see_no_key(
+    options: dict[str, Any], packed: bool, seqused: bool, dtype: torch.dtype, through_lse: bool, device: str
+) -> None:
+    lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
+    call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
+    assert_blind_queries_reach_nothing(call, through_lse=through_lse)
+
+
+@pytest.mark.parametrize("kept", [slice(1, -1), slice(2, 3)], ids=["between them", "no sequences"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_no_sequence(head_dim: int, kept: slice, device: str) -> None:
+    """More than a tile of them before the first sequence and behind the last, or nothing but them."""
+    shape: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "head_dim": head_dim, "dtype": torch.bfloat16}
+    call = random_call([150, 60, 250, 300], causal=True, sink=True, device=device, **shape)
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    call = replace(call, cu_seqlens_q=call.cu_seqlens_q[kept], cu_seqlens_k=call.cu_seqlens_k[kept])
+    poison_padding(call)
+    assert_matches_oracle(call)
+
+
+def test_offsets_in_the_style_of_thd() -> None:
+    """Padded slots as cu_seqlens and the true lengths as seqused give what the bare sequences give."""
+    call = random_call([5, 9, 2], causal=True, seqused=True)
+    real = call.real_rows()[0]
+    lengths = call.seqused_q
+    assert lengths is not None
+    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    bare = Call(call.q[real], call.k[call.real_rows()[1]], call.v[call.real_rows()[1]], cu, cu, causal=True)
+    torch.testing.assert_close(run(call)[real], run(bare))

@@ -1,0 +1,58 @@
+"""Random calls: any mixture of features, lengths, broadcast shapes and padding against the oracle."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lib.checks import LAYOUTS, assert_matches_oracle, random_call
+
+LENGTH = st.one_of(st.integers(0, 9), st.sampled_from([31, 32, 33, 127, 128, 129]))
+SIDE = st.one_of(st.none(), st.integers(-1, 40))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of ``random_call`` and whether gradients flow through lse."""
+    packed, seqused = draw(st.booleans()), draw(st.booleans())
+    batch = draw(st.integers(0, 4))
+    if packed or seqused:
+        lengths_q, lengths_k = (draw(st.lists(LENGTH, min_size=batch, max_size=batch)) for _ in "qk")
+        if draw(st.booleans()):
+            lengths_k = lengths_q
+    else:
+        lengths_q, lengths_k = [draw(LENGTH)] * batch, [draw(LENGTH)] * batch
+    nheads_k, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    flags = st.lists(st.integers(0, 1), min_size=0, max_size=3 if packed else 4)
+    return {
+        "lengths_q": lengths_q,
+        "lengths_k": lengths_k,
+        "packed": packed,
+        "seqused": seqused,
+        "nheads": nheads_k * group,
+        "nheads_k": nheads_k,
+        "head_dim": draw(st.sampled_from([1, 8, 24])),
+        "head_dim_v": draw(st.sampled_from([None, 1, 16])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])),
+        "causal": draw(st.booleans()),
+        "window_size": (draw(SIDE), draw(SIDE)),
+        "softcap": draw(st.sampled_from([0.0, 2.0, 30.0])),
+        "softmax_scale": draw(st.sampled_from([None, 0.2, -0.5, 0.0])),
+        "sink": draw(st.booleans()),
+        "mask": draw(st.one_of(st.none(), flags)),
+        "bias": draw(st.one_of(st.none(), flags)),
+        "mask_layout": draw(st.sampled_from(LAYOUTS)),
+        "bias_layout": draw(st.sampled_from(LAYOUTS)),
+        "bias_dtype": draw(st.sampled_from([None, torch.float32])),
+        "through_lse": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=400)
+@given(spec=specs(), seed=st.integers(0, 2**32 - 1))
+def test_random_spec(spec: dict[str, Any], seed: int) -> None:
+    spec = dict(spec)
+    through_lse = spec.pop("through_lse")
+    torch.manual_seed(seed)
+    assert_matches_oracle(random_call(**spec), through_lse=through_lse)

@@ -1,0 +1,566 @@
+"""The kernels: how they are launched, on any machine, and what they compute, on a Hopper or Blackwell GPU."""
+
+import random
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.cute import counters as tile_counters
+from flash_attn_cute.jit import cache
+from flash_attn_cute.kernels.sm90.config import (
+    HEAD_DIMS,
+)
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
+from tests.blackwell.test_sm100 import as_given
+from tests.lib import oracle
+from tests.lib.checks import (
+    assert_blind_queries_reach_nothing,
+    assert_close,
+    assert_matches_oracle,
+    bitwise_equal,
+    drawn_call,
+    draws,
+    hopper_alone,
+    needs_kernels,
+    poisoned_dout,
+    random_call,
+    run,
+)
+from tests.lib.oracle import Call
+
+LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (50, 20)},
+    "wide window": {"window_size": (300, 200)},
+    "left": {"window_size": (70, None)},
+    "widest": {"window_size": (2**31 - 2, 2**31 - 2)},
+    "causal window": {"window_size": (150, 0), "causal": True},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "sink": {"sink": True, "causal": True},
+    "seqused": {"seqused": True, "causal": True, "sink": True},
+    "mqa": {"nheads_k": 1, "causal": True},
+    "scale": {"softmax_scale": 0.02},
+    "negative scale": {"softmax_scale": -0.3, "causal": True},
+    "no scale": {"softmax_scale": 0.0, "window_size": (90, 20)},
+    "negative scale, softcap": {"softmax_scale": -0.3, "softcap": 2.0, "causal": True},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("lengths_q", "nheads"), [([300, 1, 0, 128], 2), ([7, 5, 3, 1], 4)])  # the latter in groups
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (256, 256)])
+def test_a_wide_out_is_what_is_rounded_else(
+    packed: bool, lengths_q: list[int], nheads: int, head_dim: int, head_dim_v: int
+) -> None:
+    """As ``distributed`` asks for parts that it merges."""
+    lengths_k = [200, 5, 7, 900]
+    if not packed:
+        lengths_q, lengths_k = [lengths_q[0]] * 2, [200] * 2
+    options: dict[str, Any] = {
+        "packed": packed,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "nheads": nheads,
+        "nheads_k": 1,
+    }
+    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
+    inputs, spec = as_given(call)
+    inputs = inputs._replace(max_seqlen_q=max(lengths_q))
+    backend = dispatch.BACKENDS["sm90"]
+    (out, lse), (wide, lse_beside) = (backend.forward(spec._replace(wide=is_wide), inputs) for is_wide in (False, True))
+    assert wide.dtype == torch.float32
+    assert (wide != out).any()
+    assert bitwise_equal(wide.bfloat16(), out)
+    assert bitwise_equal(lse_beside, lse)
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("nheads_k", [1, 2])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (192, 128), (256, 200)])
+def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, head_dim: int, head_dim_v: int) -> None:
+    """As ``distributed`` asks for parts that it sums."""
+    lengths_q, lengths_k = ([300, 1, 0, 128], [200, 5, 7, 900]) if packed else ([300, 300], [200, 200])
+    options: dict[str, Any] = {
+        "packed": packed,
+        "seqused": packed,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "nheads": 2,
+        "nheads_k": nheads_k,
+    }
+    call = random_call(lengths_q, lengths_k, causal=True, dtype=torch.bfloat16, device="cuda", **options)
+    out, lse = run(call, return_lse=True)
+    inputs, spec = as_given(call, backward=True)
+    inputs = inputs._replace(max_seqlen_q=max(lengths_q))
+    given = inputs, out.detach(), lse.detach(), poisoned_dout(call, out), None
+    backend = dispatch.BACKENDS["sm90"]
+    rounded, wide = (
+        backend.backward(spec._replace(wide=is_wide, deterministic=True), *given, need_dbias=False, need_dsink=False)
+        for is_wide in (False, True)
+    )
+    for name in ("dq", "dk", "dv"):
+        x, expected = getattr(wide, name), getattr(rounded, name)
+        assert x.dtype == torch.float32
+        assert (x != expected).any()
+        assert bitwise_equal(x.bfloat16(), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed(options: dict[str, Any], dtype: torch.dtype, head_dim: int) -> None:
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+    call = random_call(*LENGTHS, **shape | options)
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 200])
+def test_dense(options: dict[str, Any], head_dim: int) -> None:
+    lengths = ([300, 1, 200], [200, 5, 400]) if "seqused" in options else ([333] * 3, [450] * 3)
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": False}
+    call = random_call(*lengths, **shape | {"dtype": torch.bfloat16, "device": "cuda"} | options)
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [{"packed": True}, {"packed": False}, {"packed": False, "seqused": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
+    options: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "causal": True, "sink": True}
+    call = random_call([300] * 3, [450] * 3, dtype=torch.bfloat16, device="cuda", **options | shape)
+    assert_matches_oracle(call, through_lse=True, backend="sm90")
+
+
+BLIND: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "right": {"window_size": (None, 13)},
+    "window": {"window_size": (50, 7)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "sink": {"causal": True, "sink": True},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("options", BLIND.values(), ids=BLIND)
+@pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_that_see_no_key(
+    head_dim: int, packed: bool, seqused: bool, options: dict[str, Any], through_lse: bool
+) -> None:
+    """Some blocks of queries see nothing, and some hold queries that do and queries that do not."""
+    lengths = ([300, 129, 33, 90, 0, 77], [130, 1, 0, 30, 50, 77]) if packed or seqused else ([330] * 2, [130] * 2)
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": head_dim, "packed": packed, "seqused": seqused}
+    call = random_call(*lengths, dtype=torch.bfloat16, device="cuda", **shape | options)
+    assert_matches_oracle(call, through_lse=through_lse, backend="sm90")
+    assert_blind_queries_reach_nothing(call, through_lse=through_lse, backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "head_dims", [(8, 8), (40, 40), (72, 80), (96, 96), (104, 56), (192, 128), (64, 256), (248, 8)]
+)
+def test_head_dims(head_dims: tuple[int, int]) -> None:
+    d, d_v = head_dims
+    shape: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": d, "head_dim_v": d_v}
+    assert_matches_oracle(
+        random_call(*LENGTHS, causal=True, dtype=torch.bfloat16, device="cuda", **shape), backend="sm90"
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 2), (4, 4), (64, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 128, 256])
+def test_few_queries(packed: bool, heads: tuple[int, int], head_dim: int) -> None:
+    """Decoding, with and without grouping: few queries on many keys, and on none."""
+    nheads, nheads_k = heads
+    shape: dict[str, Any] = {"nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim, "packed": packed}
+    for lengths in ([1, 1, 1, 1], [5, 0, 17, 1], [64, 64, 63, 33]):
+        for options in ({}, {"causal": True, "sink": True}, {"window_size": (70, 3)}):
+            call = random_call(
+                lengths, [513, 40, 1000, 1], seqused=True, dtype=torch.bfloat16, device="cuda", **shape | options
+            )
+            assert_matches_oracle(call, backend="sm90")
+    call = random_call([1] * 3, [129] * 3, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+    assert_matches_oracle(call, backend="sm90")
+
+
+EDGES = [0, 1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 257]
+
+
+@needs_kernels
+@pytest.mark.parametrize("seqlen_k", EDGES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
+    for head_dim in (64, 128, 256):
+        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "causal": causal}
+        call = random_call(EDGES, [seqlen_k] * len(EDGES), dtype=torch.bfloat16, device="cuda", **shape)
+        assert_matches_oracle(call, backend="sm90")
+        for seqlen_q in (1, 129):
+            call = random_call([seqlen_q], [seqlen_k], packed=False, dtype=torch.bfloat16, device="cuda", **shape)
+            assert_matches_oracle(call, backend="sm90")
+
+
+def _profiles(seqlen: int) -> dict[str, Tensor]:
+    """Scores of the keys of a sequence, which the kernel walks from its end, before noise is added."""
+    distance = torch.arange(seqlen, 0, -1, dtype=torch.float32)
+    return {
+        "rising": distance / 4,
+        "rising slowly": distance / 64,
+        "falling": -distance / 4,
+        "equal": torch.zeros(seqlen),
+        "far below zero": torch.full((seqlen,), -1000.0),
+        "leap": torch.where(distance > seqlen / 2, 300.0, -300.0),
+        "one key": torch.where(distance == seqlen - 5, 100.0, 0.0),
+        "one group of lanes": torch.where((distance == seqlen // 2) | (distance % 8 == 3), 12.0, 0.0),
+    }
+
+
+@needs_kernels
+@pytest.mark.parametrize("profile", _profiles(1))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_uneven_scores(profile: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Maxima that grow from block to block, by little and by more than float32's exponents, and rows without any."""
+    for options in ({}, {"causal": True}, {"window_size": (300, 200)}, {"causal": True, "nheads_k": 1, "sink": True}):
+        shape: dict[str, Any] = {"nheads": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+        call = random_call([700, 300, 129], [900, 300, 50], softmax_scale=1.0, **shape | options)
+        with torch.no_grad():
+            call.q.mul_(0.25)
+            call.q[..., 0] = 4.0
+            for _, _, rows in call.sequences():
+                scores = _profiles(rows.stop - rows.start)[profile]
+                call.k[rows, :, 0] = (scores / 4).to("cuda", dtype)[:, None]
+        # Forward alone: with keys this large, gradients are differences of large terms.
+        results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
+        for name, got, expected, rough in zip(
+            ("out", "lse"), results, oracle.attention(call.to(torch.float64)), low, strict=True
+        ):
+            assert_close(name, got, expected, rough, 2.0, expected[expected.isfinite()].abs().max().item())
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "left": {"window_size": (40, None)},
+    "right": {"window_size": (None, 3)},
+    "window": {"window_size": (90, 30)},
+    "softcap": {"causal": True, "softcap": 5.0},
+}
+
+
+def _drawn(draw: random.Random, head_dim: int, packed: bool, mask: dict[str, Any]) -> Call:
+    head_dim_v = draw.choice([None, head_dim, 16])
+    return drawn_call(draw, head_dim=head_dim, head_dim_v=head_dim_v, packed=packed, device="cuda", **mask)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_random_calls(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
+    """Random lengths, padding, heads, strides, scales and dtypes, forward, for as long as --fuzz-seconds says."""
+    for count, draw in draws(f"{head_dim} {packed} {mask}", fuzz_seconds):
+        call = _drawn(draw, head_dim, packed, mask)
+        call.softmax_scale = draw.choice([None, 0.05, 1.0, -0.2, 0.0])
+        call.q, call.k, call.v = (x.detach() for x in (call.q, call.k, call.v))
+        results, low = run(call, return_lse=True, backend="sm90"), oracle.attention(call)
+        truth = oracle.attention(call.to(torch.float64))
+        assert (results[0][~call.real_rows()[0].to("cuda")] == 0).all(), f"draw {count}"
+        for name, got, true, rough in zip(("out", "lse"), results, truth, low, strict=True):
+            finite = true[true.isfinite()].abs()
+            size = finite.max().item() if finite.numel() else 0.0
+            assert_close(f"draw {count}, {name}", got, true, rough, 3.0, max(1.0, size))
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_random_gradients(head_dim: int, packed: bool, mask: dict[str, Any], fuzz_seconds: float) -> None:
+    """Random lengths, padding, heads, strides and dtypes, backward, for as long as --fuzz-seconds says."""
+    for _, draw in draws(f"gradients {head_dim} {packed} {mask}", fuzz_seconds):
+        call = _drawn(draw, head_dim, packed, mask)
+        deterministic = draw.random() < 0.5
+        assert_matches_oracle(call, through_lse=draw.random() < 0.3, deterministic=deterministic, backend="sm90")
+
+
+@needs_kernels
+def test_many_sequences() -> None:
+    """More than one round of the search for a tile's sequence, more tiles than CTAs, and many of nothing."""
+    for lengths in ([*range(80)], [i % 7 for i in range(1500)]):
+        call = random_call(lengths, causal=True, seqused=True, dtype=torch.bfloat16, device="cuda")
+        out, lse = run(call, return_lse=True, backend="sm90")
+        expected_out, expected_lse = oracle.attention(call.to(torch.float64))
+        torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=0.03)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
+        assert_matches_oracle(call, backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_many_tiles(head_dim: int) -> None:
+    """CTAs that have several tiles to work on, and kernels that find the counter of tiles as others have left it."""
+    shape: dict[str, Any] = {"nheads": 16, "nheads_k": 8, "head_dim": head_dim, "packed": False}
+    call = random_call([700] * 5, [1000] * 5, causal=True, dtype=torch.bfloat16, device="cuda", **shape)
+    for _ in range(2):
+        assert_matches_oracle(call, backend="sm90")
+
+
+@needs_kernels
+def test_more_sums_than_32_bits_count() -> None:
+    """Those of the last head's dQ lie 2^31 numbers behind those of the first: 8 GB. It gets what it gets alone."""
+    q, k, v, dout = torch.randn(4, 1, 2**19 + 4096, 64, 8, device="cuda", dtype=torch.bfloat16)
+
+    def gradients_of(heads: slice) -> tuple[Tensor, ...]:
+        leaves = [x[:, :, heads].detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, window_size=(16, 0), backend="sm90")
+        return torch.autograd.grad(out, leaves, dout[:, :, heads])
+
+    last = slice(63, None)
+    for among_all, alone in zip(gradients_of(slice(None)), gradients_of(last), strict=True):
+        assert torch.equal(among_all[:, :, last], alone)
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_strides(packed: bool) -> None:
+    """Slices of a fused projection, expanded keys and rows that TMA cannot read give the same bits as copies.
+
+    So do gradients; that of out is expanded, too.
+    """
+    shape = (600,) if packed else (2, 300)
+    qkv = torch.randn(*shape, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    odd = torch.randn(*shape, 4, 67, device="cuda", dtype=torch.bfloat16)[..., 3:]
+    expanded = torch.randn(*shape, 1, 64, device="cuda", dtype=torch.bfloat16).expand(*shape, 4, 64)
+    cu = torch.tensor([0, 250, 600], dtype=torch.int32, device="cuda") if packed else None
+    for q, k, v in (
+        qkv.unbind(-3),
+        (odd, odd, odd),
+        (expanded, expanded, expanded),
+        (odd, expanded, qkv.unbind(-3)[0]),
+    ):
+        results, grads = [], []
+        for xs in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
+            leaves = [x.detach().requires_grad_() for x in xs]
+            results.append(run(Call(leaves[0], leaves[1], leaves[2], cu, cu, causal=True), backend="sm90"))
+            dout = torch.ones_like(results[0][..., :1]).expand_as(results[0])
+            grads.append(torch.autograd.grad(results[-1], leaves, dout))
+        for a, b in zip((results[0], *grads[0]), (results[1], *grads[1]), strict=True):
+            assert bitwise_equal(a, b)
+
+
+@needs_kernels
+def test_tensors_alone_in_memory() -> None:
+    """Nothing is mapped before or behind the tensors: no address outside them may be touched."""
+    torch.cuda.empty_cache()
+    tensors = [torch.randn(4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cu = torch.tensor([0, 5, 1000, 4095], dtype=torch.int32, device="cuda")
+    q, k, v = tensors
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 3095, 3095, causal=True, backend="sm90")
+    torch.cuda.synchronize()
+    assert (out[4095:] == 0).all()
+
+
+@needs_kernels
+def test_more_than_2_to_the_31_elements() -> None:
+    q = torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 2**25 + 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+    window: dict[str, Any] = {"window_size": (100, 0), "backend": "sm90"}
+    q.requires_grad_()
+    k.requires_grad_()
+    got = flash_attn_func(q, k, k, **window)
+    dq, dk = torch.autograd.grad(got, (q, k), torch.ones_like(got))
+    last = k[:, -256:].detach().clone().requires_grad_()
+    expected = flash_attn_func(q, last, last, **window)
+    expected_dq, expected_dk = torch.autograd.grad(expected, (q, last), torch.ones_like(expected))
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(dq, expected_dq)
+    torch.testing.assert_close(dk[:, -256:], expected_dk)
+    assert not dk[:, :-256].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("lengths_k", "kept"),
+    [(None, slice(None)), ([200, 90], slice(None)), (None, slice(1))],
+    ids=["same", "other", "no sequences"],
+)
+def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
+    """No synchronisation in either pass, and replays see new data."""
+    call = random_call([300, 40], lengths_k, causal=True, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    cu_q, cu_k = call.cu_seqlens_q[kept], call.cu_seqlens_k[kept]
+    if lengths_k is None:
+        cu_k = cu_q
+
+    dout = torch.randn_like(call.q)
+
+    def attend() -> tuple[Tensor, ...]:
+        rows = call.q, call.k, call.v
+        out: Tensor = flash_attn_varlen_func(*rows, cu_q, cu_k, 300, 300, causal=True, backend="sm90")
+        return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    with torch.no_grad():
+        call.q.normal_()
+    for _ in range(2):  # of the workspace nothing may be left
+        graph.replay()
+    assert all(bitwise_equal(a, b) for a, b in zip(captured, attend(), strict=True))
+
+
+@hopper_alone("the limit is of calls of its kernels")
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_host_time(packed: bool) -> None:
+    """What either pass costs the host, autograd recording: some 40 us on a quiet machine, with a margin for others."""
+    shape = (128, 4, 64) if packed else (2, 64, 4, 64)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")
+
+    def attend() -> Tensor:
+        if packed:
+            out: Tensor = flash_attn_varlen_func(q, k, v, cu, cu, 78, 78, causal=True, backend="sm90")
+        else:
+            out = flash_attn_func(q, k, v, causal=True, backend="sm90")
+        return out
+
+    out = attend()
+    assert out.requires_grad
+    lse = torch.zeros((4, 128) if packed else (2, 4, 64), device="cuda")
+    spec = AttentionSpec.of(
+        inputs := _inputs(q, k, v, cu if packed else None), Options(None, None, 0, 0.0, False, True)
+    )
+    backward = partial(dispatch.BACKENDS["sm90"].backward, need_dbias=False, need_dsink=False)
+    for name, call in (("forward", attend), ("backward", lambda: backward(spec, inputs, out, lse, q, None))):
+        call()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        median = 1e6 * statistics.median(times)
+        print(f"{name}: {median:.1f} us")
+        assert median < 100
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> AttentionInputs:
+    return AttentionInputs(q.detach(), k.detach(), v.detach(), cu, cu, None, None, None, None, None, 78, 78)
+
+
+@needs_kernels
+def test_concurrent_streams() -> None:
+    calls = [
+        random_call([500, 70 + i], causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda") for i in range(4)
+    ]
+
+    def both(call: Call) -> tuple[Tensor, ...]:
+        out = run(call, backend="sm90")
+        return out.detach(), *torch.autograd.grad(out, (call.q, call.k, call.v), torch.ones_like(out))
+
+    expected = [both(call) for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        results = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(both(call))
+        torch.cuda.synchronize()
+        for tensors, expected_ones in zip(results, expected, strict=True):
+            assert all(bitwise_equal(a, b) for a, b in zip(tensors, expected_ones, strict=True))
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, backend: str = "sm90") -> Tensor:
+    hidden = flash_attn_func(q, k, v, causal=True, backend=backend)
+    out: Tensor = flash_attn_func(hidden, k, v, causal=True, backend=backend)
+    return out
+
+
+def assert_steps_agree(function: Any, plain: Any, device: str) -> None:
+    """Training steps of two functions on fresh tensors, of two shapes, each of more tiles than there are CTAs.
+
+    What is allocated in between holds no zeros, should it get the memory of a counter of tiles.
+    """
+    for seqlen in (500, 700):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            q, k, v, dout = (torch.randn(4, seqlen, 16, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            results = []
+            for each in (function, plain):
+                out = each(*leaves)
+                results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+                others = [torch.full((size,), 7, dtype=torch.int32, device=device) for size in (1, 1, 100, 10_000)]
+                del out, others
+            assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@needs_kernels
+def test_compiled_with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernels on a stream run while PyTorch warms up for a graph, with memory that others get later."""
+    monkeypatch.setattr(tile_counters._counters, "kept", {})
+    torch.compiler.reset()
+    before = counters["inductor"].copy()
+    compiled = torch.compile(two_layers, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    assert_steps_agree(compiled, two_layers, "cuda")
+    new = counters["inductor"] - before
+    assert new["cudagraph_skips"] == 0
+    assert new["cudagraph_recorded_non_static_inputs"] > 0
+
+
+@needs_kernels
+def test_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernels on a stream run with memory from a pool of the user's: nothing of it is kept."""
+    monkeypatch.setattr(tile_counters._counters, "kept", {})
+    pool = torch.cuda.MemPool()
+
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.cuda.use_mem_pool(pool):
+            return two_layers(q, k, v)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_steps_agree(pooled, two_layers, "cuda")
+    torch.cuda.synchronize()
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks
+    assert all(block["state"] == "inactive" for block in blocks)
+
+
+@needs_kernels
+def test_lengths_do_not_recompile() -> None:
+    shape: dict[str, Any] = {"causal": True, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    run(random_call([100, 20], **shape), backend="sm90").sum().backward()
+    run(random_call([10, 20], nheads=4, nheads_k=1, **shape), backend="sm90")  # few queries
+    before = cache.compile_count()
+    for lengths in ([7], [300, 2, 2], [64] * 9):
+        run(random_call(lengths, nheads=4, nheads_k=1, softmax_scale=0.3, **shape), backend="sm90").sum().backward()
+        run(random_call(lengths, window_size=(0, 0), **shape | {"head_dim": 40}), backend="portable")
+    assert cache.compile_count() == before
+
+
+def test_elsewhere_it_says_why() -> None:
+    call = random_call([5], head_dim=12)
+    with pytest.raises(ValueError, match=r"got 'sm90', which cannot: tensors on cpu; torch\.float32; d = 12"):
+        run(call, backend="sm90")
+    assert "sm90" in dispatch.BACKENDS

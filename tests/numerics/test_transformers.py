@@ -1,0 +1,414 @@
+"""Models of transformers with ``attn_implementation="flash_attn_cute"``, beside the same models in eager mode."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import masking_utils
+
+from flash_attn_cute import api
+from flash_attn_cute.integrations import transformers as ours
+from tests.lib.checks import assert_close
+
+BATCH, ROWS, VOCABULARY = 3, 19, 64
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+BOTH_KINDS = ["sliding_attention", "full_attention"]
+CONFIGS = {
+    "Llama": transformers.LlamaConfig(**SMALL),
+    "Qwen3": transformers.Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "Gemma2": transformers.Gemma2Config(
+        **SMALL, sliding_window=6, layer_types=BOTH_KINDS, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
+    ),
+    "Gemma3": transformers.Gemma3TextConfig(**SMALL, sliding_window=6, layer_types=BOTH_KINDS, query_pre_attn_scalar=8),
+    "GPT-OSS": transformers.GptOssConfig(
+        **SMALL,
+        sliding_window=6,
+        layer_types=BOTH_KINDS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+
+hf: Any = transformers
+ours.register()
+
+
+def model_of(config: Any, implementation: str, auto: str = "AutoModelForCausalLM") -> Any:
+    """The same weights each time, all of them random, biases and sinks included."""
+    torch.manual_seed(1)
+    own = copy.deepcopy(config)  # models write the implementation there
+    model = getattr(hf, auto).from_config(own, attn_implementation=implementation).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def padding(kind: str) -> Tensor:
+    """A padding mask, (batch, rows), 1 = real."""
+    mask = torch.ones(BATCH, ROWS, dtype=torch.long)
+    if kind == "right":
+        mask[1, 11:], mask[2, 1:] = 0, 0
+    elif kind == "left":
+        mask[1, :11], mask[2, :3] = 0, 0
+    elif kind == "holes":
+        mask[1, 4:7], mask[2, :3] = 0, 0
+    return mask
+
+
+DOCUMENTS = [[7, 1, 11], [3, 16], [19]]
+OFFSETS = torch.tensor([0, 7, 8, 19, 22, 38, 57], dtype=torch.int32)
+BY_OFFSETS = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS.long(), "max_length_q": 19, "max_length_k": 19}
+
+
+def batch_of(kind: str) -> dict[str, Any]:
+    """The arguments of a model; labels only where the row before is real, too, which predicts them."""
+    batch: dict[str, Any] = {"input_ids": torch.randint(1, VOCABULARY, (BATCH, ROWS)), "use_cache": False}
+    batch["labels"] = batch["input_ids"].clone()
+    if kind.startswith("packed"):
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    elif kind != "dense":
+        mask = batch["attention_mask"] = padding(kind)
+        batch["labels"][:, 1:][(mask[:, 1:] * mask[:, :-1]) == 0] = -100
+    return batch
+
+
+def trained(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss and gradients."""
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def masks_of_packed(config: Any, position_ids: Tensor) -> dict[str, Tensor]:
+    """What GPT-OSS leaves out: its own masks do not look at positions."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    given: dict[str, Any] = {"config": config, "position_ids": position_ids}
+    given |= {"inputs_embeds": torch.empty(BATCH, ROWS, 0), "attention_mask": None, "past_key_values": None}
+    return {
+        "full_attention": masking_utils.create_causal_mask(**given),
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _finite_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest float64 is -inf to eager's softmax in float32, which leaves NaN in rows of padding."""
+    masks = masking_utils.AttentionMaskInterface._global_mapping
+    in_float32 = {"dtype": torch.float32}
+    monkeypatch.setitem(masks, "eager", lambda **given: masking_utils.eager_mask(**{**given, **in_float32}))
+
+
+def assert_trains_like_eager(
+    config: Any, batch: dict[str, Any], more: dict[str, Any], auto: str = "AutoModelForCausalLM"
+) -> None:
+    got = trained(model_of(config, ours.NAME, auto), {**batch, **more})
+    if isinstance(config, hf.GptOssConfig) and "position_ids" in batch:
+        batch = {**batch, "attention_mask": masks_of_packed(config, batch["position_ids"])}
+    low = trained(model_of(config, "eager", auto), batch)
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items() if isinstance(x, Tensor)}
+    truth = trained(model_of(config, "eager", auto).double(), {**batch, **exact})
+    assert got.keys() == truth.keys()
+    size = max(x.abs().max().item() for x in truth.values())
+    for name, x in got.items():
+        assert_close(name, x, truth[name].double(), low[name], 2.0, size)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[dict[str, Any]]:
+    """The keyword arguments of every call of a function from now on."""
+    calls: list[dict[str, Any]] = []
+    function = getattr(owner, name)
+
+    def record(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, record)
+    return calls
+
+
+# The masks of GPT-OSS do not look at positions, so that packed batches take offsets.
+KINDS = ["dense", "right", "left", "holes", "packed", "packed by offsets"]
+TRAINED = [(name, kind) for name in CONFIGS for kind in KINDS if (name, kind) != ("GPT-OSS", "packed")]
+
+
+@pytest.mark.parametrize(("name", "kind"), TRAINED)
+def test_training(name: str, kind: str) -> None:
+    """Loss and all gradients are eager's."""
+    assert_trains_like_eager(CONFIGS[name], batch_of(kind), BY_OFFSETS if kind == "packed by offsets" else {})
+
+
+@pytest.mark.parametrize("kind", ["dense", "right", "left", "packed by offsets"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16(name: str, kind: str, device: str) -> None:
+    """On a GPU by its kernels; all gradients together are as close to eager's in float64 as eager's in bfloat16."""
+    config = copy.deepcopy(CONFIGS[name])
+    if name == "GPT-OSS":
+        config.num_experts_per_tok = config.num_local_experts  # or rounding would choose others
+    batch, more = batch_of(kind), BY_OFFSETS if kind == "packed by offsets" else {}
+    masked = dict(batch)
+    if name == "GPT-OSS" and "position_ids" in batch:
+        masked["attention_mask"] = masks_of_packed(config, batch["position_ids"])
+
+    def moved(given: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    def together(results: dict[str, Tensor]) -> Tensor:
+        return torch.cat([results[name].cpu().flatten() for name in sorted(results)])
+
+    got = together(trained(model_of(config, ours.NAME).to(device, torch.bfloat16), moved({**batch, **more})))
+    low = together(trained(model_of(config, "eager").to(torch.bfloat16), masked))
+    truth = together(trained(model_of(config, "eager").double(), masked)).double()
+    assert_close("loss and gradients", got, truth, low, 4.0, truth.abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "kind"), TRAINED)
+def test_masks_in_memory_are_the_exception(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes need one."""
+    masks = recorded(monkeypatch, masking_utils, "sdpa_mask")
+    dense, packed = (recorded(monkeypatch, api, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
+    model_of(CONFIGS[name], ours.NAME)(**batch_of(kind), **(BY_OFFSETS if kind == "packed by offsets" else {}))
+    assert (len(dense), len(packed)) == ((2, 0) if kind in ("dense", "holes") else (0, 2))  # two layers
+    assert bool(masks) == (kind == "holes")
+    assert all((call["mask"] is not None) == (kind == "holes") for call in dense)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dense", "left"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation(name: str, kind: str, cache: str) -> None:
+    """Longer than sliding windows, by one token at a time behind a prompt."""
+    ids, mask = torch.randint(1, VOCABULARY, (BATCH, ROWS)), padding(kind)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    options |= {"cache_implementation": "static"} if cache == "static" else {}
+    config = CONFIGS[name]
+    exact = model_of(config, "eager").double().generate(ids, attention_mask=mask, **options)
+    low, got = (model_of(config, kind).generate(ids, attention_mask=mask, **options) for kind in ("eager", ours.NAME))
+    assert torch.equal(got.sequences, exact.sequences)
+    for step, logits in enumerate(got.logits):
+        size = exact.logits[step].abs().max().item()
+        assert_close("logits", logits, exact.logits[step].double(), low.logits[step], 2.0, size)
+
+
+def test_prompts_in_pieces() -> None:
+    """Several queries behind a cache, some of them of padding."""
+    config = CONFIGS["Qwen3"]
+    ids, mask = torch.randint(1, VOCABULARY, (BATCH, ROWS)), padding("left")
+    logits = []
+    for implementation in ("eager", ours.NAME):
+        model, cache = model_of(config, implementation), hf.DynamicCache(config=config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        for rows in (slice(0, 8), slice(8, 13), slice(13, 19)):
+            step = {"attention_mask": mask[:, : rows.stop], "position_ids": positions[:, rows]}
+            logits.append(model(ids[:, rows], past_key_values=cache, **step).logits[mask[:, rows] == 1])
+    for eager, got in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(got, eager)
+
+
+# What layers are given and what masks say, at random.
+
+causal, everything = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+MASKS = {
+    "causal": (causal, True, None),
+    "causal window": (masking_utils.sliding_window_causal_mask_function(4), True, 4),
+    "bidirectional": (everything, False, None),
+    "bidirectional window": (masking_utils.sliding_window_bidirectional_mask_function(3), False, 4),
+    "unknown": (masking_utils.or_masks(causal, lambda b, h, i, j: j < 3), True, None),
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (5, 0, 0), (9, 4, 0), (torch.tensor(5), 0, 3), (5, 0, -4)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_say_what_masks_say(name: str, offsets: tuple[Any, int, int], seed: int) -> None:
+    """Random padding, caches and lengths, keys behind the queries or too few of them.
+
+    Real queries see the keys that transformers' own mask shows them.
+    """
+    torch.manual_seed(seed)
+    function, is_causal, window = MASKS[name]
+    q_offset, kv_offset, more = offsets
+    q_length = int(torch.randint(1, 9, ()))
+    kv_length = int(q_offset) + q_length - kv_offset + more
+    mask = None
+    if seed % 4:
+        positions = torch.arange(max(kv_length + kv_offset, int(q_offset) + q_length))
+        first, last = torch.randint(0, 4, (2, 1)), torch.randint(4, 20, (2, 1))
+        mask = (positions >= first) & (positions < last)
+        if seed % 4 == 3:
+            mask &= torch.rand(mask.shape) < 0.8
+    given: dict[str, Any] = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "mask_function": function}
+    given |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": mask, "device": "cpu"}
+    rows = ours.rows_of_mask(**given, local_size=4, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
+    seen = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
+    q = torch.randn(2, 4, q_length, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, kv_length, 8, dtype=torch.float64)
+    layer: Any = SimpleNamespace(is_causal=is_causal)
+    out, weights = ours.attend(layer, q, k, v, rows, sliding_window=window)
+    assert weights is None
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).nan_to_num(0.0)
+    real = torch.ones(2, q_length, dtype=torch.bool)
+    if mask is not None:
+        real = mask[:, int(q_offset) : int(q_offset) + q_length] if is_causal or window else real
+    torch.testing.assert_close(out[real], expected.transpose(1, 2)[real], rtol=0, atol=1e-11)
+
+
+def test_masks_of_users() -> None:
+    """Four dimensions, bool or added to scores, are used as they are, under causal layers, too."""
+    seen = torch.rand(BATCH, 1, ROWS, ROWS) < 0.5
+    seen |= torch.eye(ROWS, dtype=torch.bool)
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    batch = batch_of("dense")
+    expected = model_of(CONFIGS["Llama"], "eager")(**batch, attention_mask=added).logits
+    for mask in (seen, added, added.double()):
+        got = model_of(CONFIGS["Llama"], ours.NAME)(**batch, attention_mask=mask).logits
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "right", "left"])
+def test_learned_positions(kind: str) -> None:
+    """T5: a bias for every layer with a gradient, an encoder's padding, and a decoder that looks at it."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    batch = batch_of(kind)
+    batch["labels"] = torch.randint(1, VOCABULARY, (BATCH, ROWS))
+    assert_trains_like_eager(config, batch, {}, "AutoModelForSeq2SeqLM")
+
+
+def test_gradient_checkpointing_and_compiling() -> None:
+    """A compiled model breaks its graph for the rows, and has them; a checkpointed one has them twice."""
+    batch, config = batch_of("packed"), CONFIGS["Gemma2"]
+    expected = trained(model_of(config, ours.NAME), batch)
+    checkpointed = model_of(config, ours.NAME).train()
+    # The latter is its name in 5.20, the last release for Python 3.10.
+    (getattr(checkpointed, "activation_checkpointing_enable", None) or checkpointed.gradient_checkpointing_enable)()
+    compiled = torch.compile(model_of(config, ours.NAME), backend="aot_eager")
+    torch.testing.assert_close(trained(checkpointed, batch), expected)
+    for name, x in trained(compiled, batch).items():
+        torch.testing.assert_close(x, expected[name.removeprefix("_orig_mod.")])
+
+
+# What is refused.
+
+
+def call(**options: Any) -> Any:
+    q = torch.randn(2, 4, 6, 8)
+    given = {"attention_mask": None, **options}
+    layer: Any = SimpleNamespace(is_causal=True)
+    return ours.attend(layer, q, q, q, **given)
+
+
+OFFSETS_OF_TWO = torch.tensor([0, 6, 12])
+ALL_OFFSETS = "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dropout": 0.1}, "dropout: expected 0.0, .* got 0.1"),
+    ({"output_attentions": True}, "output_attentions: expected False, .* got True; attn_implementation='eager'"),
+    ({"cache": object()}, "cache: expected None, paged caches are not supported, got object"),
+    ({"attention_mask": torch.ones(2, 6)}, r"attention_mask: expected None or four dimensions .* got shape \(2, 6\)"),
+    (
+        {
+            "position_bias": torch.zeros(1, 4, 6, 6),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), OFFSETS_OF_TWO),
+            **dict.fromkeys(("max_length_q", "max_length_k"), 6),
+        },
+        "position_bias: expected None for packed sequences",
+    ),
+    (
+        {"position_bias": torch.zeros(1, 4, 6, 6), "attention_mask": torch.zeros(5, 1, 3, 4, dtype=torch.int32)},
+        "position_bias: expected None for packed sequences .* got one with 4 sequences in a batch of 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"cu_seq_lens_q": OFFSETS_OF_TWO},
+            ValueError,
+            f"cu_seq_lens_k: expected all of {ALL_OFFSETS} or none, got None",
+        ),
+        (BY_OFFSETS | {"max_length_k": None}, ValueError, f"max_length_k: expected all of {ALL_OFFSETS} or none, got"),
+        (BY_OFFSETS | {"cu_seq_lens_k": [0, 12]}, TypeError, "cu_seq_lens_k: expected a torch.Tensor, got list"),
+    ],
+)
+def test_offsets_come_together(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(**options)
+
+
+def test_models_that_would_not_ask_us_are_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)
+    with pytest.raises(ValueError, match="attn_implementation: expected 'eager' or 'sdpa' for BloomForCausalLM"):
+        model_of(config, ours.NAME)
+
+
+def test_weights_are_refused() -> None:
+    batch = batch_of("dense")
+    assert model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=False).loss.isfinite()
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=True)
+
+
+def test_layers_that_leave_their_window_to_the_mask_are_refused() -> None:
+    """Qwen2-MoE is one; without its window it is served."""
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16}
+    batch = batch_of("dense")
+    assert model_of(transformers.Qwen2MoeConfig(**SMALL, **experts), ours.NAME)(**batch).loss.isfinite()
+    with pytest.raises(
+        ValueError, match=r"sliding_window: expected the window of layer 0, .* Qwen2MoeAttention hands on"
+    ):
+        model_of(transformers.Qwen2MoeConfig(**SMALL, **experts, **windows), ours.NAME)(**batch)
+
+
+def test_other_implementations_are_left_alone() -> None:
+    """And registering twice wraps once."""
+    ours.register()
+    check: Any = transformers.PreTrainedModel._check_and_adjust_attn_implementation
+    assert not hasattr(check.__wrapped__, "__wrapped__")
+    assert model_of(CONFIGS["Llama"], "sdpa").config._attn_implementation == "sdpa"
+    model = model_of(CONFIGS["GPT-OSS"], "eager")
+    model.set_attn_implementation(ours.NAME)
+    assert model.config._attn_implementation == ours.NAME
+
+
+def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch, api, "flash_attn_func")
+    for mode in (True, False):
+        torch.use_deterministic_algorithms(mode)
+        call()
+    assert [x["deterministic"] for x in calls] == [True, False]

@@ -1,5 +1,0 @@
-"""Writes the tables of the page."""
-
-from tests.sm100_bugs import PAGE, TABLES, page
-
-PAGE.write_text(page(PAGE.read_text(), *TABLES.values()))
