@@ -30,7 +30,7 @@ from tests.lib.oracle import Call
 
 NUM_SMS = 2
 B200, B300 = TARGETS  # their compute capabilities
-WHOLE, UNSEEN = -1, -2  # as in ``common.block_lists``
+FULL, EMPTY = -1, -2  # as in ``common.block_lists``
 
 
 def sequences_of(a: Any) -> list[tuple[int, int, int, int]]:
@@ -51,7 +51,7 @@ def cut_mask(a: Any, n: Any, queries: int, keys: int, *, rows_are_keys: bool = F
     whose rows are queries.
     """
     blocks, packed = max(1, -(-a.mMask.shape[3] // keys)), a.mCuSeqlensQ is not None
-    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), UNSEEN, dtype=torch.int32)
+    codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, blocks), EMPTY, dtype=torch.int32)
     tiles = torch.zeros(*codes.shape, queries, keys, dtype=torch.bool)
     for s, (start, _, num_q, num_k) in enumerate(sequences_of(a) if packed else sequences_of(a)[: n.lists_batch]):
         entry, first_row = divmod(start, n.rows_a_slot) if packed else (s, 0)
@@ -65,7 +65,7 @@ def cut_mask(a: Any, n: Any, queries: int, keys: int, *, rows_are_keys: bool = F
             for block, part in enumerate(shown[row * queries :][:queries].split(keys, 1)):
                 tiles[number, block, : part.shape[0], : part.shape[1]] = part
                 is_whole = part.all() and part.shape[1] == keys and (part.shape[0] == queries or not rows_are_keys)
-                codes[number, block] = UNSEEN if not part.any() else WHOLE if is_whole else number * blocks + block
+                codes[number, block] = EMPTY if not part.any() else FULL if is_whole else number * blocks + block
     return codes, tiles
 
 
@@ -78,7 +78,7 @@ def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[st
     blocks = codes.shape[1]
     entries, lists = torch.full((*codes.shape, 2), 2**30, dtype=torch.int32), []
     for number, row_of_codes in enumerate(codes):
-        seen = (row_of_codes != UNSEEN).nonzero().flatten()
+        seen = (row_of_codes != EMPTY).nonzero().flatten()
         entries[number, : len(seen)] = torch.stack((seen, row_of_codes[seen]), 1)
         lists.append([number * blocks, len(seen)])
     return {

@@ -30,7 +30,7 @@ from tests.blackwell import test_sm100
 from tests.blackwell.test_sm100 import (
     B200,
     B300,
-    UNSEEN,
+    EMPTY,
     Executed,
     Memory,
     as_given,
@@ -70,7 +70,7 @@ def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor
     """What the kernels ahead of the main one make of a mask: see ``common.key_lists``."""
     config, n, packed = plan.config, plan.numbers, plan.config.features.packed
     codes, tiles = cut_mask(a, n, config.tile_m, config.tile_n, rows_are_keys=True)
-    seen = codes != UNSEEN
+    seen = codes != EMPTY
     behind = seen.flip(1).cumsum(1).flip(1).int() - seen.int()  # tiles are taken from the last keys on
     sets, blocks = n.lists_batch * n.lists_heads, codes.shape[1]
     m_blocks = n.num_m_blocks if packed else -(-a.mQ.shape[1] // config.tile_m)

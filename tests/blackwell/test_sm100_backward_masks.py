@@ -11,7 +11,7 @@ from flash_attn_cute import BlockMask
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.sparsity import launch, plan
 from tests.blackwell import test_sm100_backward
-from tests.blackwell.test_sm100 import UNSEEN, Memory, at, spread, table_argument, tensor_argument, tensors_of
+from tests.blackwell.test_sm100 import EMPTY, Memory, at, spread, table_argument, tensor_argument, tensors_of
 from tests.blackwell.test_sm100_backward import NO_ENTRY, NO_LIST, Interpreted, Pass, check, execute, program
 from tests.blackwell.test_sm100_masks import drawn, with_block_mask
 from tests.lib import oracle
@@ -167,7 +167,7 @@ class KernelsAhead(Pass):
         self.run(program(config, "MaskTiles"), arguments + codes_and_bits, everything, {}, rows * blocks)
         self.run(program(config, "KeyLists"), arguments + tables, everything, {}, 1)
         made = {name: at(everything, places[name], x) for name, x in unwritten.items()}
-        real = (expected["codes"] != UNSEEN).any(1)  # rows of no queries hold anything
+        real = (expected["codes"] != EMPTY).any(1)  # rows of no queries hold anything
         assert real.sum() > 1
         assert torch.equal(made["codes"][real], expected["codes"][real])
         coded = expected["codes"][expected["codes"] >= 0].long()

@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BiasGradientArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, as_rows, code_in_list, num_blocks
+from flash_attn_cute.kernels.common.block_lists import EMPTY, Sharing, as_rows, code_in_list, num_blocks
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
@@ -215,14 +215,14 @@ class PieceMap:
         batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
         window = Window.of(f, a, q.length, k.length)
         row = entry * rows + block if const_expr(f.packed) else block
-        num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(UNSEEN)
+        num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(EMPTY)
         if const_expr(f.listed):
             if const_expr(f.block_mask):
                 if num_queries > 0:
                     code = self._code_in_list(tables, Sharing.of(n).number(batch, head, row), n_block)
             elif num_queries > 0 and n_block < tables.mCodes.shape[1]:
                 code = tables.mCodes[Sharing.of(n).number(batch, head, row), n_block]
-            seen, hides = code != UNSEEN, num_queries < c.tile_m
+            seen, hides = code != EMPTY, num_queries < c.tile_m
         else:
             blocks = Blocks.of(first_query, num_queries, k.length, window, c.tile_n)
             seen = num_queries > 0 and n_block >= blocks.start and n_block < blocks.stop

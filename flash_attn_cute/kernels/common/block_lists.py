@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-WHOLE, UNSEEN = -1, -2  # in the place of where a block's bits are
+FULL, EMPTY = -1, -2  # in the place of where a block's bits are
 
 
 class Tables(NamedTuple):
@@ -88,9 +88,9 @@ def as_rows(mX: cute.Tensor, columns: int) -> cute.Tensor:
 
 @cute.jit
 def code_in_list(mLists: cute.Tensor, mEntries: cute.Tensor, number: Int32, block: Int32) -> Int32:
-    """What a list says of a block: ``UNSEEN``, if it is not among its entries."""
+    """What a list says of a block: ``EMPTY``, if it is not among its entries."""
     low, end = mLists[number, 0], mLists[number, 0] + mLists[number, 1]
-    high, code = end, Int32(UNSEEN)
+    high, code = end, Int32(EMPTY)
     while low < high:
         middle = (low + high) // 2
         if mEntries[middle, 0] < block:

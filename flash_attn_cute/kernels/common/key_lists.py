@@ -13,7 +13,7 @@ from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, MaskSizes
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Sharing, as_rows, num_blocks
+from flash_attn_cute.kernels.common.block_lists import EMPTY, Sharing, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import rows_of
 from flash_attn_cute.kernels.common.mask_tiles import BlockTiles, MaskTiles
 from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
@@ -38,10 +38,10 @@ def order_row(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, ro
     if batch < sharing.batch and head < sharing.heads and row < sharing.tiles:
         number, blocks, num = sharing.number(batch, head, row), ws.mCodes.shape[1], Int32(0)
         for start in cutlass.range(0, blocks, 32, unroll=1):
-            block, code = blocks - 1 - start - lane, Int32(UNSEEN)
+            block, code = blocks - 1 - start - lane, Int32(EMPTY)
             if block >= 0:
                 code = ws.mCodes[number, block]
-            seen = cute.arch.vote_ballot_sync(code != UNSEEN)
+            seen = cute.arch.vote_ballot_sync(code != EMPTY)
             if block >= 0:
                 ws.mOrder[number, block] = num + cute.arch.popc(seen & ((1 << lane) - 1))
             num += cute.arch.popc(seen)
@@ -136,12 +136,12 @@ class KeyLists:
             if tile >= 0:
                 first, listed = (which * sizes.blocks + block) * sizes.m_blocks + first_block, Int32(0)
                 for start in cutlass.range(0, num, 32, unroll=1):
-                    m_block, code, turn = start + lane, Int32(UNSEEN), Int32(0)
+                    m_block, code, turn = start + lane, Int32(EMPTY), Int32(0)
                     if m_block < num:
                         row = which * sharing.tiles + (first_block + m_block) % sharing.tiles
                         code, turn = ws.mCodes[row, block], ws.mOrder[row, block]
-                    seen = cute.arch.vote_ballot_sync(code != UNSEEN)
-                    if code != UNSEEN:
+                    seen = cute.arch.vote_ballot_sync(code != EMPTY)
+                    if code != EMPTY:
                         place = first + listed + cute.arch.popc(seen & ((1 << lane) - 1))
                         for i, value in enumerate((m_block, code, turn)):
                             ws.mEntries[place, i] = value

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BlockArguments, ForwardArguments
 from flash_attn_cute.kernels.common import tiles
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, WHOLE, Sharing, Tables, as_rows, num_blocks
+from flash_attn_cute.kernels.common.block_lists import EMPTY, FULL, Sharing, Tables, as_rows, num_blocks
 from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors, keys_of
 from flash_attn_cute.kernels.common.workspace import carved
@@ -73,7 +73,7 @@ class MaskTiles(_Tiles):
 
         Args:
             a: the pass's arguments.
-            mCodes: (row of tiles, block of keys), what a mask leaves of it: ``WHOLE``, ``UNSEEN``, or a tile of bits.
+            mCodes: (row of tiles, block of keys), what a mask leaves of it: ``FULL``, ``EMPTY``, or a tile of bits.
             mBits: (tile, warpgroup, thread, word).
             stream: where.
         """
@@ -170,8 +170,8 @@ class MaskTiles(_Tiles):
             some, every = some or sFound[i, 0] != 0, every and sFound[i, 1] != 0
         tile = number * mCodes.shape[1] + block
         if thread == 0:
-            code = Int32(WHOLE) if every else tile
-            mCodes[number, block] = code if some else Int32(UNSEEN)
+            code = Int32(FULL) if every else tile
+            mCodes[number, block] = code if some else Int32(EMPTY)
         if some and not every:
             self._write_bits(sRows, mBits, tile, thread)
 
@@ -253,11 +253,11 @@ class RowLists:
         if number < mLists.shape[0]:
             first, num = number * blocks, Int32(0)
             for start in cutlass.range(0, blocks, 32, unroll=1):
-                block, code = start + lane, Int32(UNSEEN)
+                block, code = start + lane, Int32(EMPTY)
                 if block < blocks:
                     code = mCodes[number, block]
-                listed = cute.arch.vote_ballot_sync(code != UNSEEN)
-                if code != UNSEEN:
+                listed = cute.arch.vote_ballot_sync(code != EMPTY)
+                if code != EMPTY:
                     place = first + num + cute.arch.popc(listed & ((1 << lane) - 1))
                     mEntries[place, 0], mEntries[place, 1] = block, code
                 num += cute.arch.popc(listed)

@@ -89,7 +89,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
 from flash_attn_cute.kernels.common.assembly import opaque
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, Tables
+from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
@@ -298,7 +298,7 @@ class ForwardSm100:
                 if const_expr(c.leaves_out):
                     if const_expr(part == 0):
                         rings.entries.wait_full(k)  # from the producer
-                    seen = shared.entries[1 + part, rings.entries.stage(k)] != UNSEEN
+                    seen = shared.entries[1 + part, rings.entries.stage(k)] != EMPTY
                     is_seen[part] = Int32(seen)
                     if const_expr(part == c.q_parts - 1):
                         rings.entries.release(k)  # to the producer
@@ -360,7 +360,7 @@ class ForwardSm100:
             step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
         if const_expr(c.features.listed):
             block, code, words = rows.told_of_entry(c, step, block_step)
-            is_seen, is_cut = code != UNSEEN, rows.hides(c, code, words)
+            is_seen, is_cut = code != EMPTY, rows.hides(c, code, words)
         else:
             block, words = rows.tile(c, step).blocks.nth(i), None
             visible = rows.visible_blocks(c, step)

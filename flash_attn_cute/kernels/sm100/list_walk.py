@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.block_lists import UNSEEN, BlockList, Sharing, Tables
+from flash_attn_cute.kernels.common.block_lists import EMPTY, BlockList, Sharing, Tables
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.query_tiles import QueryTiles
 from flash_attn_cute.kernels.common.tiles import WorkTile
@@ -98,7 +98,7 @@ class ListWalk:
         blocks, codes, window = [], [], Int32(_BEHIND_ALL)
         for part in cutlass.range_constexpr(self.parts):
             i = self.fields[0, part] + lane
-            block, code = Int32(_BEHIND_ALL), Int32(UNSEEN)
+            block, code = Int32(_BEHIND_ALL), Int32(EMPTY)
             if i < self.fields[1, part]:
                 block, code = self.tables.mEntries[i, 0], self.tables.mEntries[i, 1]
             blocks.append(block)
@@ -113,7 +113,7 @@ class ListWalk:
                 bits = bits | cute.arch.shuffle_sync(bits, lane ^ (1 << i))
             # The lane's block is among the list's entries behind as many as have bits below its own.
             code = cute.arch.shuffle_sync(codes[part], cute.arch.popc(bits & ((1 << lane) - 1)))
-            self.fields[2 + lane, part] = cutlass.select_((bits >> lane & 1) != 0, code, Int32(UNSEEN))
+            self.fields[2 + lane, part] = cutlass.select_((bits >> lane & 1) != 0, code, Int32(EMPTY))
             if lane == 0:
                 self.fields[0, part] = self.fields[0, part] + cute.arch.popc(bits)
             coming = coming | bits

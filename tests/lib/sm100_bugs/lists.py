@@ -5,7 +5,7 @@ from tests.lib.sm100_bugs.table import Bug, Bugs
 
 _SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
 
-_UNSEEN = ", -2;"
+_EMPTY = ", -2;"
 _OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
 _FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
 # Of a walk over lists: of each part the next entry, set when a walk begins, moved on behind a window; twice, as there
@@ -82,12 +82,12 @@ LISTS: Bugs = {
         ),
         Bug(
             "outputs of a block are not left out though their part does not see it",
-            find(MMA, "setp.ne", 2, having=_UNSEEN).rewritten(_UNSEEN, ", -3;"),
+            find(MMA, "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
             "lists",
         ),
         Bug(
             "softmax weighs scores that were left out",
-            find(_SOFTMAX, "setp.eq", having=_UNSEEN).rewritten(_UNSEEN, ", -3;"),
+            find(_SOFTMAX, "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
             "lists",
         ),
         Bug(
