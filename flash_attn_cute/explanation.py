@@ -193,7 +193,7 @@ def _told(name: str, planned: PassPlan | None) -> str:
     numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
     config = {field.name: getattr(planned.config, field.name) for field in fields(planned.config)}
     features = config.pop("features")
-    flags = Features.told({field.name: getattr(features, field.name) for field in fields(features)})
+    flags = Features.format({field.name: getattr(features, field.name) for field in fields(features)})
     compiled = ", ".join(f"{field} = {value}" for field, value in config.items())
     lines = [
         f"{name}: {', '.join(parts)}",

@@ -108,7 +108,7 @@ def _on_all_gpus(name: str) -> list[registry.Architecture]:
 def describe(fields: dict[str, Any]) -> str:
     """A configuration in one line, its features last, of which those are left out that are as by default."""
     numbers = " ".join(f"{name}={value}" for name, value in fields.items() if name != "features")
-    return f"{numbers} {Features.told(fields['features'])}".rstrip()
+    return f"{numbers} {Features.format(fields['features'])}".rstrip()
 
 
 def run_list(path: Path) -> None:

@@ -62,7 +62,7 @@ class Features:
         return replace(self, **others)
 
     @staticmethod
-    def told(flags: Mapping[str, bool]) -> str:
+    def format(flags: Mapping[str, bool]) -> str:
         """Flags that are not as by default, a negated one as ``no_<name>``, as ``parse`` reads them."""
         by_default = {f.name: f.default for f in fields(Features)}
         changed = {name: on for name, on in flags.items() if on != by_default.get(name, False)}

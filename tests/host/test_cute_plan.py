@@ -58,7 +58,7 @@ PACKED = Shapes((600, 8, 128), (800, 2, 128), num_sequences=3, max_seqlen_q=300)
 def test_features_are_told_and_parsed(word: str) -> None:
     """By the same words, each of which changes one flag."""
     features = Features.parse([word])
-    assert Features.told(dataclasses.asdict(features)) == word
+    assert Features.format(dataclasses.asdict(features)) == word
     changed = [f.name for f in dataclasses.fields(Features) if getattr(features, f.name) != f.default]
     assert changed == [word.removeprefix("no_")]
 

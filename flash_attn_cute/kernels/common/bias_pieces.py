@@ -89,24 +89,24 @@ class Pieces:
         layout = cute.make_layout((_PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * _PIECE_FIELDS))
         return Pieces(ring, memory.get_tensor(layout), packed)
 
-    def tell(self, nth: Int32, piece: Piece) -> None:
+    def publish(self, nth: Int32, piece: Piece) -> None:
         """By some lane of warp 0."""
         piece.write(self.fields[None, nth % 32, self.ring.stage(nth // 32)])
 
     @cute.jit
-    def learn(self, nth: Int32) -> Piece:
+    def wait_for(self, nth: Int32) -> Piece:
         """By a warp: the nth piece; the first of a batch when warp 0 has told of it."""
         batch = nth // 32
         if nth % 32 == 0:
             self.ring.wait_full(batch)  # from warp 0
-        return self.told(nth)
+        return self.read(nth)
 
-    def told(self, nth: Int32) -> Piece:
+    def read(self, nth: Int32) -> Piece:
         """The nth piece, of which warp 0 has told."""
         return Piece.read(self.packed, self.fields[None, nth % 32, self.ring.stage(nth // 32)])
 
     @cute.jit
-    def forget(self, nth: Int32) -> None:
+    def release(self, nth: Int32) -> None:
         """By a warp, behind the nth piece: with the last of a batch others may come."""
         if nth % 32 == 31:
             self.ring.release(nth // 32)  # to warp 0
@@ -272,13 +272,13 @@ class PieceMap:
                 if const_expr(c.features.packed):
                     # One after the other: to find out whose rows they are takes the whole warp.
                     for j in cutlass.range(cutlass.min(owner.stop - owner.first - i, 32), unroll=1):
-                        pieces.tell(i + j, self.piece(a, tables, owner, owner.first + i + j))
+                        pieces.publish(i + j, self.piece(a, tables, owner, owner.first + i + j))
                 else:
                     # Behind the last one stands any.
                     j = cute.arch.lane_idx()
-                    pieces.tell(i + j, self.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
+                    pieces.publish(i + j, self.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
                 pieces.ring.arrive(i // 32)  # to all others
-            p = pieces.told(i)
+            p = pieces.read(i)
             if p.seen:
                 for j, (ring, columns) in enumerate(((qk, c.tile_d), (dov, c.tile_dv))):
                     ring.wait_empty(step)  # these operands are read no more

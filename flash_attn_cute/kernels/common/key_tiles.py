@@ -150,7 +150,7 @@ class KeyTile:
         return self.earlier == 0
 
 
-class ToldTiles:
+class WorkTileBroadcast:
     """What the producer tells the other roles of tiles, by shared memory."""
 
     tile_fields: cute.Tensor  # (field, stage of tiles)
@@ -160,28 +160,28 @@ class ToldTiles:
         """What the producer has told of a tile."""
         return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
 
-    def tile_again(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
+    def reload_tile(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
         """The same, read again: for what is not to be kept in registers all the time."""
         return self.tile(config, a, walk + opaque(Int32(0)))
 
     @cute.jit
-    def tell_of(self, tile: KeyTile, walk: Int32) -> None:
+    def publish(self, tile: KeyTile, walk: Int32) -> None:
         """By the producer: a tile, when all have read what was here."""
         self.tiles.wait_empty(walk)  # from all other roles
         with cute.arch.elect_one():
             tile.write(self.tile_fields[None, self.tiles.stage(walk)])
-            self._tell(walk)
+            self._signal(walk)
 
     @cute.jit
-    def tell_of_end(self, walk: Int32) -> None:
+    def publish_end(self, walk: Int32) -> None:
         """By the producer: a tile of no blocks."""
         self.tiles.wait_empty(walk)  # from all other roles
         with cute.arch.elect_one():
             for i in (_START, _STOP):
                 self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
-            self._tell(walk)
+            self._signal(walk)
 
-    def _tell(self, walk: Int32) -> None:
+    def _signal(self, walk: Int32) -> None:
         """By one thread: what is to be told has been written."""
         cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to all other roles
 

@@ -104,7 +104,7 @@ class LedRing(Ring):
         """As of ``Ring``."""
         arrive_as_warp(self.empty(step), _LEADER)
 
-    def tell(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
+    def publish(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
         """By the thread of a pair's leader that has written a step's fields: both CTAs may read them.
 
         Args:
@@ -120,7 +120,7 @@ class LedRing(Ring):
 
     @cute.jit
     def expect(self, step: Int32, fields: cute.Tensor) -> None:
-        """By a warp of a pair's second CTA: the leader is to ``tell`` of a step."""
+        """By a warp of a pair's second CTA: the leader is to ``publish`` of a step."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), _bytes_of(fields))
 

@@ -359,7 +359,7 @@ class ForwardSm100:
         if const_expr(c.features.bias):
             step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
         if const_expr(c.features.listed):
-            block, code, words = rows.told_of_entry(c, step, block_step)
+            block, code, words = rows.read_entry(c, step, block_step)
             is_seen, is_cut = code != EMPTY, rows.hides(c, code, words)
         else:
             block, words = rows.tile(c, step).blocks.nth(i), None
@@ -485,7 +485,7 @@ class _Rows:
         return Blocks.of(first_row, num_rows, tile.k.length, window, config.tile_n)
 
     @cute.jit
-    def told_of_entry(
+    def read_entry(
         self, config: cutlass.Constexpr, step: Int32, block_step: Int32
     ) -> tuple[Int32, Int32, list[Int32]]:
         """A block that the producer has told of, what the part's list says of it, and the row's bits, 32 keys each."""

@@ -51,8 +51,8 @@ class PairShared(Shared):
     def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
         """Of a CTA, on the kernel's side."""
         rings = PairRings.at(config, storage.barriers.data_ptr())
-        told = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
-        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=told[None, None, SECOND])
+        fields_of_both = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
+        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=fields_of_both[None, None, SECOND])
 
     @property
     def is_leader(self) -> Boolean:
@@ -60,7 +60,7 @@ class PairShared(Shared):
         return self.rank != SECOND
 
     @cute.jit
-    def tell_of(self, tile: QueryTile, queries: int, step: Int32) -> None:
+    def publish(self, tile: QueryTile, queries: int, step: Int32) -> None:
         """By the leader's producer: tells both CTAs of a tile, each of its own as many queries."""
         ring = self.rings.tiles
         ring.wait_empty(step)  # from all other roles of both: they are done with the stage's last tile
@@ -69,17 +69,17 @@ class PairShared(Shared):
             for fields, first_query in ((own, tile.first_query), (sent, tile.first_query + queries)):
                 replace(tile, first_query=first_query).write(fields)
                 fields[_FIRST_KEY] = tile.k.start
-            ring.tell(step, self.tiles, self.tiles_sent)
+            ring.publish(step, self.tiles, self.tiles_sent)
 
     @cute.jit
-    def tell_of_end(self, step: Int32) -> None:
+    def publish_end(self, step: Int32) -> None:
         """Likewise: there is no other tile."""
         ring = self.rings.tiles
         ring.wait_empty(step)  # as above
         with cute.arch.elect_one():
             for fields in (self.tiles, self.tiles_sent):
                 fields[0, ring.stage(step)] = Int32(-1)
-            ring.tell(step, self.tiles, self.tiles_sent)
+            ring.publish(step, self.tiles, self.tiles_sent)
 
     def first_key(self, step: Int32) -> Int32:
         """Where a tile's keys begin, in the tensor."""

@@ -23,7 +23,7 @@ class PairProducer(Producer):
         heads_a_key_head = a.mQ.shape[-2] // a.mK.shape[-2]
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         first, _, _ = cute.arch.block_idx()
-        index = self._tell_next(a, shared, first // CTAS, step)
+        index = self._publish_next(a, shared, first // CTAS, step)
         rings.tiles.wait_full(step)
         while shared.tiles[0, rings.tiles.stage(step)] >= 0:
             tile = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step)])
@@ -44,26 +44,26 @@ class PairProducer(Producer):
                 self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                 block_step += 1
             step += 1
-            index = self._tell_next(a, shared, index, step)
+            index = self._publish_next(a, shared, index, step)
             rings.tiles.wait_full(step)
         rings.v.wait_empty(block_step - 1 + c.v_stages)  # the last commit that arrives here: until then the CTA lives
 
     @cute.jit
-    def _tell_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
+    def _publish_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
         """The leader's tells all roles of both CTAs of the first tile from ``index`` on that is work, or of the end.
 
         Returns the tile that may be the next one.
         """
         if shared.is_leader:
-            num_tiles, is_told = self.tiles.num(a), Boolean(False)
-            while index < num_tiles and not is_told:
+            num_tiles, is_published = self.tiles.num(a), Boolean(False)
+            while index < num_tiles and not is_published:
                 tile = self.tiles.at(a, None, index)
                 index = take_tile(a.mNextTile, num_tiles, cute.arch.grid_dim()[0] // CTAS)
-                is_told = self.tiles.is_work(tile)
-                if is_told:
-                    shared.tell_of(tile, self.config.queries, step)
-            if not is_told:
-                shared.tell_of_end(step)
+                is_published = self.tiles.is_work(tile)
+                if is_published:
+                    shared.publish(tile, self.config.queries, step)
+            if not is_published:
+                shared.publish_end(step)
         else:
             shared.rings.tiles.expect(step, shared.tiles)
         return index

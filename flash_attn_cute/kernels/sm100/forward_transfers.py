@@ -61,22 +61,22 @@ class Producer:
                     cute.arch.sync_warp()  # it is written
                 k_start = tile.k.start
                 for i in cutlass.range(tile.blocks.num, unroll=1):
-                    block, told = tile.blocks.nth(i), tile
+                    block, tile_of_block = tile.blocks.nth(i), tile
                     if const_expr(c.features.listed):
                         block, codes = walk.nth(i)
-                        self._tell_of_entry((block, *codes), shared, block_step)
+                        self._publish_entry((block, *codes), shared, block_step)
                         # Beside the walk registers are short, so that what the tile is is read again.
-                        told = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
+                        tile_of_block = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
                     start = block * c.tile_n
-                    stop = k_start + cutlass.min(start + c.tile_n, told.k.length)
+                    stop = k_start + cutlass.min(start + c.tile_n, tile_of_block.k.length)
                     start += k_start
-                    head_k = told.head // heads_a_key_head
-                    gK = tma.K.at(start, stop, head_k, told.batch)
+                    head_k = tile_of_block.head // heads_a_key_head
+                    gK = tma.K.at(start, stop, head_k, tile_of_block.batch)
                     self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
                     if i == 0:
-                        self._load_Q(told, tma.Q, shared, q_step)
+                        self._load_Q(tile_of_block, tma.Q, shared, q_step)
                         q_step += c.q_parts
-                    gV = tma.V.at(start, stop, head_k, told.batch)
+                    gV = tma.V.at(start, stop, head_k, tile_of_block.batch)
                     self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                     block_step += 1
         rings.tiles.wait_empty(step)
@@ -85,7 +85,7 @@ class Producer:
             cute.arch.mbarrier_arrive(rings.tiles.full(step))
 
     @cute.jit
-    def _tell_of_entry(self, values: tuple[Int32, ...], shared: Shared, step: Int32) -> None:
+    def _publish_entry(self, values: tuple[Int32, ...], shared: Shared, step: Int32) -> None:
         """Tells the others which block the next one is, and what the lists of the parts say of it."""
         ring = shared.rings.entries
         ring.wait_empty(step)  # from softmax and mma warps: they have read the stage's last entry

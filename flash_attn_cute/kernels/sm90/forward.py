@@ -326,7 +326,7 @@ class ForwardSm90:
         f = self.config.features
         blocks = QueryTile.read(self.config, work.shared.tiles[None, stage]).blocks
         if const_expr(f.listed):
-            entry, seen = self._told_of_entry(work, v_state.count), None
+            entry, seen = self._read_entry(work, v_state.count), None
             if const_expr(f.intervals):
                 tile = QueryTile.read(self.config, work.shared.tiles[None, stage])
                 first_row = tile.first_query + self.queries * work.warpgroup
@@ -347,7 +347,7 @@ class ForwardSm90:
         return k_state, v_state
 
     @cute.jit
-    def _told_of_entry(self, work: "_Work", step: Int32) -> Entry:
+    def _read_entry(self, work: "_Work", step: Int32) -> Entry:
         """What warp 0 has told of a step's block, whose K is there; its bits are on their way."""
         entries, i = work.shared.entries, step % entry_stages(self.config)
         block, code = entries[0, i], entries[1, i]
@@ -371,7 +371,7 @@ class ForwardSm90:
         shared = work.shared
         shared.pipe_K.consumer_wait(k_state)
         if const_expr(entry is None):
-            entry = self._told_of_entry(work, v_state.count + 1)
+            entry = self._read_entry(work, v_state.count + 1)
         self._acquire_tensor_cores(work)
         self._start_S(work, stage, k_state)
         shared.pipe_V.consumer_wait(v_state)

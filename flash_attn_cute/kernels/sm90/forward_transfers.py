@@ -54,7 +54,7 @@ class Transfers:
                             lane = cutlass.min(i + cute.arch.lane_idx(), tile.blocks.num - 1)
                             listed_block, listed_code = self._entry(tables, tile.blocks.nth(lane))
                         block, code = (cute.arch.shuffle_sync(x, i % 32) for x in (listed_block, listed_code))
-                        self._tell_of_entry(block, code, shared, state.count)
+                        self._publish_entry(block, code, shared, state.count)
                     start = block * c.tile_n
                     stop = tile.k.start + cutlass.min(start + c.tile_n, tile.k.length)
                     start += tile.k.start
@@ -72,7 +72,7 @@ class Transfers:
             cute.arch.mbarrier_arrive(shared.tile_full + tile_state.index)
 
     @cute.jit
-    def _tell_of_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:
+    def _publish_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:
         """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):

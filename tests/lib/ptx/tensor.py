@@ -85,9 +85,9 @@ def commit(s: Statement) -> Effect:
 
     def commit_products(warp: Warp, mask: Mask) -> None:
         lane = only(mask)
-        told = 1 << warp.cta.rank if ranks is None else int(ranks(warp)[lane])
-        told_ranks = tuple(rank for rank in range(16) if told >> rank & 1)
-        warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), told_ranks))
+        ranks_mask = 1 << warp.cta.rank if ranks is None else int(ranks(warp)[lane])
+        to_ranks = tuple(rank for rank in range(16) if ranks_mask >> rank & 1)
+        warp.cta.products.append(Commit(within_cta(int(address(warp)[lane])), to_ranks))
 
     return commit_products
 

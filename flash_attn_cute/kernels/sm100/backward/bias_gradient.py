@@ -228,7 +228,7 @@ class BiasGradientSm100:
         memory = shared.tensor_memory
         step, owner = Int32(0), self.map.owner(a)
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
-            if pieces.learn(i).seen:
+            if pieces.wait_for(i).seen:
                 stage = rings.qk.stage(step)
                 rings.qk.wait_full(step)  # from the producer
                 rings.scores.wait_empty(step)  # from compute warps: S of two steps before is read
@@ -245,7 +245,7 @@ class BiasGradientSm100:
                 commit(rings.dov.empty(step))  # to the producer
                 commit(rings.dp.full(step))  # to compute warps; the last commit, which they wait for
                 step += 1
-            pieces.forget(i)
+            pieces.release(i)
 
     @cute.jit
     def compute(
@@ -267,11 +267,11 @@ class BiasGradientSm100:
         sums = cute.make_rmem_tensor(c.keys, Float32)
         sums.fill(0.0)
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
-            piece = shared.pieces.learn(i)
+            piece = shared.pieces.wait_for(i)
             if piece.seen:
                 self._add(work, sums, piece, step)
                 step += 1
-            shared.pieces.forget(i)
+            shared.pieces.release(i)
         if const_expr(c.split):
             fours = cute.make_tensor(sums.iterator, cute.make_layout((4, c.keys // 4)))
             for i in cutlass.range_constexpr(c.keys // 4):

@@ -311,7 +311,7 @@ class BackwardCtaSm100:
     ) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
-        tile = shared.tile_again(c, a, walk)
+        tile = shared.reload_tile(c, a, walk)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
             part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.walks * shared.rank)
@@ -374,7 +374,7 @@ class BackwardCtaSm100:
         address = work.address + (first + O_COLUMNS * piece)
         ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
-        tile = shared.tile_again(c, a, walk)
+        tile = shared.reload_tile(c, a, walk)
         for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
             numbers = tensor_memory.load(address + column, COLUMNS)
             acc = cute.make_rmem_tensor(COLUMNS, Float32)

@@ -80,15 +80,15 @@ class Block:
     walk: Int32
     nth: Int32
     i: Int32
-    told: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
+    entry: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
 
     def m_block(self, tile: KeyTile) -> Int32:
         """The block of queries."""
-        return tile.blocks.nth(self.i) if self.told is None else opaque(self.told[0])
+        return tile.blocks.nth(self.i) if self.entry is None else opaque(self.entry[0])
 
     def head(self, tile: KeyTile) -> Int32:
         """Their head."""
-        return tile.head + self.nth if self.told is None else opaque(self.told[2])
+        return tile.head + self.nth if self.entry is None else opaque(self.entry[2])
 
 
 class Scores:
@@ -173,7 +173,7 @@ class Scores:
     @cute.jit
     def _store_dbias(self, work: Work, gradients: cutlass.Constexpr, block: Block) -> None:
         """A step's gradients of scores, rounded, where every score has a bias of its own."""
-        tile = work.shared.tile_again(self.config, work.arguments, block.walk)
+        tile = work.shared.reload_tile(self.config, work.arguments, block.walk)
         if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
             column, first = self._column(work, work.arguments.mdBias, block)
             for n in cutlass.range_constexpr(len(gradients)):
@@ -185,7 +185,7 @@ class Scores:
         Behind the last key stands that.
         """
         c, a = self.config, work.arguments
-        tile = work.shared.tile_again(c, a, block.walk)
+        tile = work.shared.reload_tile(c, a, block.walk)
         key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
         gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
         column = BiasColumn.of(gX, key, tile.q.length)
@@ -195,10 +195,10 @@ class Scores:
     def _listed(self, work: Work, block: Block) -> tuple[Boolean, list[Int32]]:
         """Whether scores of a step are to be hidden, and the bits of those of the thread's that are not."""
         c = self.config
-        m_block, code = block.told[:2]
+        m_block, code = block.entry[:2]
         words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
         if const_expr(c.features.intervals):
-            tile = work.shared.tile_again(c, work.arguments, block.walk)
+            tile = work.shared.reload_tile(c, work.arguments, block.walk)
             first_query = m_block * c.tile_m + c.queries * work.warpgroup
             words = within_interval(
                 words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
@@ -236,7 +236,7 @@ class Scores:
     def _hide_by_edges(self, work: Work, block: Block, place: Int32) -> None:
         """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
         c, f = self.config, self.config.features
-        tile = work.shared.tile_again(c, work.arguments, block.walk)
+        tile = work.shared.reload_tile(c, work.arguments, block.walk)
         m_block = block.m_block(tile)
         is_cut = tile.blocks.crosses_left(m_block)
         if const_expr(f.hides_last_queries):

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -129,15 +129,15 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     c = config
     num_barriers = 2 * sum(Rings.stages(c).values())
-    stages_told = ENTRY_STAGES if c.features.listed else 0
+    info_stages = ENTRY_STAGES if c.features.listed else 0
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
-        entries: cute.struct.MemRange[Int32, _entry_numbers(c) * stages_told]
-        turns: cute.struct.MemRange[Int32, _TURN_NUMBERS * stages_told]
+        entries: cute.struct.MemRange[Int32, _entry_numbers(c) * info_stages]
+        turns: cute.struct.MemRange[Int32, _TURN_NUMBERS * info_stages]
         lse: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.delta_stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
@@ -152,14 +152,14 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
 
 
 @dataclass(frozen=True)
-class Told:
+class StepInfo:
     """Numbers that the producer tells others of, step by step."""
 
     ring: Ring
     numbers: cute.Tensor  # (number, stage)
 
     @cute.jit
-    def tell(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
+    def publish(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
         """By the producer: those of a step, when all have read what was here."""
         self.ring.wait_empty(step)  # from those who read
         with cute.arch.elect_one():
@@ -176,7 +176,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Shared(ToldTiles):
+class Shared(WorkTileBroadcast):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (tile_n, d, stage); then dK on its way out
@@ -193,8 +193,8 @@ class Shared(ToldTiles):
     holder: cute.Pointer  # of where tensor memory begins
     # Under a mask, a step's block of queries, its code and, with a bias, the head, to compute warps; and which block of
     # dQ, counted over all heads, it adds to, and its turn, to adding warps, whose steps are those that have a dQ.
-    entries: Told | None
-    turns: Told | None
+    entries: StepInfo | None
+    turns: StepInfo | None
 
     rank = 0  # of the CTA, among those of a tile
 
@@ -212,8 +212,8 @@ class Shared(ToldTiles):
             tiles=rings.tiles,
             rings=rings,
             holder=storage.holder.data_ptr(),
-            entries=Told(rings.entries, storage.entries.get_tensor(entries)) if c.features.listed else None,
-            turns=Told(rings.turns, storage.turns.get_tensor(turns)) if c.features.listed else None,
+            entries=StepInfo(rings.entries, storage.entries.get_tensor(entries)) if c.features.listed else None,
+            turns=StepInfo(rings.turns, storage.turns.get_tensor(turns)) if c.features.listed else None,
         )
 
     @property

@@ -39,7 +39,7 @@ class Transfers:
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
-                shared.tell_of(tile, walk)
+                shared.publish(tile, walk)
                 self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
                 heads = heads_a_tile(c, a)
                 first_of_last_walk = step + (c.walks - 1) * rounds_a_tile(c, a) * tile.blocks.num
@@ -53,9 +53,9 @@ class Transfers:
                         m_block = tile.blocks.nth(i)
                         if const_expr(c.features.listed):
                             m_block, code, turn = entry_of(c, ws, first + i)
-                            shared.entries.tell(step, (m_block, code, head) if c.features.bias else (m_block, code))
+                            shared.entries.publish(step, (m_block, code, head) if c.features.bias else (m_block, code))
                             if step >= first_of_last_walk:
-                                shared.turns.tell(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
+                                shared.turns.publish(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
                                 dq_step += 1
                         lse, delta = (
                             (ws.mStats[j, head, tile.first_block + m_block, None], sX)
@@ -85,7 +85,7 @@ class Transfers:
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = take_tile(a.mNextTile, num_questions)
-        shared.tell_of_end(walk)
+        shared.publish_end(walk)
 
     @cute.jit
     def _load_keys(
@@ -202,13 +202,13 @@ class Transfers:
         step, walk = Int32(0), Int32(0)
         while shared.has_tile(walk):
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
-                for i in cutlass.range(shared.tile_again(c, a, walk).blocks.num, unroll=1):
+                for i in cutlass.range(shared.reload_tile(c, a, walk).blocks.num, unroll=1):
                     block, turn = Int32(0), Int32(0)
                     if const_expr(c.features.listed):
                         block, turn = shared.turns.read(step)
                     if step % ADDING_WARPS == which:
                         if const_expr(not c.features.listed):
-                            tile = shared.tile_again(c, a, walk)
+                            tile = shared.reload_tile(c, a, walk)
                             m_block = tile.blocks.nth(i)
                             block = self._block_of_dQ(ws, tile, tile.head + nth, m_block)
                             turn = tile.turn(c, m_block)

@@ -171,9 +171,9 @@ class PairShared(Shared):
         """Whether it is the CTA that chooses tiles and issues products."""
         return self.rank != SECOND
 
-    def _tell(self, walk: Int32) -> None:
+    def _signal(self, walk: Int32) -> None:
         """By one thread of the leader: what is to be told has been written, and goes to the second CTA as well."""
-        self.tiles.tell(walk, self.tile_fields, self.tile_fields)
+        self.tiles.publish(walk, self.tile_fields, self.tile_fields)
 
     @cute.jit
     def send_dS(self, step: Int32, warp: Int32) -> None:

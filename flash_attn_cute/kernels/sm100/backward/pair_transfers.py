@@ -28,7 +28,7 @@ class PairTransfers(Transfers):
         """
         c, rings = self.config, shared.rings
         walk, step = Int32(0), Int32(0)
-        self._tell_next(a, ws, shared, walk)
+        self._publish_next(a, ws, shared, walk)
         while shared.has_tile(walk):
             tile = shared.tile(c, a, walk)
             rank = shared.rank
@@ -56,7 +56,7 @@ class PairTransfers(Transfers):
                     step += 1
             walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            self._tell_next(a, ws, shared, walk)
+            self._publish_next(a, ws, shared, walk)
 
     def _rows(self, shared: PairShared, tile: KeyTile, m_block: Int32) -> tuple[tuple[Int32, Int32], ...]:
         """Where a CTA's own queries of a block begin and end, and where the block does."""
@@ -66,23 +66,23 @@ class PairTransfers(Transfers):
         return (own, own_end), (first, end)
 
     @cute.jit
-    def _tell_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, walk: Int32) -> None:
+    def _publish_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, walk: Int32) -> None:
         """The leader's producer tells all roles of both CTAs, its own among them, of the next tile, or of the end."""
         c = self.config
         if shared.is_leader:
             num_tiles = num_key_tiles(c, a)
             num_questions = num_tiles + cute.arch.grid_dim()[0] // CTAS  # every pair asks until it gets none
-            index, is_told = take_tile(a.mNextTile, num_questions), Boolean(False)
+            index, is_published = take_tile(a.mNextTile, num_questions), Boolean(False)
             while index < num_tiles:
                 tile = key_tile(c, a, ws, index)
                 index = num_tiles
                 if tile.blocks.num > 0:
-                    shared.tell_of(tile, walk)
-                    is_told = Boolean(True)
+                    shared.publish(tile, walk)
+                    is_published = Boolean(True)
                 else:  # only has zeros to be written
                     index = take_tile(a.mNextTile, num_questions)
-            if not is_told:
-                shared.tell_of_end(walk)
+            if not is_published:
+                shared.publish_end(walk)
         else:
             shared.tiles.expect(walk, shared.tile_fields)
 

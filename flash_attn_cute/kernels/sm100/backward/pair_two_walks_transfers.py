@@ -26,7 +26,7 @@ class PairTwoWalksTransfers(PairTransfers):
         """
         c = self.config
         walk, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
-        self._tell_next(a, ws, shared, walk)
+        self._publish_next(a, ws, shared, walk)
         while shared.has_tile(walk):
             tile, num_steps = shared.tile(c, a, walk), shared.num_steps(c, a, walk)
             shared.tiles.release(walk)
@@ -40,7 +40,7 @@ class PairTwoWalksTransfers(PairTransfers):
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
             walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            self._tell_next(a, ws, shared, walk)
+            self._publish_next(a, ws, shared, walk)
 
     @cute.jit
     def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairTwoWalksShared, walk: Int32) -> None:

@@ -219,7 +219,7 @@ class BiasGradientSm90:
         if const_expr(c.bias_pitch):
             shared.ring.wait_full(Int32(0))  # from warps 1 to 3
         for i in cutlass.range(owner.stop - owner.first, unroll=1):
-            p = pieces.learn(i)
+            p = pieces.wait_for(i)
             if p.seen:
                 # Ahead of time, as both take long to come.
                 stats = self._stats(mStats, p, p.first_query + 64 * w, coordinates)
@@ -254,7 +254,7 @@ class BiasGradientSm90:
                 dov.release(step)  # to warp 0
                 self._add(acc_S, acc_dP, acc_dB, stats, scales)
                 step += 1
-            pieces.forget(i)
+            pieces.release(i)
         if const_expr(c.split):
             index, _, _ = cute.arch.block_idx()
             part = partial_sums[index, None, cute.arch.thread_idx()[0] - 128, None]

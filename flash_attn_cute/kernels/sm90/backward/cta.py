@@ -311,18 +311,18 @@ class BackwardCtaSm90:
             work.acc_dK.fill(0.0)
             if const_expr(c.features.grouped and not c.features.listed):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
-                    tile = shared.tile_again(c, a, walk)
+                    tile = shared.reload_tile(c, a, walk)
                     step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
             else:  # under a mask a tile's blocks are those of all its heads
                 step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
             if const_expr(c.features.grouped):
-                self._share_dKV(work, shared.tile_again(c, a, walk))
+                self._share_dKV(work, shared.reload_tile(c, a, walk))
             piece = piece_number(step, walk)
             if const_expr(c.k_stages == 1):
                 self._finish_dQ(work, step, walk, piece)
                 shared.k.release(walk)  # to warp 0
                 piece += 1
-            self._put_out_dKV(work, walk, piece, shared.tile_again(c, a, walk).is_last)
+            self._put_out_dKV(work, walk, piece, shared.reload_tile(c, a, walk).is_last)
             shared.tiles.release(walk)  # to warp 0
             walk += 1
         if const_expr(c.k_stages == 2):
@@ -410,10 +410,10 @@ class BackwardCtaSm90:
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
         self._start_S(work, walk, stage)
         if const_expr(self.config.features.listed):
-            m_block, nth, code = shared.told_of_scores(step)
+            m_block, nth, code = shared.read_scores_step(step)
             words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.features.intervals):
-            keys = shared.tile_again(self.config, work.arguments, walk)
+            keys = shared.reload_tile(self.config, work.arguments, walk)
             first_row = keys.first_key + 64 * work.warpgroup
             seen = read_seen(work.arguments.mSeen, keys.batch, keys.k.length, first_row, work.scores.cS)
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
@@ -431,7 +431,7 @@ class BackwardCtaSm90:
         else:
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(self.config.bias_pitch):
-            rows = shared.tile_again(self.config, work.arguments, walk).rows_of_bias(self.config, nth, m_block)
+            rows = shared.reload_tile(self.config, work.arguments, walk).rows_of_bias(self.config, nth, m_block)
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
@@ -440,7 +440,7 @@ class BackwardCtaSm90:
             shared.bias.ring.wait_full(step)  # from warp 3
         hides = code >= 0 if const_expr(self.config.features.listed) else blocks.position_crosses_left(n)
         if const_expr(self.config.features.hides_last_queries and not self.config.features.listed):
-            again = work.shared.tile_again(self.config, work.arguments, walk)
+            again = work.shared.reload_tile(self.config, work.arguments, walk)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(
             self.config,
@@ -554,7 +554,7 @@ class BackwardCtaSm90:
         for i, (acc, mma, mX) in enumerate(both):
             if const_expr(f.wide):
                 if is_whole:
-                    tile = shared.tile_again(self.config, a, walk)
+                    tile = shared.reload_tile(self.config, a, walk)
                     # Opaque, or the compiler keeps what they are multiplied by in registers from the start.
                     gX = rows_first(mX, f.packed)[None, None, opaque(tile.head_k), tile.batch]
                     first = opaque(tile.k.start + tile.first_key + 64 * work.warpgroup)
@@ -591,7 +591,7 @@ class BackwardCtaSm90:
 
     def _place(self, work: "_Work", walk: Int32, nth: Int32 | int, m_block: Int32) -> Place:
         """Where the scores are; the tile is read again, which is seldom, rather than kept in registers."""
-        tile = work.shared.tile_again(self.config, work.arguments, walk)
+        tile = work.shared.reload_tile(self.config, work.arguments, walk)
         return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:

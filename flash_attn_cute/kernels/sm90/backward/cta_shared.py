@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
-from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, ToldTiles
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, WorkTileBroadcast
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_rows import SharedBias
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
@@ -86,7 +86,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
 
 
 @dataclass(frozen=True)
-class Shared(ToldTiles):
+class Shared(WorkTileBroadcast):
     """Shared memory and what guards it."""
 
     sK: cute.Tensor  # (64, d, warpgroup, stage)
@@ -113,17 +113,17 @@ class Shared(ToldTiles):
         """What guards its part of sOut."""
         return Ring(self.out_barriers + 2 * warpgroup, 1)
 
-    def tell_of_step(self, step: Int32, told: StepFields) -> None:
+    def publish_step(self, step: Int32, info: StepFields) -> None:
         """By one thread of warp 0, before it announces Q."""
         for i in range(self.step_fields.shape[0]):
-            self.step_fields[i, self.steps.stage(step)] = told[i]
+            self.step_fields[i, self.steps.stage(step)] = info[i]
         cute.arch.mbarrier_arrive(self.steps.full(step))  # to warps 1 and 2
 
-    def told_of(self, step: Int32) -> tuple[Int32, Int32]:
+    def read_step(self, step: Int32) -> tuple[Int32, Int32]:
         """What has been told: to who has found that it has, or has the step's dQ."""
         return self.step_fields[0, self.steps.stage(step)], self.step_fields[1, self.steps.stage(step)]
 
-    def told_of_scores(self, step: Int32) -> tuple[Int32, Int32, Int32]:
+    def read_scores_step(self, step: Int32) -> tuple[Int32, Int32, Int32]:
         """Under a mask, to who has Q: a step's m_block, head and code."""
         m_block, nth, code = (self.step_fields[i, self.steps.stage(step)] for i in range(2, 5))
         return m_block, nth, code

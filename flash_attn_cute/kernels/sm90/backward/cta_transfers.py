@@ -36,7 +36,7 @@ class Transfers:
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others are nobody's but warp 3's
-                shared.tell_of(tile, walk)
+                shared.publish(tile, walk)
                 self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
@@ -53,8 +53,8 @@ class Transfers:
                         if const_expr(c.spreads_sums):
                             sums = sums_of(c, a)
                             block, turn = block * sums + turn % sums, turn // sums
-                        told = StepFields(block, turn, m_block, nth, code)
-                        self._load_queries(ws, tile, tma, shared, head, m_block, told, step)
+                        info = StepFields(block, turn, m_block, nth, code)
+                        self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
                             # Behind the first queries, for which there is room before there is for V.
                             self._load_keys(tile, tma.V, shared.sV, shared.v, walk)
@@ -62,7 +62,7 @@ class Transfers:
                 walk += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = take_tile(a.mNextTile, num_questions)
-        shared.tell_of_end(walk)
+        shared.publish_end(walk)
 
     @cute.jit
     def load_bias(self, a: BackwardArguments, shared: Shared) -> None:
@@ -79,7 +79,7 @@ class Transfers:
                     m_block, nth = tile.blocks.nth(i), head
                     if const_expr(c.features.listed):
                         shared.steps.wait_full(step)  # from warp 0
-                        m_block, nth, _ = shared.told_of_scores(step)
+                        m_block, nth, _ = shared.read_scores_step(step)
                     rows = tile.rows_of_bias(c, nth, m_block)
                     shared.bias.load(step, rows, tile.first_key, num_keys, lane)
                     step += 1
@@ -108,7 +108,7 @@ class Transfers:
         shared: Shared,
         head: Int32,
         m_block: Int32,
-        told: StepFields,
+        info: StepFields,
         step: Int32,
     ) -> None:
         """Q, dO, lse and delta of a block of queries, and what others are told of it."""
@@ -122,7 +122,7 @@ class Transfers:
             ring.wait_empty(step)  # from the mma warps: this stage is released
             with cute.arch.elect_one():
                 if const_expr(i == 0):
-                    shared.tell_of_step(step, told)
+                    shared.publish_step(step, info)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
                 cute.copy(
                     numbers,
@@ -153,7 +153,7 @@ class Transfers:
                 come = self._add_dQ(ws, shared, w, last, step - 1, come)
                 last += 1
             if const_expr(not c.features.wide):
-                tile = shared.tile_again(c, a, walk)
+                tile = shared.reload_tile(c, a, walk)
                 start = tile.first_key + 64 * w
                 stop = cutlass.min(start + 64, tile.k.length)
                 for i, t in enumerate((tma.dV, tma.dK)):
@@ -184,7 +184,7 @@ class Transfers:
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
             self._await_turn(ws, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
-        block, turn = shared.told_of(step)
+        block, turn = shared.read_step(step)
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
         counter = turns.counter(ws.mTurnsQ, w, 0, block)
         if const_expr(in_order):
@@ -210,7 +210,7 @@ class Transfers:
     def _await_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.steps.wait_full(step)  # from warp 0
-        block, turn = shared.told_of(step)
+        block, turn = shared.read_step(step)
         turns.wait(turns.counter(ws.mTurnsQ, w, 0, block), turn)
 
     @cute.jit
@@ -219,7 +219,7 @@ class Transfers:
         come = Int32(0)
         if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
             if shared.steps.is_full(step):
-                block, turn = shared.told_of(step)
+                block, turn = shared.read_step(step)
                 come = Int32(turns.added(turns.counter(ws.mTurnsQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
