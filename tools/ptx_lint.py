@@ -228,11 +228,11 @@ def _paths(kernel: _Kernel) -> Iterator[Finding]:
         key = frozenset(thread.executed)
         if key not in seen:
             seen.add(key)
-            _Walk(kernel, thread, findings).run()
+            _Scan(kernel, thread, findings).run()
     yield from findings
 
 
-class _Walk:
+class _Scan:
     """All paths of a thread: states before instructions, joined until they stay."""
 
     def __init__(self, kernel: _Kernel, thread: Thread, findings: list[Finding]) -> None:

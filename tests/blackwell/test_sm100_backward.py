@@ -97,11 +97,11 @@ def program(config: Any, kernel: str = "") -> ptx.Program:
     """Of one of a configuration's kernels; else of the main one."""
     kernels = {
         (1, 1): "BackwardCta",
-        (2, 1): "BackwardTwoWalks",
+        (2, 1): "BackwardTwoPass",
         (1, 2): "BackwardPair",
-        (2, 2): "BackwardPairTwoWalks",
+        (2, 2): "BackwardPairTwoPass",
     }
-    return ptx.Program(text_of(config), kernel or kernels[config.walks, config.ctas_a_tile])
+    return ptx.Program(text_of(config), kernel or kernels[config.num_passes, config.ctas_a_tile])
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,8 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         },
         "BackwardPair",
     ),
-    "two walks": Backward(
-        TABLES["two walks"],
+    "two passes": Backward(
+        TABLES["two passes"],
         {
             "one": lambda: of_d256([60], [60]),  # a block of queries
             "d256": lambda: of_d256([70], [60]),
@@ -232,17 +232,17 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
             "lists": lambda: listed([[1, 1]], head_dim=256),
             "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
         },
-        "BackwardTwoWalks",
+        "BackwardTwoPass",
     ),
-    "pairs in two walks": Backward(
-        TABLES["pairs in two walks"],
+    "pairs in two passes": Backward(
+        TABLES["pairs in two passes"],
         {
             "one": lambda: of_d256([50], [140]),
             "two": lambda: of_d256([70], [140]),
             "steps": lambda: of_d256([150], [140]),
             "tiles": lambda: of_d256([50], [300]),
         },
-        "BackwardPairTwoWalks",
+        "BackwardPairTwoPass",
     ),
     "bias": BiasGradient(
         TABLES["bias"],

@@ -26,7 +26,7 @@ from tools.sm100_model.launch import Cost, Order, Shape, Tile, schedule, steady_
 from tools.sm100_model.machine import B200, B200_BY_POWER, B300, H200, Machine
 from tools.sm100_model.record import Row, hopper_pass, rows
 from tools.sm100_model.simulation import DeadlockError, Needs, Products, Ring, Simulation, Unit
-from tools.sm100_model.sm import Kernel, Maker, Walk
+from tools.sm100_model.sm import Kernel, Maker, TileWork
 from tools.sm100_model.timeline import picture
 
 PAGE = (Path(__file__).parents[2] / "docs/blackwell-model.md").read_text()
@@ -47,7 +47,7 @@ MAKERS = {
 
 
 def clocks_a_block(kernel: Kernel, blocks: int = 40) -> dict[str, float]:
-    sm = kernel.run([Walk(blocks)])
+    sm = kernel.run([TileWork(blocks)])
     return {unit.name: unit.clocks(0, sm.simulation.now) / blocks for unit in sm.units}
 
 
@@ -55,7 +55,7 @@ def clocks_a_block(kernel: Kernel, blocks: int = 40) -> dict[str, float]:
 def test_units(make: Maker) -> None:
     """No unit does two things at a time, or more than there is time for; and every walk ends."""
     kernel = make()
-    sm = kernel.run([Walk(5, 2), Walk(4)] if kernel.persistent else [Walk(9, 2)])
+    sm = kernel.run([TileWork(5, 2), TileWork(4)] if kernel.persistent else [TileWork(9, 2)])
     end = sm.simulation.now
     for unit in sm.units:
         assert all(before.end <= after.start for before, after in pairwise(unit.busy))
@@ -108,7 +108,7 @@ def test_shared_memory_of_blocks_of_64_queries(pair: bool, operands: int, dS: in
         ("d = 256 2-CTA", 1024 + 2048, 256 + 1536 + 324 + 516 + 256 + 512),
     ],
 )
-def test_clocks_of_two_walks(name: str, tensor: int, shared: int) -> None:
+def test_clocks_of_two_passes(name: str, tensor: int, shared: int) -> None:
     """As counted in the kernels' sources: operands, loads and stats, dS, dQ."""
     clocks = clocks_a_block(MAKERS[f"backward {name}"](), blocks=160)
     assert clocks["tensor cores"] == pytest.approx(tensor)
@@ -170,7 +170,7 @@ def test_a_barrier_nobody_arrives_at() -> None:
 )
 def test_kernels_with_a_stage_too_few(kernel: Kernel) -> None:
     with pytest.raises(DeadlockError, match=r"mma at (Q|KV) full"):
-        kernel.run([Walk(4)])
+        kernel.run([TileWork(4)])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -198,8 +198,8 @@ def test_schedule() -> None:
     ordered = schedule(tiles, 3, cost, hand_over=30.0)
     assert ordered.end == 410 + 2 * 30
     assert ordered.waited * 3 == pytest.approx(30 + 60)
-    walking_back = [Tile(0, range(4), 0), Tile(0, range(4)[::-1], 0)]
-    assert schedule(walking_back, 2, cost, hand_over=0.0).end == 410 + 3 * 100
+    going_back = [Tile(0, range(4), 0), Tile(0, range(4)[::-1], 0)]
+    assert schedule(going_back, 2, cost, hand_over=0.0).end == 410 + 3 * 100
 
 
 RECORD = [row for suite in ("forward", "backward", "lengths", "bias") for row in rows(suite)]
@@ -424,7 +424,7 @@ def as_backward_design(c: BackwardConfig) -> BackwardDesign:
         overwrites=c.counts_additions,
         own_columns=not (c.dQ_over_S or c.dQ_over_dP),
         persistent=True,
-        walks=c.walks,
+        num_passes=c.num_passes,
         queries=c.tile_m,
         kv_stages=c.kv_stages,
         q_stages=c.q_stages,

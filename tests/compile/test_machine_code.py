@@ -84,7 +84,7 @@ def machine_code(chosen: Any, folder: Path, spilled: int = 0) -> dict[str, list[
 
 def class_name(function: str) -> str:
     """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoWalks|BackwardPair|BackwardPairTwoWalks"
+    names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoPass|BackwardPair|BackwardPairTwoPass"
     names += "|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists|PieceTiles|BlockTiles"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
     assert found, function[:200]

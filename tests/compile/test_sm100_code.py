@@ -304,40 +304,40 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     kernels = machine_code(c, tmp_path, spilled)
     check_before_and_after(kernels, zeroes=False, num_after=0)
     pair = c.ctas_a_tile == 2
-    names_of_one, names_of_two = ("BackwardCta", "BackwardPair"), ("BackwardTwoWalks", "BackwardPairTwoWalks")
-    (sass,) = kernels[(names_of_one if c.walks == 1 else names_of_two)[pair]]
+    names_of_one, names_of_two = ("BackwardCta", "BackwardPair"), ("BackwardTwoPass", "BackwardPairTwoPass")
+    (sass,) = kernels[(names_of_one if c.num_passes == 1 else names_of_two)[pair]]
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert not lint(ptx)
     assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
     # Loops of four steps. One walk: S, dP and dV once, dK and dQ behind a step and behind a tile. Two: S in each.
-    assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 5 + c.parts_dQ)
+    assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.num_passes == 1 else 5 + c.parts_dQ)
     assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
     assert count["HGMMA"] == 0
     # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart; of two walks
     # that of K by the last dQ, and that of Q by each S.
-    commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.walks == 1 else 3 + 4 + c.parts_dQ)
-    assert count["UTCBAR"] == commits + (4 - c.walks if pair else 0)
+    commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.num_passes == 1 else 3 + 4 + c.parts_dQ)
+    assert count["UTCBAR"] == commits + (4 - c.num_passes if pair else 0)
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
     assert count["USETMAXREG"] == 3
     # A thread has half of S and dP, 32 at a time. Scores are changed where they are to be capped, or to have a bias
     # added (which behind a softcap is added later), and hidden.
     queries = c.tile_m // COMPUTE_WARPGROUPS
     blocks = queries // 32
-    changes = blocks * c.walks * (1 + (c.features.softcap or c.features.bias))
+    changes = blocks * c.num_passes * (1 + (c.features.softcap or c.features.bias))
     # Of dV and of dK, the last of an odd number for whose piece it is.
     pieces = sum(-(-num // COMPUTE_WARPGROUPS) for num in (c.pieces_dV, c.pieces_dK))
-    assert count["LDTM"] == blocks * (c.walks + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
+    assert count["LDTM"] == blocks * (c.num_passes + 1) + changes + 2 * pieces + c.parts_dQ * c.columns_dQ // 32
     assert count["STTM"] == 2 * blocks + changes + (c.tile_d // 64 if c.holds_keys else 0)
-    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.walks * c.tile_m // COMPUTE_WARPGROUPS
+    assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.num_passes * c.tile_m // COMPUTE_WARPGROUPS
     # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns. Half of 192 columns
     # are 3 times 32. Two walks of a pair have loads of Q of their own, and K is that of a CTA; two walks of a CTA have
     # loads of Q and dO of their own.
     loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
     halves = sum(n // 64 if n % 128 else n // 128 for n in (c.tile_d, c.tile_dv)) + 2 * c.columns_of_keys // 64
     halves += c.tile_d // 64 if c.holds_keys else 0
-    again = halves if pair else (c.walks - 1) * (c.tile_d + c.tile_dv) // 64
+    again = halves if pair else (c.num_passes - 1) * (c.tile_d + c.tile_dv) // 64
     assert len(loads) == 2 * (c.tile_d + c.tile_dv) // 64 + again
     of_both = len(loads) - (c.tile_d // 64 if c.holds_keys else 0) if pair else 0
     assert sum(load.endswith(".cta_group::2") for load in loads) == of_both
@@ -349,7 +349,7 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert len(re.findall(r"\btcgen05\.alloc\b", ptx)) == len(re.findall(r"\btcgen05\.dealloc\b", ptx)) == 1
     assert f".target {c.target}" in ptx
     # Of a bias of 16 bits an element a score, or one for all of a thread's, and its gradient.
-    elements = c.walks * (1 if c.features.uniform_bias else queries) if c.features.bias else 0
+    elements = c.num_passes * (1 if c.features.uniform_bias else queries) if c.features.bias else 0
     if not c.features.float32_bias:
         assert len(re.findall(r"\bLDG\.E\.[SU]16\b", sass)) == elements
     assert len(re.findall(r"\bSTG\.E\.U16\b", sass)) == queries * c.features.dbias
@@ -427,19 +427,19 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
-        parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.walks == 1 else sums[1:])]
+        parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.num_passes == 1 else sums[1:])]
         parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
         if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
             first, columns = parts.pop()
-            weights = c.queries // 2 if c.walks == 1 else 0
+            weights = c.queries // 2 if c.num_passes == 1 else 0
             assert first == c.first_S + weights
             assert columns == c.tile_m - 2 * weights
-            assert c.walks == 2 or c.weights_apart == weights + columns
+            assert c.num_passes == 2 or c.weights_apart == weights + columns
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS
-        if c.walks == 2:
+        if c.num_passes == 2:
             assert sums[0] == sums[1]
             assert pair or not c.dQ_over_dP
         if c.dQ_over_dP:  # which its first part does not reach beyond

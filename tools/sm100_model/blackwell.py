@@ -14,7 +14,7 @@ from functools import partial
 
 from tools.sm100_model.machine import B200, Machine
 from tools.sm100_model.simulation import Barrier, Needs
-from tools.sm100_model.sm import Sm, Walk
+from tools.sm100_model.sm import Sm, TileWork
 
 _POLYNOMIAL = 5.5  # instructions an exponential that is not the unit's
 MASK = 1.2  # instructions that hide an element: bits of a row are moved to predicates
@@ -48,7 +48,7 @@ class Forward:
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
         self.rows, self.columns, self.persistent = BLOCK * design.tiles * self.ctas, design.keys, design.persistent
-        self.walks = 1
+        self.num_passes = 1
         sm = self.sm
         tiles = range(design.tiles)
         self.q = [sm.ring(f"Q{t}", 1, empty=2 if design.o_over_q else 1) for t in tiles]
@@ -59,24 +59,24 @@ class Forward:
         self.maxima = [sm.ring(f"maxima {g}", 1) for g in range(2)]
         self.o = [sm.ring(f"O{t}", 1) for t in tiles]
 
-    def run(self, walks: Sequence[Walk]) -> Sm:
+    def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
         simulation = self.sm.simulation
-        simulation.start("load", self.load(walks))
-        simulation.start("mma", self.mma(walks))
+        simulation.start("load", self.load(work))
+        simulation.start("mma", self.mma(work))
         for warpgroup in range(self.design.warpgroups):
-            simulation.start(f"softmax {warpgroup}", self.softmax(warpgroup, walks))
+            simulation.start(f"softmax {warpgroup}", self.softmax(warpgroup, work))
         if self.design.maxima:
-            simulation.start("correction", self.correction(walks))
-        simulation.start("epilogue", self.epilogue(walks))
+            simulation.start("correction", self.correction(work))
+        simulation.start("epilogue", self.epilogue(work))
         simulation.run()
         return self.sm
 
-    def load(self, walks: Sequence[Walk]) -> Needs:
+    def load(self, work: Sequence[TileWork]) -> Needs:
         """A warp: Q, K and V."""
         c, fill = self.design, 0
         part = 0.5 if c.pair else 1.0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             for q in self.q:
                 yield q.wait_empty(tile)
                 self.sm.load("Q", 2 * BLOCK * c.d, q, tile)
@@ -86,11 +86,11 @@ class Forward:
                     self.sm.load(what, part * 2 * c.keys * columns, self.kv, fill)
                     fill += 1
 
-    def mma(self, walks: Sequence[Walk]) -> Needs:
+    def mma(self, work: Sequence[TileWork]) -> Needs:
         """A warp: S of the next block behind the output of this one, tile by tile."""
         c, block = self.design, 0
         issued = [0, 0]  # products with P, a buffer
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             for i in range(num + 1):
                 if c.tiles == 1 and i < num:
                     yield from self._scores(tile, i, num, block)
@@ -140,14 +140,14 @@ class Forward:
             yield self.p_last[g].phase(number)
             sm.products.issue("mma", f"O{t}", clocks * (1 - first), operands * (1 - first), then)
 
-    def softmax(self, warpgroup: int, walks: Sequence[Walk]) -> Needs:
+    def softmax(self, warpgroup: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a row a thread."""
         c, sm, me = self.design, self.sm, f"softmax {warpgroup}"
         numbers = [0, 0]  # of blocks, a buffer
         pieces = c.keys // _COLUMNS
         each = 0.5 + (1 - c.polynomials) + _POLYNOMIAL * c.polynomials + 0.5
         hands_over = pieces - (2 if c.early else 1)  # the piece behind which P is
-        for num, masked in walks:
+        for num, masked in work:
             for i in range(num):
                 g = warpgroup if c.tiles == 2 else i % 2
                 if c.warpgroups == 2 and g != warpgroup:
@@ -178,10 +178,10 @@ class Forward:
                 if c.maxima:
                     yield from sm.compute(me, "sum", c.keys / 2 + 20, goes_on=True)
 
-    def correction(self, walks: Sequence[Walk]) -> Needs:
+    def correction(self, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: votes whether O is to be scaled, which it hardly ever is."""
         number = 0
-        for num, _ in walks:
+        for num, _ in work:
             for i in range(num):
                 for g in range(2) if self.design.tiles == 2 else [i % 2]:
                     step = number if self.design.tiles == 2 else number // 2
@@ -191,10 +191,10 @@ class Forward:
                     self.p_ready[g].arrive()
                 number += 1
 
-    def epilogue(self, walks: Sequence[Walk]) -> Needs:
+    def epilogue(self, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: O to global memory."""
         c = self.design
-        for tile in range(len(walks)):
+        for tile in range(len(work)):
             for o, q in zip(self.o, self.q, strict=True):
                 yield o.wait_full(tile)
                 size = BLOCK * c.d_v
@@ -219,7 +219,7 @@ class BackwardDesign:
     overwrites: bool = False  # the first to add to a block, so that nobody needs to zero them
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
-    walks: int = 1  # over the queries that see a tile; of two ``two_walks`` has what is done
+    num_passes: int = 1  # over the queries that see a tile; of two ``two_pass`` has what is done
     queries: int = BLOCK  # of a block: as many as there are lanes, or half of them, and dQ is transposed
     kv_stages: int = 1
     q_stages: int = 2
@@ -236,13 +236,13 @@ class Backward:
         self.sm = Sm(machine)
         self.ctas = 2 if design.pair else 1
         self.rows, self.columns, self.persistent = BLOCK * self.ctas, design.queries, design.persistent
-        self.walks = design.walks
+        self.num_passes = design.num_passes
         sm, c = self.sm, design
         self.keys = sm.ring("K and V", design.kv_stages)
         # A pair has one stage of what is split by rows and of what is split by columns, and lse and delta apart.
         users = 1 if c.pair else 2
         self.q = sm.ring("Q", c.q_stages, empty=users)
-        self.do = sm.ring("dO", c.do_stages, empty=users if c.walks == 1 else 1)
+        self.do = sm.ring("dO", c.do_stages, empty=users if c.num_passes == 1 else 1)
         self.q_columns, self.do_columns = sm.ring("Q by columns", 1), sm.ring("dO by columns", 1)
         self.stats = sm.ring("lse and delta", 2)
         self.s, self.dp = sm.ring("S", 1, empty=2), sm.ring("dP", 1, empty=2)
@@ -256,22 +256,22 @@ class Backward:
         self.staging = sm.ring("staging", c.piece_stages)
         self.sums = sm.ring("dK and dV", 1)
 
-    def run(self, walks: Sequence[Walk]) -> Sm:
+    def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
         simulation = self.sm.simulation
-        simulation.start("load", self.load(walks))
-        simulation.start("mma", self.mma(walks))
+        simulation.start("load", self.load(work))
+        simulation.start("mma", self.mma(work))
         for g in range(2):
-            simulation.start(f"compute {g}", self.compute(g, walks))
-        simulation.start("drain", self.drain(walks))
-        simulation.start("add", self.add(walks))
+            simulation.start(f"compute {g}", self.compute(g, work))
+        simulation.start("drain", self.drain(work))
+        simulation.start("add", self.add(work))
         simulation.run()
         return self.sm
 
-    def load(self, walks: Sequence[Walk]) -> Needs:
+    def load(self, work: Sequence[TileWork]) -> Needs:
         """A warp: keys and values once, Q and dO block by block. A pair loads each block for both its uses."""
         c, step = self.design, 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             yield self.keys.wait_empty(tile)
             self.sm.load("K and V", 2 * BLOCK * (c.d + c.d_v + self._columns_of_keys), self.keys, tile)
             for _ in range(num):
@@ -307,10 +307,10 @@ class Backward:
             yield ring.wait_empty(step)
             self.sm.load(what, c.queries * columns, ring, step)
 
-    def mma(self, walks: Sequence[Walk]) -> Needs:
+    def mma(self, work: Sequence[TileWork]) -> Needs:
         """A warp: S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1); a pair's dQ waits for the other CTA, behind dP."""
         step = 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             yield self.keys.wait_full(tile)
             for i in range(num + 1):
                 if i < num:
@@ -403,12 +403,12 @@ class Backward:
         then = [lambda: ring.release(step)]
         self.sm.products.issue("mma", "dV", m.product(BLOCK, c.d_v, c.queries), self._right(c.d_v), then)
 
-    def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
+    def compute(self, g: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a key a thread, half of the queries."""
         c, sm, me = self.design, self.sm, f"compute {g}"
         elements, step = c.queries / 2, 0
         half = 128 * elements  # elements of the warpgroup
-        for tile, (num, masked) in enumerate(walks):
+        for tile, (num, masked) in enumerate(work):
             for i in range(num):
                 if c.pair:
                     yield self.stats.wait_full(step)
@@ -478,10 +478,10 @@ class Backward:
         """In which a block of dQ is put out: half of it, if the CTA is one of a pair."""
         return round(4 * self.design.queries * self.design.d / self.ctas / self.piece)
 
-    def drain(self, walks: Sequence[Walk]) -> Needs:
+    def drain(self, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: dQ from tensor memory into shared memory."""
         c, sm, piece = self.design, self.sm, 0
-        for step in range(sum(w.blocks for w in walks)):
+        for step in range(sum(w.blocks for w in work)):
             yield self.dq.wait_full(step)
             yield from sm.compute("drain", "load dQ", 20, tmem=self.piece * self.pieces)
             self.dq.release(step)
@@ -494,10 +494,10 @@ class Backward:
                 self.staging.arrive(piece)
                 piece += 1
 
-    def add(self, walks: Sequence[Walk]) -> Needs:
+    def add(self, work: Sequence[TileWork]) -> Needs:
         """A thread: tells TMA to add what has been put out."""
         c, sm = self.design, self.sm
-        for piece in range(self.pieces * sum(w.blocks for w in walks)):
+        for piece in range(self.pieces * sum(w.blocks for w in work)):
             yield self.staging.wait_full(piece)
             yield from sm.add("add", "dQ", self.piece)
             if c.in_turn and not c.turns_ahead:  # room is made when all has been added, and not when it has been read

@@ -10,7 +10,7 @@ from tools.sm100_model.blackwell import Backward, BackwardDesign, Forward, Forwa
 from tools.sm100_model.launch import Order, Prediction, Shape, predict
 from tools.sm100_model.machine import B200, Machine
 from tools.sm100_model.sm import Maker
-from tools.sm100_model.two_walks import BackwardTwoWalks
+from tools.sm100_model.two_pass import BackwardTwoPass
 
 _TOKENS, _COLUMNS = 32768, 2048
 _HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
@@ -38,7 +38,7 @@ class Case:
     def make(self, machine: Machine = B200) -> Maker:
         """Makes a CTA to simulate."""
         if isinstance(self.design, BackwardDesign):
-            return Maker(Backward if self.design.walks == 1 else BackwardTwoWalks, self.design, machine)
+            return Maker(Backward if self.design.num_passes == 1 else BackwardTwoPass, self.design, machine)
         return Maker(Forward, self.design, machine)
 
     def predict(self, machine: Machine = B200) -> Prediction:
@@ -116,7 +116,7 @@ _BACKWARD_64_PAIR = replace(_BACKWARD_PAIR, d=64, d_v=64, kv_stages=2, own_colum
 _BACKWARD_96_PAIR = replace(_BACKWARD_PAIR, d=96, d_v=96, own_columns=True)
 _BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
 _BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
-_BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, walks=2, queries=64, q_stages=1, own_columns=True)
+_BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, num_passes=2, queries=64, q_stages=1, own_columns=True)
 _BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
 _BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
 _BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)

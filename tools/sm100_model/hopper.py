@@ -10,7 +10,7 @@ from functools import partial
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardCtaConfig, ForwardConfig
 from tools.sm100_model.machine import H200, Machine
 from tools.sm100_model.simulation import Needs
-from tools.sm100_model.sm import MASK, Sm, Walk
+from tools.sm100_model.sm import MASK, Sm, TileWork
 
 
 def operands(machine: Machine, m: int, n: int, k: int, *, a_in_registers: float = 0.0) -> float:
@@ -25,7 +25,7 @@ class Forward:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_m, config.tile_n, config.persistent, 1
-        self.walks = 1
+        self.num_passes = 1
         c, sm = config, self.sm
         self.warpgroups = c.num_mma_warpgroups
         self.tiles = sm.ring("tiles", c.tile_stages, empty=self.warpgroups)
@@ -33,19 +33,19 @@ class Forward:
         self.v = sm.ring("V", c.stages, empty=self.warpgroups)
         self.turns = [sm.simulation.barrier(1, f"turn of warpgroup {w}") for w in range(self.warpgroups)]
 
-    def run(self, walks: Sequence[Walk]) -> Sm:
+    def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
         simulation = self.sm.simulation
-        simulation.start("producer", self.producer(walks))
+        simulation.start("producer", self.producer(work))
         for w in range(self.warpgroups):
-            simulation.start(f"mma {w}", self.mma(w, walks))
+            simulation.start(f"mma {w}", self.mma(w, work))
         simulation.run()
         return self.sm
 
-    def producer(self, walks: Sequence[Walk]) -> Needs:
+    def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0."""
         c, step = self.config, 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)
             self.sm.load("Q", 2 * c.tile_m * c.tile_d, self.tiles, tile)
             for _ in range(num):
@@ -54,7 +54,7 @@ class Forward:
                     self.sm.load(what, 2 * c.tile_n * columns, ring, step)
                 step += 1
 
-    def mma(self, w: int, walks: Sequence[Walk]) -> Needs:
+    def mma(self, w: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup of 64 queries. The scores of a step are issued before the output of the step before."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, f"mma {w}"
         products = sm.products
@@ -69,7 +69,7 @@ class Forward:
             self.turns[0].arrive()
         turn, step = 0, 0
         first = True
-        for tile, (num, masked) in enumerate(walks):
+        for tile, (num, masked) in enumerate(work):
             for i in range(num):
                 if i == 0:
                     yield self.tiles.wait_full(tile)
@@ -98,7 +98,7 @@ class Forward:
                 step += 1
         yield self.v.wait_full(step - 1)
         yield products.issue(me, "O", *output)
-        yield from self.epilogue(me, len(walks) - 1)
+        yield from self.epilogue(me, len(work) - 1)
 
     def epilogue(self, me: str, tile: int) -> Needs:
         """O through shared memory."""
@@ -114,7 +114,7 @@ class BackwardCta:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, True, 1
-        self.walks = 1
+        self.num_passes = 1
         c, sm = config, self.sm
         self.warpgroups = c.num_mma_warpgroups
         self.tiles = sm.ring("tiles", 2, empty=2 * self.warpgroups)
@@ -125,20 +125,20 @@ class BackwardCta:
         self.out = [sm.ring(f"out {w}", 1) for w in range(self.warpgroups)]
         self.ds = [sm.simulation.barrier(self.warpgroups, f"dS {i}") for i in range(2)]
 
-    def run(self, walks: Sequence[Walk]) -> Sm:
+    def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
         simulation = self.sm.simulation
-        simulation.start("producer", self.producer(walks))
+        simulation.start("producer", self.producer(work))
         for w in range(self.warpgroups):
-            simulation.start(f"mma {w}", self.mma(w, walks))
-            simulation.start(f"store {w}", self.store(w, walks))
+            simulation.start(f"mma {w}", self.mma(w, work))
+            simulation.start(f"store {w}", self.store(w, work))
         simulation.run()
         return self.sm
 
-    def producer(self, walks: Sequence[Walk]) -> Needs:
+    def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0."""
         c, step = self.config, 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)
             self.tiles.arrive(tile)
             yield self.k.wait_empty(tile)
@@ -152,7 +152,7 @@ class BackwardCta:
                     self.sm.load("V", 2 * c.tile_n * c.tile_d, self.v, tile)
                 step += 1
 
-    def mma(self, w: int, walks: Sequence[Walk]) -> Needs:
+    def mma(self, w: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup of 64 keys; dQ is that of the step before."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, f"mma {w}"
         products, out = sm.products, self.out[w]
@@ -163,7 +163,7 @@ class BackwardCta:
         queries = m.product(64, c.columns_dQ, c.tile_n), operands(m, 64, c.columns_dQ, c.tile_n)
         step = piece = 0
         pending = False  # a dQ that the store warp has not been told of
-        for tile, (num, masked) in enumerate(walks):
+        for tile, (num, masked) in enumerate(work):
             yield self.tiles.wait_full(tile)
             for i in range(num):
                 if i == 0:
@@ -230,10 +230,10 @@ class BackwardCta:
         columns = self.config.columns_dQ
         yield from self.sm.compute(me, "put out dQ", 0.5 * columns + 100, shared=4.0 * 64 * columns)
 
-    def store(self, w: int, walks: Sequence[Walk]) -> Needs:
+    def store(self, w: int, work: Sequence[TileWork]) -> Needs:
         """Warp 1 or 2: the last dQ of a tile comes with the first step of the next one."""
         c, out, piece = self.config, self.out[w], 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             pieces = [("add dQ", 4.0 * 64 * c.columns_dQ)] * (num if tile else num - 1)
             pieces += [("store dV", 2.0 * 64 * c.tile_d), ("store dK", 2.0 * 64 * c.tile_d)]
             for what, size in pieces:
@@ -256,15 +256,15 @@ class BackwardCluster:
         self.config = config
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, False, 2
-        self.walks = 1
+        self.num_passes = 1
         sm = self.sm
         self.q, self.do = sm.ring("Q", 2, empty=2), sm.ring("dO", 2, empty=2)
         self.p, self.ds = sm.ring("P", 1), sm.ring("dS", 2, full=2)
         self.keys = sm.ring("K and V", 1)
 
-    def run(self, walks: Sequence[Walk]) -> Sm:
+    def run(self, work: Sequence[TileWork]) -> Sm:
         """A tile: a CTA has only one."""
-        (walk,) = walks
+        (only,) = work
         simulation = self.sm.simulation
         for name, role in (
             ("producer", self.producer),
@@ -272,15 +272,15 @@ class BackwardCluster:
             ("differentiate", self.differentiate),
             ("sum", self.sum_queries),
         ):
-            simulation.start(name, role(walk))
+            simulation.start(name, role(only))
         simulation.run()
         return self.sm
 
-    def producer(self, walk: Walk) -> Needs:
+    def producer(self, work: TileWork) -> Needs:
         """Warps 0 and 1; each block comes once for both CTAs, so that each reads half of it."""
         c, fill = self.config, 0
         self.sm.load("K and V", 2 * 64 * (c.tile_d + c.columns_dQ + c.tile_dv), self.keys, 0)
-        for step in range(walk.blocks):
+        for step in range(work.blocks):
             yield self.q.wait_empty(step)
             self.sm.load("Q", 2 * 64 * c.tile_d, self.q, step)
             for _ in range(c.parts_dO):
@@ -294,18 +294,18 @@ class BackwardCluster:
         yield self.sm.adds.take(now, 0.0, me, what) - now
         yield from self.sm.compute(me, what, instructions, exp2, shared)
 
-    def score(self, walk: Walk) -> Needs:
+    def score(self, work: TileWork) -> Needs:
         """Warpgroup 1: weights and dV."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "score"
         products = sm.products
         in_registers = 1.0 if c.keys_in_registers else 0.0
         yield self.keys.wait_full(0)
-        for step in range(walk.blocks):
+        for step in range(work.blocks):
             yield self.q.wait_full(step)
             yield products.issue(
                 me, "S", m.product(64, 64, c.tile_d), operands(m, 64, 64, c.tile_d, a_in_registers=in_registers)
             )
-            yield from self.compute(me, "weigh", 200 + (MASK * 32 if step < walk.masked else 0), 32, shared=64 * 64)
+            yield from self.compute(me, "weigh", 200 + (MASK * 32 if step < work.masked else 0), 32, shared=64 * 64)
             self.q.release(step)
             yield self.p.wait_empty(step)
             yield from self.compute(me, "hand over P", 30, shared=2 * 64 * 64)
@@ -320,14 +320,14 @@ class BackwardCluster:
                 self.do.release(step * c.parts_dO + part)
         yield from sm.compute(me, "store dV", 1.5 * c.tile_dv / 2 + 150, shared=2 * 64 * c.tile_dv)
 
-    def differentiate(self, walk: Walk) -> Needs:
+    def differentiate(self, work: TileWork) -> Needs:
         """Warpgroup 2: gradients of scores, and dK."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "differentiate"
         products = sm.products
         in_registers = 1.0 if c.keys_in_registers else 0.0
         size_dP = m.product(64, 64, c.columns_dO), operands(m, 64, 64, c.columns_dO, a_in_registers=in_registers)
         yield self.keys.wait_full(0)
-        for step in range(walk.blocks):
+        for step in range(work.blocks):
             ends = []
             for part in range(c.parts_dO):
                 yield self.do.wait_full(step * c.parts_dO + part)
@@ -348,12 +348,12 @@ class BackwardCluster:
             self.q.release(step)
         yield from sm.compute(me, "store dK", 1.5 * c.tile_d / 2 + 150, shared=2 * 64 * c.tile_d)
 
-    def sum_queries(self, walk: Walk) -> Needs:
+    def sum_queries(self, work: TileWork) -> Needs:
         """Warpgroup 3: half of the columns of dQ, added from registers."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "sum"
         products = sm.products
         size = m.product(64, c.columns_dQ, 128), operands(m, 64, c.columns_dQ, 128)
-        for step in range(walk.blocks):
+        for step in range(work.blocks):
             yield self.ds.wait_full(step)
             yield products.issue(me, "dQ", *size)
             self.ds.release(step)

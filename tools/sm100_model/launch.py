@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.sm100_model.machine import Machine
-from tools.sm100_model.sm import Maker, Sm, Walk
+from tools.sm100_model.sm import Maker, Sm, TileWork
 
 START_CTA = 1500.0  # assumed: clocks from the end of a CTA to the first load of the next
 LAUNCH = 3e-6  # seconds between kernels: benchmarks/notes/backward.md
@@ -72,11 +72,11 @@ def tiles_of(shape: Shape, rows: int, columns: int, order: Order) -> Iterator[Ti
         for i in range(num):
             n = num - 1 - i if order.last_first != reverses else i
             for head in range(first, first + together):
-                yield Tile(head, *_walk(shape, rows, columns, n, reverses))
+                yield Tile(head, *_blocks_of(shape, rows, columns, n, reverses))
         first += together
 
 
-def _walk(shape: Shape, rows: int, columns: int, n: int, reverses: bool) -> tuple[range, int]:
+def _blocks_of(shape: Shape, rows: int, columns: int, n: int, reverses: bool) -> tuple[range, int]:
     """Blocks that the n-th tile of a head sees: keys from the last on, or queries from the first on."""
     num = -(-shape.seqlen // columns)
     at_an_edge = -(-rows // columns)
@@ -109,10 +109,10 @@ def cost_of(make: Maker, masked: int = 0) -> Cost:
     """
     short, long = 6, 14
     if not make().persistent:
-        one, other = (make().run([Walk(n, masked)]).simulation.now for n in (short, long))
+        one, other = (make().run([TileWork(n, masked)]).simulation.now for n in (short, long))
         step = (other - one) / (long - short)
         return Cost(0.0, one - short * step + START_CTA, step)
-    took = {(n, k): make().run([Walk(n, masked)] * k).simulation.now for n in (short, long) for k in (2, 4)}
+    took = {(n, k): make().run([TileWork(n, masked)] * k).simulation.now for n in (short, long) for k in (2, 4)}
     one, other = ((took[n, 4] - took[n, 2]) / 2 for n in (short, long))
     step = (other - one) / (long - short)
     tile = one - short * step
@@ -181,10 +181,10 @@ class Prediction(NamedTuple):
 def steady_state(make: Maker) -> tuple[Sm, float, float]:
     """A long walk, and between which clocks it is in its steady state; with two walks, three tiles and one of them."""
     kernel = make()
-    if kernel.walks == 2:
-        sm = kernel.run([Walk(48)] * 3)
+    if kernel.num_passes == 2:
+        sm = kernel.run([TileWork(48)] * 3)
         return sm, sm.simulation.now / 3, sm.simulation.now * 2 / 3
-    sm = kernel.run([Walk(24)])
+    sm = kernel.run([TileWork(24)])
     return sm, 0.4 * sm.simulation.now, 0.8 * sm.simulation.now
 
 

@@ -9,7 +9,7 @@ from tools.sm100_model.simulation import Needs, Products, Ring, Simulation, Unit
 MASK = 2.9  # instructions that hide an element, counted in the Hopper kernels' compiled code
 
 
-class Walk(NamedTuple):
+class TileWork(NamedTuple):
     """The work of a CTA on a tile: so many blocks of the other side, of which the first so many need a mask."""
 
     blocks: int
@@ -23,9 +23,9 @@ class Kernel(Protocol):
     ctas: int  # that work on a tile together
     columns: int  # of a block
     persistent: bool  # it works on one tile after the other
-    walks: int  # over the blocks of a tile
+    num_passes: int  # over the blocks of a tile
 
-    def run(self, walks: Sequence[Walk]) -> "Sm":
+    def run(self, work: Sequence[TileWork]) -> "Sm":
         """Simulates the work on these tiles. For one use."""
 
 

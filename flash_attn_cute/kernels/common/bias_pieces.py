@@ -276,7 +276,9 @@ class PieceMap:
                 else:
                     # Behind the last one stands any.
                     j = cute.arch.lane_idx()
-                    pieces.publish(i + j, self.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1)))
+                    pieces.publish(
+                        i + j, self.piece(a, tables, owner, cutlass.min(owner.first + i + j, owner.stop - 1))
+                    )
                 pieces.ring.arrive(i // 32)  # to all others
             p = pieces.read(i)
             if p.seen:

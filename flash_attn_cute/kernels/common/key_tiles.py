@@ -156,44 +156,46 @@ class WorkTileBroadcast:
     tile_fields: cute.Tensor  # (field, stage of tiles)
     tiles: Ring
 
-    def tile(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
+    def tile(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> KeyTile:
         """What the producer has told of a tile."""
-        return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(walk)])
+        return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(tile_idx)])
 
-    def reload_tile(self, config: Any, a: BackwardArguments, walk: Int32) -> KeyTile:
+    def reload_tile(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> KeyTile:
         """The same, read again: for what is not to be kept in registers all the time."""
-        return self.tile(config, a, walk + opaque(Int32(0)))
+        return self.tile(config, a, tile_idx + opaque(Int32(0)))
 
     @cute.jit
-    def publish(self, tile: KeyTile, walk: Int32) -> None:
+    def publish(self, tile: KeyTile, tile_idx: Int32) -> None:
         """By the producer: a tile, when all have read what was here."""
-        self.tiles.wait_empty(walk)  # from all other roles
+        self.tiles.wait_empty(tile_idx)  # from all other roles
         with cute.arch.elect_one():
-            tile.write(self.tile_fields[None, self.tiles.stage(walk)])
-            self._signal(walk)
+            tile.write(self.tile_fields[None, self.tiles.stage(tile_idx)])
+            self._signal(tile_idx)
 
     @cute.jit
-    def publish_end(self, walk: Int32) -> None:
+    def publish_end(self, tile_idx: Int32) -> None:
         """By the producer: a tile of no blocks."""
-        self.tiles.wait_empty(walk)  # from all other roles
+        self.tiles.wait_empty(tile_idx)  # from all other roles
         with cute.arch.elect_one():
             for i in (_START, _STOP):
-                self.tile_fields[i, self.tiles.stage(walk)] = Int32(0)
-            self._signal(walk)
+                self.tile_fields[i, self.tiles.stage(tile_idx)] = Int32(0)
+            self._signal(tile_idx)
 
-    def _signal(self, walk: Int32) -> None:
+    def _signal(self, tile_idx: Int32) -> None:
         """By one thread: what is to be told has been written."""
-        cute.arch.mbarrier_arrive(self.tiles.full(walk))  # to all other roles
+        cute.arch.mbarrier_arrive(self.tiles.full(tile_idx))  # to all other roles
 
-    def num_steps(self, config: Any, a: BackwardArguments, walk: Int32) -> Int32:
+    def num_steps(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> Int32:
         """How many blocks a tile walks over, those of all its heads."""
-        return rounds_a_tile(config, a) * self.tile(config, a, walk).blocks.num
+        return rounds_a_tile(config, a) * self.tile(config, a, tile_idx).blocks.num
 
     @cute.jit
-    def has_tile(self, walk: Int32) -> Boolean:
+    def has_tile(self, tile_idx: Int32) -> Boolean:
         """Whether there is another tile; the producer tells."""
-        self.tiles.wait_full(walk)  # from the producer
-        return self.tile_fields[_START, self.tiles.stage(walk)] < self.tile_fields[_STOP, self.tiles.stage(walk)]
+        self.tiles.wait_full(tile_idx)  # from the producer
+        return (
+            self.tile_fields[_START, self.tiles.stage(tile_idx)] < self.tile_fields[_STOP, self.tiles.stage(tile_idx)]
+        )
 
 
 def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:

@@ -40,8 +40,8 @@ class QueryTile:
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
         q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
-        walk = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
-        return QueryTile(first_query, head, batch, q, k, walk)
+        visible = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
+        return QueryTile(first_query, head, batch, q, k, visible)
 
     def rows_of_bias(self, config: Any) -> RowsOfScores:
         """The tile's rows of a bias."""

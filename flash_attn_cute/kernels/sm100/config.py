@@ -145,7 +145,7 @@ O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many th
 TILE_STAGES = 2  # tiles that roles have been told of
 ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
 WINDOW = 32  # blocks of keys that a walk over lists looks at together
-WALK_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
+ITERATOR_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
 
 
 class _ForwardTile(NamedTuple):
@@ -255,7 +255,7 @@ class BackwardConfig(BackwardSizes):
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     tile_m: int  # queries a block: as many as tensor memory has lanes, or half of them
     # Over the queries that see a tile: 1, or 2, of which the first sums dV and the second dK, in the same place.
-    walks: int
+    num_passes: int
     kv_stages: int  # tiles of keys and values in shared memory
     q_stages: int  # blocks of Q in shared memory
     do_stages: int  # and of dO
@@ -274,7 +274,7 @@ class BackwardConfig(BackwardSizes):
     @property
     def delta_stages(self) -> int:
         """Blocks whose delta is in shared memory: it comes with dO, or, of two walks, with Q."""
-        return self.do_stages if self.walks == 1 else self.q_stages
+        return self.do_stages if self.num_passes == 1 else self.q_stages
 
     @property
     def mask_tile(self) -> MaskTile:
@@ -307,7 +307,7 @@ class BackwardConfig(BackwardSizes):
 
         Of keys one a warpgroup that computes, and a walk, at whose end they are added.
         """
-        return self.ctas_a_tile, self.ctas_a_tile * self.walks * COMPUTE_WARPGROUPS
+        return self.ctas_a_tile, self.ctas_a_tile * self.num_passes * COMPUTE_WARPGROUPS
 
     @property
     def reverses_last(self) -> bool:
@@ -342,7 +342,7 @@ class BackwardConfig(BackwardSizes):
     @property
     def first_dK(self) -> int:
         """The first column of dK."""
-        return self.first_dP + self.tile_m if self.walks == 1 else self.first_dV
+        return self.first_dP + self.tile_m if self.num_passes == 1 else self.first_dV
 
     # A block of as many queries as there are lanes has dQ as one product, a query a lane. One of half as many has it
     # transposed, in parts: a column of dQ a lane.
@@ -373,7 +373,7 @@ class BackwardConfig(BackwardSizes):
     @property
     def holds_keys(self) -> bool:
         """Whether K of a tile is in tensor memory, from where products of scores read it."""
-        return self.ctas_a_tile == CTAS and self.walks == 2
+        return self.ctas_a_tile == CTAS and self.num_passes == 2
 
     @property
     def first_K(self) -> int:
@@ -403,12 +403,12 @@ class BackwardConfig(BackwardSizes):
     @property
     def weights_apart(self) -> int:
         """Columns of tensor memory from the first warpgroup's weights to the second's."""
-        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.walks == 1 else self.queries
+        return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.num_passes == 1 else self.queries
 
     def first_dQ(self, part: int = 0) -> int:
         """The first column of dQ, or of one of its parts."""
         if self.dQ_over_S:
-            return self.first_S + (SCORE_COLUMNS // 4 if self.walks == 1 else 0)
+            return self.first_S + (SCORE_COLUMNS // 4 if self.num_passes == 1 else 0)
         if self.dQ_over_dP:
             return self.first_dP if part == 0 else self._end + (part - 1) * self.columns_dQ
         return self._end + part * self.columns_dQ
@@ -478,7 +478,7 @@ class _BackwardTile(NamedTuple):
     tile_d: int
     tile_dv: int
     tile_m: int
-    walks: int
+    num_passes: int
     kv_stages: int
     q_stages: int
     do_stages: int

@@ -64,7 +64,7 @@ Weights and references are in ``softmax``. Windows and sequence ends are looked 
 for the part (``Blocks``); blocks that a part does not see at all get weights of zero without being read.
 
 Under a mask or a block mask each part of 128 queries has a list of the blocks that it sees (``common.block_lists``),
-and its tile walks over all that are in one of them (``list_walk``): what both see is loaded once, as in other tiles,
+and the tile iterates over the union (``block_iterator``): a block that both parts see is loaded once,
 and where neighbouring parts see different blocks no part computes what it does not see. The producer tells of each
 block which it is, and of each part whether it sees it, and where the bits are that hide some of it. Of a part that does
 not see it the mma warp leaves the products out, and softmax the weights; all else, commits and arrivals, goes on, so
@@ -485,9 +485,7 @@ class _Rows:
         return Blocks.of(first_row, num_rows, tile.k.length, window, config.tile_n)
 
     @cute.jit
-    def read_entry(
-        self, config: cutlass.Constexpr, step: Int32, block_step: Int32
-    ) -> tuple[Int32, Int32, list[Int32]]:
+    def read_entry(self, config: cutlass.Constexpr, step: Int32, block_step: Int32) -> tuple[Int32, Int32, list[Int32]]:
         """A block that the producer has told of, what the part's list says of it, and the row's bits, 32 keys each."""
         ring = self.shared.rings.entries
         ring.wait_full(block_step)  # from the producer

@@ -51,8 +51,8 @@ class PairShared(Shared):
     def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
         """Of a CTA, on the kernel's side."""
         rings = PairRings.at(config, storage.barriers.data_ptr())
-        fields_of_both = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
-        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=fields_of_both[None, None, SECOND])
+        both = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
+        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=both[None, None, SECOND])
 
     @property
     def is_leader(self) -> Boolean:

@@ -10,12 +10,12 @@ from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.sm100.config import (
     ENTRY_STAGES,
+    ITERATOR_FIELDS,
     O_COLUMNS,
     O_STAGES,
     PART_ROWS,
     SHARED_MEMORY,
     TILE_STAGES,
-    WALK_FIELDS,
     ForwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import swizzled
@@ -96,14 +96,14 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
     """All shared memory of a CTA."""
     num_barriers = 2 * sum(Rings.stages(config).values())
     num_entries = (1 + config.q_parts) * ENTRY_STAGES if config.features.listed else 0
-    num_fields = WALK_FIELDS * config.q_parts if config.features.listed else 0
+    num_fields = ITERATOR_FIELDS * config.q_parts if config.features.listed else 0
 
     @cute.struct
     class Storage:
         barriers: cute.struct.MemRange[Int64, num_barriers]
         holder: cute.struct.MemRange[Int32, 1]
         entries: cute.struct.MemRange[Int32, num_entries]
-        walk: cute.struct.MemRange[Int32, num_fields]
+        iterator: cute.struct.MemRange[Int32, num_fields]
         stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
         tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES * config.ctas_a_tile], 16]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
@@ -125,7 +125,7 @@ class Shared:
     sO: cute.Tensor | None  # (128, 64, stage); None, if O leaves through the place of Q
     tiles: cute.Tensor  # (field, tile stage)
     entries: cute.Tensor | None  # (block and its code for each part, stage), under a mask
-    walk: cute.Tensor | None  # (field, part), the producer's, under a mask
+    iterator: cute.Tensor | None  # (field, part), the producer's, under a mask
     stats: cute.Tensor  # (row, sum and reference, part)
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
@@ -150,10 +150,10 @@ class Shared:
 def fields_of(config: ForwardConfig, dtype: type, storage: Any, rings: Rings) -> dict[str, Any]:
     """The fields of ``Shared``."""
     c, layouts = config, layouts_of(config, dtype)
-    entries = walk = None
+    entries = iterator = None
     if c.features.listed:
         entries = storage.entries.get_tensor(cute.make_layout((1 + c.q_parts, ENTRY_STAGES)))
-        walk = storage.walk.get_tensor(cute.make_layout((WALK_FIELDS, c.q_parts)))
+        iterator = storage.iterator.get_tensor(cute.make_layout((ITERATOR_FIELDS, c.q_parts)))
     return {
         "sQ": storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
         "sK": storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
@@ -161,7 +161,7 @@ def fields_of(config: ForwardConfig, dtype: type, storage: Any, rings: Rings) ->
         "sO": None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
         "tiles": storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
         "entries": entries,
-        "walk": walk,
+        "iterator": iterator,
         "stats": storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),
         "rings": rings,
         "holder": storage.holder.data_ptr(),

@@ -14,9 +14,9 @@ from flash_attn_cute.kernels.common.rows import store_columns, zero_rows
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.weights import finished
 from flash_attn_cute.kernels.sm100 import tensor_memory
+from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
-from flash_attn_cute.kernels.sm100.list_walk import ListedTiles, ListWalk
 from flash_attn_cute.kernels.sm100.mma import write_row
 
 _BARRIER_EPILOGUE = 1  # named; 0 is the whole CTA's
@@ -47,9 +47,9 @@ class Producer:
         num_tiles = self.tiles.num(a)
         step, q_step, block_step = Int32(0), Int32(0), Int32(0)
         index, _, _ = cute.arch.block_idx()
-        walk = ListWalk.of(c, tables, shared.walk) if const_expr(c.features.listed) else None
+        iterator = BlockIterator.of(c, tables, shared.iterator) if const_expr(c.features.listed) else None
         while index < num_tiles:
-            tile = self.tiles.at(a, walk, index)
+            tile = self.tiles.at(a, iterator, index)
             index = self.tiles.following(a, self.tiles.ask(a), num_tiles)
             if self.tiles.is_work(tile):
                 rings.tiles.wait_empty(step)  # from all other roles: they are done with the stage's last tile
@@ -63,7 +63,7 @@ class Producer:
                 for i in cutlass.range(tile.blocks.num, unroll=1):
                     block, tile_of_block = tile.blocks.nth(i), tile
                     if const_expr(c.features.listed):
-                        block, codes = walk.nth(i)
+                        block, codes = iterator.nth(i)
                         self._publish_entry((block, *codes), shared, block_step)
                         # Beside the walk registers are short, so that what the tile is is read again.
                         tile_of_block = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])

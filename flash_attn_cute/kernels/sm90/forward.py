@@ -268,7 +268,7 @@ class ForwardSm90:
             acc_O.fill(0.0)
             work.softmax.reset()
             if num_blocks > 0:
-                k_state, v_state = self._walk(work, stage, k_state, v_state)
+                k_state, v_state = self._mainloop(work, stage, k_state, v_state)
             tile_state.advance()
             following = Int32(0)
             working = Boolean(False)
@@ -316,7 +316,7 @@ class ForwardSm90:
             cute.copy(tiled_copy, from_shared.partition_S(sQ), from_shared.retile(work.tSrQ))
 
     @cute.jit
-    def _walk(
+    def _mainloop(
         self, work: "_Work", stage: Int32, k_state: pipeline.PipelineState, v_state: pipeline.PipelineState
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """All blocks of keys of a tile but the first's scores and the last's output, which neighbours have a part in.

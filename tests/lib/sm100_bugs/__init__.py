@@ -9,8 +9,8 @@
     columns       of the same, what is another under masks
     pair          bugs of that of pairs of CTAs, where it is another
     wide_pair     of the same, what is another at (192, 128)
-    two_walks     bugs of that of two walks, where it is another
-    pair_two_walks  bugs of that of pairs of CTAs that walk twice
+    two_pass      bugs of that of two passes, where it is another
+    pair_two_pass  bugs of that of pairs of CTAs of two passes
     bias          bugs of the kernel of a bias's gradient
 
 ``python -m tests.lib.sm100_bugs`` writes the tables of the page.
@@ -24,9 +24,9 @@ from tests.lib.sm100_bugs.forward import FORWARD
 from tests.lib.sm100_bugs.forward_pair import FORWARD_PAIR
 from tests.lib.sm100_bugs.lists import LISTS
 from tests.lib.sm100_bugs.pair import PAIR
-from tests.lib.sm100_bugs.pair_two_walks import PAIR_TWO_WALKS
+from tests.lib.sm100_bugs.pair_two_pass import PAIR_TWO_PASS
 from tests.lib.sm100_bugs.table import PAGE, Bug, Bugs, page, table
-from tests.lib.sm100_bugs.two_walks import TWO_WALKS
+from tests.lib.sm100_bugs.two_pass import TWO_PASS
 from tests.lib.sm100_bugs.wide_pair import WIDE_PAIR
 
 # By kernels, in the order of the page.
@@ -38,8 +38,8 @@ TABLES: dict[str, Bugs] = {
     "backward under masks": COLUMNS,
     "pairs": PAIR,
     "wide pairs": WIDE_PAIR,
-    "two walks": TWO_WALKS,
-    "pairs in two walks": PAIR_TWO_WALKS,
+    "two passes": TWO_PASS,
+    "pairs in two passes": PAIR_TWO_PASS,
     "bias": BIAS,
 }
 

@@ -39,7 +39,7 @@ _OTHERS = find(_SOFTMAX, "tcgen05.st", 2, having=r"\.x16\S+\s+\[%r\d+ \+ 0\]")
 _MEETINGS = find(_EPILOGUE, "bar.sync", 2, having=r"\b1, 128")
 
 
-def _published_too_early(c: Code) -> list[Edit]:
+def _signalled_early(c: Code) -> list[Edit]:
     """An arrival by a thread of a warp that has not been elected yet."""
     arrival = arrivals(_SOFTMAX, "scores.empty")
     text = re.sub(r"%rd\d+, (\[.*\]), %r\d+", r"_, \1, 1", c.text_of(arrival.look(c)[0]))
@@ -227,7 +227,7 @@ FORWARD: Bugs = {
     ),
     "wrong order": (
         Bug(
-            "weights are handed over before they are stored", _published_too_early, "long", _SOFTMAX_LAGS, lint="store-wait"
+            "weights are handed over before they are stored", _signalled_early, "long", _SOFTMAX_LAGS, lint="store-wait"
         ),
         Bug(
             "a commit stands ahead of the last product that it is about",

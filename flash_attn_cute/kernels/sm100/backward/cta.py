@@ -219,51 +219,51 @@ class BackwardCtaSm100:
         """One warp: issues all products, S of a step ahead of what is left of the one before."""
         c, rings = self.config, shared.rings
         products = Products.of(c, mmas, shared)
-        walk, step = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the producer
-            rings.k.wait_full(walk)  # from the producer
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the producer
+            rings.k.wait_full(tile_idx)  # from the producer
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from the producer
-                products.start_S(walk, step, c.first_S)
+                products.start_S(tile_idx, step, c.first_S)
                 commit(rings.scores.full(step))  # to compute warps
                 if i > 0:
-                    self._finish(products, shared, walk, step - 1, i == 1)
+                    self._finish(products, shared, tile_idx, step - 1, i == 1)
                 else:
-                    rings.v.wait_full(walk)  # from the producer
+                    rings.v.wait_full(tile_idx)  # from the producer
                 rings.do.wait_full(step)  # from the producer
                 if const_expr(c.dQ_over_dP):
                     rings.dq.wait_empty(c.parts_dQ * step)  # from the drain warps: they have what lies there of dQ
                     tensor_memory.after_sync()
-                products.start_dP(walk, step, c.first_dP)
+                products.start_dP(tile_idx, step, c.first_dP)
                 commit(rings.dp.full(step))  # to compute warps
                 rings.scores.wait_empty(step + 1)  # from compute warps: P is there
                 if i == 0:
-                    rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
+                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
                 tensor_memory.after_sync()
                 products.start_dV(step, c.first_S, i > 0)
                 commit(rings.do.empty(step))  # to the producer
                 step += 1
-            commit(rings.dv.full(walk))  # to compute warps
-            self._finish(products, shared, walk, step - 1, num_steps == 1)
-            commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
-            walk += 1
+            commit(rings.dv.full(tile_idx))  # to compute warps
+            self._finish(products, shared, tile_idx, step - 1, num_steps == 1)
+            commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
+            tile_idx += 1
 
     @cute.jit
-    def _finish(self, products: "Products", shared: Shared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+    def _finish(self, products: "Products", shared: Shared, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dK and dQ of a step, which may be its tile's first."""
         c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         if is_first:
-            rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
         for part in cutlass.range_constexpr(int(c.dQ_over_dP), c.parts_dQ):
             rings.dq.wait_empty(c.parts_dQ * step + part)  # from the drain warps: they have the last step's dQ
         tensor_memory.after_sync()
         products.start_dK(step, c.first_dP, not is_first)
         commit(rings.q.empty(step))  # to the producer
         for part in cutlass.range_constexpr(c.parts_dQ):
-            products.start_dQ(walk, part)
+            products.start_dQ(tile_idx, part)
             commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
 
     @cute.jit
@@ -281,22 +281,22 @@ class BackwardCtaSm100:
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
-        walk, step = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_blocks = shared.tile(c, a, walk).blocks.num
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_blocks = shared.tile(c, a, tile_idx).blocks.num
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._step(work, walk, nth, i, step)
+                    self._step(work, tile_idx, nth, i, step)
                     step += 1
-            self._put_out(work, ws, tma, walk)
-            shared.tiles.release(walk)  # to the producer
-            walk += 1
+            self._put_out(work, ws, tma, tile_idx)
+            shared.tiles.release(tile_idx)  # to the producer
+            tile_idx += 1
 
     @cute.jit
-    def _step(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+    def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c = self.config
-        block = self.scores.block(work, walk, nth, i, step)
+        block = self.scores.block(work, tile_idx, nth, i, step)
         weights = self.scores.to_weights(work, block, step, step, c.first_S)
         self.scores.to_gradients(work, weights, block, step, work.shared.rings.dp, step, c.first_dP)
 
@@ -306,19 +306,19 @@ class BackwardCtaSm100:
         work: Work,
         ws: Workspace,
         tma: BackwardTiles,
-        walk: Int32,
+        tile_idx: Int32,
         results: cutlass.Constexpr = (DV, DK),
     ) -> None:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
-        tile = shared.reload_tile(c, a, walk)
+        tile = shared.reload_tile(c, a, tile_idx)
         is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
         if const_expr(c.features.grouped):
-            part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.walks * shared.rank)
+            part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.num_passes * shared.rank)
             counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
             if not is_last or earlier > 0:
                 is_first = tile.await_turn(c, counter, barrier)
-        self._pieces(work, ws, tma, walk, is_first, results)
+        self._pieces(work, ws, tma, tile_idx, is_first, results)
         if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if not is_last:
                 turns.count_as_warpgroup(counter, barrier)
@@ -329,7 +329,7 @@ class BackwardCtaSm100:
         work: Work,
         ws: Workspace,
         tma: BackwardTiles,
-        walk: Int32,
+        tile_idx: Int32,
         is_first: Boolean,
         results: cutlass.Constexpr,
     ) -> None:
@@ -340,14 +340,14 @@ class BackwardCtaSm100:
             odd = num % COMPUTE_WARPGROUPS
             if const_expr(odd):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if work.warpgroup == which:
-                    self._piece(work, ws, tma, walk, which, Int32(0), num == 1, is_first)
+                    self._piece(work, ws, tma, tile_idx, which, Int32(0), num == 1, is_first)
             for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):
-                self._piece(work, ws, tma, walk, which, first + work.warpgroup, first + 2 == num, is_first)
+                self._piece(work, ws, tma, tile_idx, which, first + work.warpgroup, first + 2 == num, is_first)
         if work.thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for which in results:
                 if const_expr((c.pieces_dV, c.pieces_dK)[which] > 1) or work.warpgroup == which:
-                    self._ways_out(work.shared)[which][1].release(walk)  # to the producer
+                    self._ways_out(work.shared)[which][1].release(tile_idx)  # to the producer
 
     def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
         """Where dV and dK leave through, and the rings of what is loaded there."""
@@ -359,7 +359,7 @@ class BackwardCtaSm100:
         work: Work,
         ws: Workspace,
         tma: BackwardTiles,
-        walk: Int32,
+        tile_idx: Int32,
         which: cutlass.Constexpr,
         piece: Int32,
         is_last: cutlass.Constexpr,
@@ -369,12 +369,12 @@ class BackwardCtaSm100:
         c, a, shared, rings = self.config, work.arguments, work.shared, work.shared.rings
         ring, first, t = ((rings.dv, c.first_dV, tma.dV), (rings.dk, c.first_dK, tma.dK))[which]
         sX, kv = self._ways_out(shared)[which]
-        sX = cute.local_tile(sX[None, None, kv.stage(walk)], (PART_ROWS, O_COLUMNS), (0, piece))
+        sX = cute.local_tile(sX[None, None, kv.stage(tile_idx)], (PART_ROWS, O_COLUMNS), (0, piece))
         scale = a.numbers.softmax_scale if const_expr(which == DK) else Float32(1.0)
         address = work.address + (first + O_COLUMNS * piece)
-        ring.wait_full(walk)  # from the tensor cores: it is complete, and what sX held not needed any more
+        ring.wait_full(tile_idx)  # from the tensor cores: it is complete, and what sX held not needed any more
         tensor_memory.after_sync()
-        tile = shared.reload_tile(c, a, walk)
+        tile = shared.reload_tile(c, a, tile_idx)
         for column in cutlass.range_constexpr(0, O_COLUMNS, COLUMNS):
             numbers = tensor_memory.load(address + column, COLUMNS)
             acc = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -402,7 +402,7 @@ class BackwardCtaSm100:
             cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         if const_expr(is_last):
-            ring.release(walk)  # to the mma warp: it may be overwritten
+            ring.release(tile_idx)  # to the mma warp: it may be overwritten
         if const_expr(not c.features.wide):
             cute.arch.barrier(barrier_id=_BARRIER_OUT + work.warpgroup, number_of_threads=128)
             if work.thread < 32:
@@ -473,16 +473,16 @@ class Products:
             tQrK=tQrK,
         )
 
-    def start_S(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+    def start_S(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
         """S' = K Q', from a column on."""
         rings = self.shared.rings
-        a, b = self.tSrK[None, None, None, rings.k.stage(walk)], self.tSrQ[None, None, None, rings.q.stage(step)]
+        a, b = self.tSrK[None, None, None, rings.k.stage(tile_idx)], self.tSrQ[None, None, None, rings.q.stage(step)]
         gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
-    def start_dP(self, walk: Int32, step: Int32, first: Int32 | int) -> None:
+    def start_dP(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
         """DP' = V dO', from a column on."""
         rings = self.shared.rings
-        a, b = self.tPrV[None, None, None, rings.v.stage(walk)], self.tPrdO[None, None, None, rings.do.stage(step)]
+        a, b = self.tPrV[None, None, None, rings.v.stage(tile_idx)], self.tPrdO[None, None, None, rings.do.stage(step)]
         gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
 
     def start_dV(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
@@ -497,13 +497,13 @@ class Products:
         b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
         gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), b, accumulates)
 
-    def start_dQ(self, walk: Int32, part: int) -> None:
+    def start_dQ(self, tile_idx: Int32, part: int) -> None:
         """DQ = dS K, or a part of dQ' = K' dS."""
         c, mma = self.config, self.mmas.dQ
         if c.transposes_dQ:
             a, b = self.tQrK[part], self.tQrdS
         else:
-            a, b = self.tQrdS, self.tQrK[part][None, None, None, self.shared.rings.k.stage(walk)]
+            a, b = self.tQrdS, self.tQrK[part][None, None, None, self.shared.rings.k.stage(tile_idx)]
         gemm(mma, self._sum(mma, c.first_dQ(part), c.columns_dQ), a, b, Boolean(False))
 
     def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:

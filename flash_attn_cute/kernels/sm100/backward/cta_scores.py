@@ -77,7 +77,7 @@ class Block:
     is opaque, or the compiler keeps all that follows from it, too.
     """
 
-    walk: Int32
+    tile_idx: Int32
     nth: Int32
     i: Int32
     entry: tuple[Int32, ...] | None  # under a mask: the block of queries, its code and, with a bias, the head
@@ -98,9 +98,9 @@ class Scores:
         self.config = config
         self.dtype = DTYPES[config.dtype]
 
-    def block(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
+    def block(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
         """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
-        return Block(walk, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
+        return Block(tile_idx, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
 
     def to_weights(
         self,
@@ -148,8 +148,8 @@ class Scores:
     ) -> None:
         """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
         c, shared, rings = self.config, work.shared, work.shared.rings
-        with_delta = rings.do if c.walks == 1 else rings.q
-        if c.walks == 1:
+        with_delta = rings.do if c.num_passes == 1 else rings.q
+        if c.num_passes == 1:
             rings.do.wait_full(step)  # from the producer: delta
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
@@ -173,7 +173,7 @@ class Scores:
     @cute.jit
     def _store_dbias(self, work: Work, gradients: cutlass.Constexpr, block: Block) -> None:
         """A step's gradients of scores, rounded, where every score has a bias of its own."""
-        tile = work.shared.reload_tile(self.config, work.arguments, block.walk)
+        tile = work.shared.reload_tile(self.config, work.arguments, block.tile_idx)
         if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
             column, first = self._column(work, work.arguments.mdBias, block)
             for n in cutlass.range_constexpr(len(gradients)):
@@ -185,7 +185,7 @@ class Scores:
         Behind the last key stands that.
         """
         c, a = self.config, work.arguments
-        tile = work.shared.reload_tile(c, a, block.walk)
+        tile = work.shared.reload_tile(c, a, block.tile_idx)
         key = cutlass.min(tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread, tile.k.length - 1)
         gX = ScoreTensors.of(c.features, a).of_sequence(mX, tile.q, tile.batch)[block.head(tile), None, None]
         column = BiasColumn.of(gX, key, tile.q.length)
@@ -198,7 +198,7 @@ class Scores:
         m_block, code = block.entry[:2]
         words, is_cut = words_of(work.bits, code, work.warpgroup, work.thread), code >= 0
         if const_expr(c.features.intervals):
-            tile = work.shared.reload_tile(c, work.arguments, block.walk)
+            tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
             first_query = m_block * c.tile_m + c.queries * work.warpgroup
             words = within_interval(
                 words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
@@ -236,7 +236,7 @@ class Scores:
     def _hide_by_edges(self, work: Work, block: Block, place: Int32) -> None:
         """Hides scores that an edge of the window, or of the sequence, does if it crosses the block."""
         c, f = self.config, self.config.features
-        tile = work.shared.reload_tile(c, work.arguments, block.walk)
+        tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
         m_block = block.m_block(tile)
         is_cut = tile.blocks.crosses_left(m_block)
         if const_expr(f.hides_last_queries):

@@ -82,7 +82,11 @@ class Rings(RingSet):
         """Of each, by its name."""
         c = config
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
-        several |= {"scores": c.walks, "dp": 2 - c.walks, "dq": c.parts_dQ}  # two walks have one ring for S and dP
+        several |= {
+            "scores": c.num_passes,
+            "dp": 2 - c.num_passes,
+            "dq": c.parts_dQ,
+        }  # two walks have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
         told = dict.fromkeys(("entries", "turns"), ENTRY_STAGES) if c.features.listed else {}
         return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1, **told}
@@ -94,7 +98,7 @@ class Rings(RingSet):
         for ring, pieces in ((self.k, config.pieces_dK), (self.v, config.pieces_dV)):
             # An arrival with the bytes announced; what took its place left, and who had pieces of it tells.
             ring.init(full=1, empty=min(pieces, COMPUTE_WARPGROUPS))
-        for ring, has_stats in ((self.q, True), (self.do, config.walks == 1)):
+        for ring, has_stats in ((self.q, True), (self.do, config.num_passes == 1)):
             ring.init(full=1, empty=1 + compute * has_stats)  # likewise; a commit, and lse or delta is read
         for ring in (self.scores, self.dp):
             ring.init(full=1, empty=compute)  # a commit; what is made of it is there

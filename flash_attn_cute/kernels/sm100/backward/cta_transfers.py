@@ -35,17 +35,17 @@ class Transfers:
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
-        walk, step, dq_step = Int32(0), Int32(0), Int32(0)
+        tile_idx, step, dq_step = Int32(0), Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others only have zeros to be written
-                shared.publish(tile, walk)
-                self._load_keys(tile, tma.K, shared, shared.sK, rings.k, walk)
+                shared.publish(tile, tile_idx)
+                self._load_keys(tile, tma.K, shared, shared.sK, rings.k, tile_idx)
                 heads = heads_a_tile(c, a)
-                first_of_last_walk = step + (c.walks - 1) * rounds_a_tile(c, a) * tile.blocks.num
-                for nth in cutlass.range(c.walks * heads, unroll=1):
+                first_of_last_pass = step + (c.num_passes - 1) * rounds_a_tile(c, a) * tile.blocks.num
+                for nth in cutlass.range(c.num_passes * heads, unroll=1):
                     head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
-                    if const_expr(c.walks > 1):
+                    if const_expr(c.num_passes > 1):
                         head = tile.head + nth % heads
                     if const_expr(c.features.listed):
                         first, num_blocks = list_of(c, a, ws, tile.batch, head, tile.block)
@@ -54,38 +54,40 @@ class Transfers:
                         if const_expr(c.features.listed):
                             m_block, code, turn = entry_of(c, ws, first + i)
                             shared.entries.publish(step, (m_block, code, head) if c.features.bias else (m_block, code))
-                            if step >= first_of_last_walk:
+                            if step >= first_of_last_pass:
                                 shared.turns.publish(dq_step, (self._block_of_dQ(ws, tile, head, m_block), turn))
                                 dq_step += 1
                         lse, delta = (
                             (ws.mStats[j, head, tile.first_block + m_block, None], sX)
                             for j, sX in enumerate((shared.lse, shared.delta))
                         )
-                        of_Q, of_dO = ((lse,), (delta,)) if const_expr(c.walks == 1) else ((lse, delta), ())
+                        of_Q, of_dO = ((lse,), (delta,)) if const_expr(c.num_passes == 1) else ((lse, delta), ())
                         load_Q = partial(self._load_queries, tile, tma.Q, shared.sQ, of_Q, rings.q, head, m_block, step)
                         load_dO = partial(
                             self._load_queries, tile, tma.dO, shared.sdO, of_dO, rings.do, head, m_block, step
                         )
-                        load_V = partial(self._load_keys, tile, tma.V, shared, shared.sV, rings.v, walk, c.walks - 1)
-                        if const_expr(c.walks == 1):
+                        load_V = partial(
+                            self._load_keys, tile, tma.V, shared, shared.sV, rings.v, tile_idx, c.num_passes - 1
+                        )
+                        if const_expr(c.num_passes == 1):
                             load_Q()
-                            if step == first_of_last_walk:
+                            if step == first_of_last_pass:
                                 load_V()
                             load_dO()
                         else:
-                            if step < first_of_last_walk:
+                            if step < first_of_last_pass:
                                 load_Q()
                                 load_dO()
                             else:  # in the order in which there comes to be room
                                 load_dO()
                                 load_Q()
-                                if step == first_of_last_walk:  # its place is where dV leaves through
+                                if step == first_of_last_pass:  # its place is where dV leaves through
                                     load_V()
                         step += 1
-                walk += 1
+                tile_idx += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = take_tile(a.mNextTile, num_questions)
-        shared.publish_end(walk)
+        shared.publish_end(tile_idx)
 
     @cute.jit
     def _load_keys(
@@ -95,16 +97,16 @@ class Transfers:
         shared: Shared,
         sX: cute.Tensor,
         ring: Ring,
-        walk: Int32,
+        tile_idx: Int32,
         later: cutlass.Constexpr = 0,
     ) -> None:
         """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
-        ring.wait_empty(walk + later)  # from compute warps: the gradient that took its place has left
+        ring.wait_empty(tile_idx + later)  # from compute warps: the gradient that took its place has left
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * t.tile_rows * t.tile_columns)
         start, stop = tile.keys_of(shared.rank, t.tile_rows)
         gX = t.at(start, stop, tile.head_k, tile.batch)
-        t.load(gX, sX[None, None, ring.stage(walk)], ring.full(walk))
+        t.load(gX, sX[None, None, ring.stage(tile_idx)], ring.full(tile_idx))
 
     @cute.jit
     def _load_queries(
@@ -136,10 +138,10 @@ class Transfers:
         """A warpgroup: dQ of every step from tensor memory to shared memory. A thread has a query, or a column."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
-        step, walk = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the producer
+        step, tile_idx = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the producer
             end = step + num_steps
             for _ in cutlass.range(num_steps, unroll=1):
                 for part in cutlass.range_constexpr(c.parts_dQ):
@@ -155,7 +157,7 @@ class Transfers:
                         cute.arch.fence_proxy("async.shared", space="cta")
                         rings.put_out(c, step, i)
                 step += 1
-            walk += 1
+            tile_idx += 1
 
     def _first_dQ(self, part: int, end: Int32) -> Int32 | int:
         """The first column of a part of dQ. ``end``: the step behind its tile."""
@@ -199,23 +201,23 @@ class Transfers:
     def add(self, a: BackwardArguments, ws: Workspace, shared: Shared, which: Int32) -> None:
         """One of the adding warps: dQ of every other step to the workspace, in turn."""
         c = self.config
-        step, walk = Int32(0), Int32(0)
-        while shared.has_tile(walk):
+        step, tile_idx = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
-                for i in cutlass.range(shared.reload_tile(c, a, walk).blocks.num, unroll=1):
+                for i in cutlass.range(shared.reload_tile(c, a, tile_idx).blocks.num, unroll=1):
                     block, turn = Int32(0), Int32(0)
                     if const_expr(c.features.listed):
                         block, turn = shared.turns.read(step)
                     if step % ADDING_WARPS == which:
                         if const_expr(not c.features.listed):
-                            tile = shared.reload_tile(c, a, walk)
+                            tile = shared.reload_tile(c, a, tile_idx)
                             m_block = tile.blocks.nth(i)
                             block = self._block_of_dQ(ws, tile, tile.head + nth, m_block)
                             turn = tile.turn(c, m_block)
                         self._add_block(ws, shared, which, step, block, turn)
                     step += 1
-            shared.tiles.release(walk)  # to the producer
-            walk += 1
+            shared.tiles.release(tile_idx)  # to the producer
+            tile_idx += 1
 
     def _block_of_dQ(self, ws: Workspace, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
         """Which a block of a head's queries is, counted over all heads."""

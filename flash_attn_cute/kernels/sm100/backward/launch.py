@@ -7,8 +7,8 @@ from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
-from flash_attn_cute.kernels.sm100.backward.pair_two_walks import BackwardPairTwoWalksSm100
-from flash_attn_cute.kernels.sm100.backward.two_walks import BackwardTwoWalksSm100
+from flash_attn_cute.kernels.sm100.backward.pair_two_pass import BackwardPairTwoPassSm100
+from flash_attn_cute.kernels.sm100.backward.two_pass import BackwardTwoPassSm100
 from flash_attn_cute.kernels.sm100.config import BackwardConfig
 
 
@@ -20,11 +20,11 @@ class BackwardPassSm100:
         self.tables, self.preprocess = KeyTables(config), Preprocess(config)
         kernels = {
             (1, 1): BackwardCtaSm100,
-            (2, 1): BackwardTwoWalksSm100,
+            (2, 1): BackwardTwoPassSm100,
             (1, 2): BackwardPairSm100,
-            (2, 2): BackwardPairTwoWalksSm100,
+            (2, 2): BackwardPairTwoPassSm100,
         }
-        self.main = kernels[config.walks, config.ctas_a_tile](config)
+        self.main = kernels[config.num_passes, config.ctas_a_tile](config)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]

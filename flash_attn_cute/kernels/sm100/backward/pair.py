@@ -183,11 +183,11 @@ class BackwardPairSm100(BackwardCtaSm100):
         """The products of both CTAs, S and dP of a step ahead of dQ of the one before."""
         c, rings = self.config, shared.rings
         products = _Products.of(c, mmas, shared)
-        walk, step = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the leader's producer
-            rings.k.wait_full(walk)  # from producers
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the leader's producer
+            rings.k.wait_full(tile_idx)  # from producers
             for i in cutlass.range(num_steps, unroll=1):
                 rings.q.wait_full(step)  # from producers
                 if const_expr(c.dQ_over_S):
@@ -198,9 +198,9 @@ class BackwardPairSm100(BackwardCtaSm100):
                 commit_to_both(rings.q.empty(step))  # to producers
                 commit_to_both(rings.scores.full(step))  # to compute warps
                 if i > 0:
-                    self._start_dK(products, shared, walk, step - 1, i == 1)
+                    self._start_dK(products, shared, tile_idx, step - 1, i == 1)
                 else:
-                    rings.v.wait_full(walk)  # from producers
+                    rings.v.wait_full(tile_idx)  # from producers
                 rings.do.wait_full(step)  # from producers
                 products.start_dP()
                 commit_to_both(rings.do.empty(step))  # to producers
@@ -208,38 +208,42 @@ class BackwardPairSm100(BackwardCtaSm100):
                 if i > 0:
                     if const_expr(c.dQ_over_S):
                         rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
-                    self._start_dQ(products, shared, walk, step - 1, i == 1)
+                    self._start_dQ(products, shared, tile_idx, step - 1, i == 1)
                 rings.weights.wait_full(step)  # from compute warps
                 rings.do_columns.wait_full(step)  # from producers
                 if i == 0:
-                    rings.dv.wait_empty(walk)  # from compute warps: they have the last tile's dV
+                    rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
                 tensor_memory.after_sync()
                 products.start_dV(i > 0)
                 commit_to_both(rings.do_columns.empty(step))  # to producers
                 step += 1
-            commit_to_both(rings.dv.full(walk))  # to compute warps
-            self._start_dK(products, shared, walk, step - 1, num_steps == 1)
+            commit_to_both(rings.dv.full(tile_idx))  # to compute warps
+            self._start_dK(products, shared, tile_idx, step - 1, num_steps == 1)
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(step - 1)  # from drain warps: they have the dQ of the step before
-            self._start_dQ(products, shared, walk, step - 1, num_steps == 1)
-            commit_to_both(rings.k_columns.empty(walk))  # to producers
-            commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
-            walk += 1
+            self._start_dQ(products, shared, tile_idx, step - 1, num_steps == 1)
+            commit_to_both(rings.k_columns.empty(tile_idx))  # to producers
+            commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
+            tile_idx += 1
 
     @cute.jit
-    def _start_dK(self, products: "_Products", shared: PairShared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+    def _start_dK(
+        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
+    ) -> None:
         """Begins dK of a step, which may be its tile's first."""
         rings = shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         rings.q_columns.wait_full(step)  # from producers
         if is_first:
-            rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+            rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
         tensor_memory.after_sync()
         products.start_dK(not is_first)
         commit_to_both(rings.q_columns.empty(step))  # to producers
 
     @cute.jit
-    def _start_dQ(self, products: "_Products", shared: PairShared, walk: Int32, step: Int32, is_first: Boolean) -> None:
+    def _start_dQ(
+        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
+    ) -> None:
         """Begins dQ of a step, which may be its tile's first."""
         rings = shared.rings
         if const_expr(not self.config.dQ_over_S):
@@ -247,7 +251,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
         rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
         if is_first:
-            rings.k_columns.wait_full(walk)  # from producers
+            rings.k_columns.wait_full(tile_idx)  # from producers
         tensor_memory.after_sync()
         products.start_dQ()
         commit_to_both(rings.dq.full(step))  # to drain and compute warps
@@ -256,25 +260,25 @@ class BackwardPairSm100(BackwardCtaSm100):
     def _pass_on(self, a: BackwardArguments, shared: PairShared) -> None:
         """In the second CTA: tells the leader that its dS has come."""
         c, exchange = self.config, shared.rings.exchange
-        walk, step = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the leader's producer
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the leader's producer
             for _ in cutlass.range(num_steps, unroll=1):
                 exchange.wait_full(step)  # from the leader's compute warps
                 exchange.release(step)  # to the leader's mma warp
                 step += 1
-            walk += 1
+            tile_idx += 1
 
     @cute.jit
-    def _step(self, work: Work, walk: Int32, nth: Int32, i: Int32, step: Int32) -> None:
+    def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
         """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(step)  # from the tensor cores
         tensor_memory.after_sync()
         stage, place = rings.stats.stage(step), work.address + (c.first_S + c.queries * work.warpgroup)
-        self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
+        self.scores.change(work, self.scores.block(work, tile_idx, nth, i, step), place)
         scores = tensor_memory.load(place, c.queries)
         if const_expr(c.dQ_over_S):
             tensor_memory.before_sync()

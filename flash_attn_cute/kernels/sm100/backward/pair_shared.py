@@ -70,9 +70,9 @@ class PairRings(Rings):
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
         """Of each, by its name."""
-        walks = config.walks
-        columns = {"k_columns": 1, "q_columns": 2 - walks, "do_columns": walks}
-        more = {"weights": 2 - walks, "exchange": 1, "stats": STATS_STAGES, "keys": walks - 1}
+        num_passes = config.num_passes
+        columns = {"k_columns": 1, "q_columns": 2 - num_passes, "do_columns": num_passes}
+        more = {"weights": 2 - num_passes, "exchange": 1, "stats": STATS_STAGES, "keys": num_passes - 1}
         return {**Rings.stages(config), **columns, **more}
 
     @classmethod
@@ -171,9 +171,9 @@ class PairShared(Shared):
         """Whether it is the CTA that chooses tiles and issues products."""
         return self.rank != SECOND
 
-    def _signal(self, walk: Int32) -> None:
+    def _signal(self, tile_idx: Int32) -> None:
         """By one thread of the leader: what is to be told has been written, and goes to the second CTA as well."""
-        self.tiles.publish(walk, self.tile_fields, self.tile_fields)
+        self.tiles.publish(tile_idx, self.tile_fields, self.tile_fields)
 
     @cute.jit
     def send_dS(self, step: Int32, warp: Int32) -> None:

@@ -27,14 +27,14 @@ class PairTransfers(Transfers):
         The leader's chooses tiles.
         """
         c, rings = self.config, shared.rings
-        walk, step = Int32(0), Int32(0)
-        self._publish_next(a, ws, shared, walk)
-        while shared.has_tile(walk):
-            tile = shared.tile(c, a, walk)
+        tile_idx, step = Int32(0), Int32(0)
+        self._publish_next(a, ws, shared, tile_idx)
+        while shared.has_tile(tile_idx):
+            tile = shared.tile(c, a, tile_idx)
             rank = shared.rank
-            shared.tiles.release(walk)
+            shared.tiles.release(tile_idx)
             start, stop = tile.keys_of(rank, PART_ROWS)
-            self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, walk)
+            self._load(tma.K, start, stop, tile.head_k, tile, shared, shared.sK[None, None, 0], rings.k, tile_idx)
             first_step = step
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(tile.blocks.num, unroll=1):
@@ -44,7 +44,7 @@ class PairTransfers(Transfers):
                     self._load_stats(ws, shared, head, tile.first_block + m_block, step)
                     if step == first_step:
                         self._load(
-                            tma.V, start, stop, tile.head_k, tile, shared, shared.sV[None, None, 0], rings.v, walk
+                            tma.V, start, stop, tile.head_k, tile, shared, shared.sV[None, None, 0], rings.v, tile_idx
                         )
                     self._load(tma.dO, own, own_end, head, tile, shared, shared.sdO, rings.do, step)
                     sX, ring = shared.sdO_columns, rings.do_columns
@@ -52,11 +52,11 @@ class PairTransfers(Transfers):
                     sX, ring = shared.sQ_columns, rings.q_columns
                     self._load(tma.Q_columns, first, all_of_it, head, tile, shared, sX, ring, step, rank)
                     if step == first_step:
-                        self._load_columns_of_keys(tile, tma.K_columns, shared, walk)
+                        self._load_columns_of_keys(tile, tma.K_columns, shared, tile_idx)
                     step += 1
-            walk += 1
+            tile_idx += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            self._publish_next(a, ws, shared, walk)
+            self._publish_next(a, ws, shared, tile_idx)
 
     def _rows(self, shared: PairShared, tile: KeyTile, m_block: Int32) -> tuple[tuple[Int32, Int32], ...]:
         """Where a CTA's own queries of a block begin and end, and where the block does."""
@@ -66,7 +66,7 @@ class PairTransfers(Transfers):
         return (own, own_end), (first, end)
 
     @cute.jit
-    def _publish_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, walk: Int32) -> None:
+    def _publish_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, tile_idx: Int32) -> None:
         """The leader's producer tells all roles of both CTAs, its own among them, of the next tile, or of the end."""
         c = self.config
         if shared.is_leader:
@@ -77,14 +77,14 @@ class PairTransfers(Transfers):
                 tile = key_tile(c, a, ws, index)
                 index = num_tiles
                 if tile.blocks.num > 0:
-                    shared.publish(tile, walk)
+                    shared.publish(tile, tile_idx)
                     is_published = Boolean(True)
                 else:  # only has zeros to be written
                     index = take_tile(a.mNextTile, num_questions)
             if not is_published:
-                shared.publish_end(walk)
+                shared.publish_end(tile_idx)
         else:
-            shared.tiles.expect(walk, shared.tile_fields)
+            shared.tiles.expect(tile_idx, shared.tile_fields)
 
     @cute.jit
     def _load(
@@ -107,7 +107,7 @@ class PairTransfers(Transfers):
 
     @cute.jit
     def _load_columns_of_keys(
-        self, tile: KeyTile, t: RowTiles, shared: PairShared, walk: Int32, later: cutlass.Constexpr = 0
+        self, tile: KeyTile, t: RowTiles, shared: PairShared, tile_idx: Int32, later: cutlass.Constexpr = 0
     ) -> None:
         """This CTA's columns of the keys of both, 64 at a time; of those of dQ that both compute, both have them.
 
@@ -116,13 +116,13 @@ class PairTransfers(Transfers):
         c, ring = self.config, shared.rings.k_columns
         parts = c.columns_of_keys // t.tile_columns
         first = shared.rank * ((c.tile_d - c.columns_of_keys) // t.tile_columns)
-        ring.wait_empty(walk + later)
-        self._announce(t, shared, ring, walk, times=CTAS * parts)
+        ring.wait_empty(tile_idx + later)
+        self._announce(t, shared, ring, tile_idx, times=CTAS * parts)
         for rank in cutlass.range_constexpr(CTAS):
             start, stop = tile.keys_of(Int32(rank), PART_ROWS)
             for part in cutlass.range_constexpr(parts):
                 sX = cute.local_tile(shared.sK_columns, (PART_ROWS, t.tile_columns), (rank, part))
-                t.load(t.at(start, stop, tile.head_k, tile.batch, first + part), sX, ring.full(walk))
+                t.load(t.at(start, stop, tile.head_k, tile.batch, first + part), sX, ring.full(tile_idx))
 
     @cute.jit
     def _announce(self, t: RowTiles, shared: PairShared, ring: Ring, step: Int32, times: cutlass.Constexpr = 1) -> None:

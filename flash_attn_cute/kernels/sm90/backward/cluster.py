@@ -34,7 +34,7 @@ behind both.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Under a mask the walk is one over a list of blocks of queries. Every role reads it by itself (``cluster_walk``).
+Under a mask the walk is one over a list of blocks of queries. Every role reads it by itself (``cluster_blocks``).
 
 Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
@@ -62,9 +62,9 @@ from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_shared import STAGES, Shared, layouts_of, storage_of
 from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
-from flash_attn_cute.kernels.sm90.backward.cluster_walk import walk_of
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
@@ -203,8 +203,8 @@ class BackwardClusterSm90:
         """Warpgroup 1: weights, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        walk = walk_of(c, a, ws, index)
-        tile = walk.tile
+        blocks = blocks_of_tile(c, a, ws, index)
+        tile = blocks.tile
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         mma_S, mma_dV = mmas.S, mmas.dV
         slice_S, whole_S, whole_dV = mma_S.get_slice(thread), mma_S.get_slice(0), mma_dV.get_slice(0)
@@ -233,9 +233,9 @@ class BackwardClusterSm90:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
             self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
-                stage, words, m_block = shared.q.stage(step), None, walk.m_block(c, ws, step)
+                stage, words, m_block = shared.q.stage(step), None, blocks.m_block(c, ws, step)
                 if const_expr(c.features.listed):
-                    _, code, _ = entry_of(c, ws, walk.first_entry + step)
+                    _, code, _ = entry_of(c, ws, blocks.first_entry + step)
                     words, hides = bits_of(ws.mBits, code, shared.rank, thread), code >= 0
                 else:
                     hides = tile.blocks.crosses_left(m_block)
@@ -330,7 +330,7 @@ class BackwardClusterSm90:
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
         quad = opaque(thread % 4)
-        tile = walk_of(c, a, ws, index).tile
+        tile = blocks_of_tile(c, a, ws, index).tile
         mma_dP, mma_dK, parts = mmas.S, mmas.dK, c.parts_dO
         whole_dP, whole_dK = mma_dP.get_slice(0), mma_dK.get_slice(0)
         sV_parts = [cute.local_tile(shared.sV, (64, c.columns_dO), (0, part)) for part in range(parts)]
@@ -408,8 +408,8 @@ class BackwardClusterSm90:
         """Warpgroup 3: half of the columns of dQ, to the workspace."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % 128
-        walk = walk_of(c, a, ws, index)
-        tile = walk.tile
+        blocks = blocks_of_tile(c, a, ws, index)
+        tile = blocks.tile
         whole = mma_dQ.get_slice(0)
         sK_half = cute.local_tile(shared.sK, (64, c.columns_dQ), (0, shared.rank))
         tQrK = [mma_dQ.make_fragment_B(whole.partition_B(transposed(x))) for x in (sK_half, shared.sK_peer)]
@@ -419,7 +419,7 @@ class BackwardClusterSm90:
         if num_steps > 0:
             cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
         for step in cutlass.range(num_steps, unroll=1):
-            m_block = walk.m_block(c, ws, step)
+            m_block = blocks.m_block(c, ws, step)
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs
             tQrdS_now = tQrdS[None, None, None, None, shared.ds.stage(step)]
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 0], tQrK[0], True, is_last=False)

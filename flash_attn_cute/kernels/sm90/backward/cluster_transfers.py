@@ -13,8 +13,8 @@ from flash_attn_cute.kernels.common import turns
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
-from flash_attn_cute.kernels.sm90.backward.cluster_walk import walk_of
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 
 _BOTH = 0b11  # CTAs of a cluster, for multicast
@@ -69,8 +69,8 @@ class Transfers:
     @cute.jit
     def _load(self, a: BackwardArguments, ws: Workspace, index: Int32, loads: _Loads, shared: Shared) -> None:
         c, rows, ring = self.config, loads.rows, loads.ring
-        walk = walk_of(c, a, ws, index)
-        tile = walk.tile
+        blocks = blocks_of_tile(c, a, ws, index)
+        tile = blocks.tile
         if tile.blocks.num > 0:
             num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
             with cute.arch.elect_one():
@@ -85,7 +85,7 @@ class Transfers:
         num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = walk.m_block(c, ws, step)
+            m_block = blocks.m_block(c, ws, step)
             for part in cutlass.range_constexpr(parts):
                 fill = step * parts + part
                 full, stage = ring.full(fill), ring.stage(fill)
@@ -111,25 +111,25 @@ class Transfers:
     def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
         c = self.config
-        walk = walk_of(c, a, ws, index)
-        tile = walk.tile
+        blocks = blocks_of_tile(c, a, ws, index)
+        tile = blocks.tile
         for step in cutlass.range(tile.blocks.num, unroll=1):
-            m_block = walk.m_block(c, ws, step)
+            m_block = blocks.m_block(c, ws, step)
             counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            shared.turns.call(step, counter, walk.turn(c, ws, step, m_block))
+            shared.turns.call(step, counter, blocks.turn(c, ws, step, m_block))
 
     @cute.jit
     def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 3: passes turns on to the tiles that come after."""
         c = self.config
-        walk = walk_of(c, a, ws, index)
-        tile = walk.tile
+        blocks = blocks_of_tile(c, a, ws, index)
+        tile = blocks.tile
         step = Int32(0)
         while step < tile.blocks.num:
-            m_block = walk.m_block(c, ws, step)
+            m_block = blocks.m_block(c, ws, step)
             counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
             another = step + 1 < tile.blocks.num
             if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if another:  # its counter has to be the next one
-                    another = walk.m_block(c, ws, step + 1) == m_block + 1
+                    another = blocks.m_block(c, ws, step + 1) == m_block + 1
             step += shared.turns.pass_on(step, counters, another)

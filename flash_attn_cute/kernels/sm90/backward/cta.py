@@ -305,37 +305,37 @@ class BackwardCtaSm90:
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
         )
-        walk, step = Int32(0), Int32(0)
-        while shared.has_tile(walk):
+        tile_idx, step = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
             work.acc_dV.fill(0.0)
             work.acc_dK.fill(0.0)
             if const_expr(c.features.grouped and not c.features.listed):
                 for nth in cutlass.range(a.numbers.heads_a_tile, unroll=1):
-                    tile = shared.reload_tile(c, a, walk)
-                    step = self._walk(work, tile, walk, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
+                    tile = shared.reload_tile(c, a, tile_idx)
+                    step = self._mainloop(work, tile, tile_idx, step, nth, nth == 0, nth + 1 == a.numbers.heads_a_tile)
             else:  # under a mask a tile's blocks are those of all its heads
-                step = self._walk(work, shared.tile(c, a, walk), walk, step, 0, True, True)
+                step = self._mainloop(work, shared.tile(c, a, tile_idx), tile_idx, step, 0, True, True)
             if const_expr(c.features.grouped):
-                self._share_dKV(work, shared.reload_tile(c, a, walk))
-            piece = piece_number(step, walk)
+                self._share_dKV(work, shared.reload_tile(c, a, tile_idx))
+            piece = piece_number(step, tile_idx)
             if const_expr(c.k_stages == 1):
-                self._finish_dQ(work, step, walk, piece)
-                shared.k.release(walk)  # to warp 0
+                self._finish_dQ(work, step, tile_idx, piece)
+                shared.k.release(tile_idx)  # to warp 0
                 piece += 1
-            self._put_out_dKV(work, walk, piece, shared.reload_tile(c, a, walk).is_last)
-            shared.tiles.release(walk)  # to warp 0
-            walk += 1
+            self._put_out_dKV(work, tile_idx, piece, shared.reload_tile(c, a, tile_idx).is_last)
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
         if const_expr(c.k_stages == 2):
-            self._finish_dQ(work, step, walk - 1, piece_number(step, walk))
+            self._finish_dQ(work, step, tile_idx - 1, piece_number(step, tile_idx))
 
     @cute.jit
-    def _finish_dQ(self, work: "_Work", step: Int32, walk: Int32, piece: Int32) -> None:
+    def _finish_dQ(self, work: "_Work", step: Int32, tile_idx: Int32, piece: Int32) -> None:
         """That of the last step before ``step``, if there was one."""
         shared = work.shared
         if step > 0:
             # From all mma warps: the last step's dS is there.
             cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
-        self._start_dQ(work, step - 1, walk)
+        self._start_dQ(work, step - 1, tile_idx)
         warpgroup.wait_group(0)
         if step > 0:
             self._put_out_dQ(work, piece)
@@ -343,11 +343,11 @@ class BackwardCtaSm90:
                 self._hand_out(work, piece)
 
     @cute.jit
-    def _walk(
+    def _mainloop(
         self,
         work: "_Work",
         tile: KeyTile,
-        walk: Int32,
+        tile_idx: Int32,
         step: Int32,
         nth: Int32 | int,
         is_first: Boolean | bool,
@@ -359,16 +359,18 @@ class BackwardCtaSm90:
             direction = tile.blocks.direction
             n = first
             while n != end:
-                self._step(work, tile, walk, n, step, nth, is_first and n == first, is_last and n + direction == end)
+                self._step(
+                    work, tile, tile_idx, n, step, nth, is_first and n == first, is_last and n + direction == end
+                )
                 step += 1
                 n += direction
         else:  # the compiler knows more of such a loop, and keeps its bound in a uniform register
             for n in cutlass.range(first, end, unroll=1):
-                self._step(work, tile, walk, n, step, nth, is_first and n == first, is_last and n + 1 == end)
+                self._step(work, tile, tile_idx, n, step, nth, is_first and n == first, is_last and n + 1 == end)
                 step += 1
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if is_last and step > 1:
-                self._hand_out(work, piece_number(step - 1, walk))
+                self._hand_out(work, piece_number(step - 1, tile_idx))
         return step
 
     @cute.jit
@@ -376,7 +378,7 @@ class BackwardCtaSm90:
         self,
         work: "_Work",
         tile: KeyTile,
-        walk: Int32,
+        tile_idx: Int32,
         n: Int32,
         step: Int32,
         nth: Int32 | int,
@@ -392,7 +394,7 @@ class BackwardCtaSm90:
         Args:
             work: this warpgroup's operands.
             tile: the keys.
-            walk: counts tiles.
+            tile_idx: number of the tile among those of the CTA.
             n: the block's position in the walk.
             step: counts blocks, over all tiles of this CTA.
             nth: which of the tile's heads.
@@ -403,35 +405,35 @@ class BackwardCtaSm90:
         blocks = tile.blocks
         m_block, words, code, seen = blocks.at(n), None, None, None
         if is_first:
-            shared.k.wait_full(walk)  # from warp 0
-            self._read_K(work, walk)
+            shared.k.wait_full(tile_idx)  # from warp 0
+            self._read_K(work, tile_idx)
         shared.q.wait_full(step)  # from warp 0
         if const_expr(self.config.short_steps):
             self._read_stats(work, 0, stage)  # before products, as it would stand behind them in the queue
-        self._start_S(work, walk, stage)
+        self._start_S(work, tile_idx, stage)
         if const_expr(self.config.features.listed):
             m_block, nth, code = shared.read_scores_step(step)
             words = bits_of(work.workspace.mBits, code, work.warpgroup, work.thread)
         if const_expr(self.config.features.intervals):
-            keys = shared.reload_tile(self.config, work.arguments, walk)
+            keys = shared.reload_tile(self.config, work.arguments, tile_idx)
             first_row = keys.first_key + 64 * work.warpgroup
             seen = read_seen(work.arguments.mSeen, keys.batch, keys.k.length, first_row, work.scores.cS)
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
-                self._hand_out(work, piece_number(step - 1, walk))
+                self._hand_out(work, piece_number(step - 1, tile_idx))
         if is_first:
-            shared.v.wait_full(walk)  # from warp 0
+            shared.v.wait_full(tile_idx)  # from warp 0
         shared.do.wait_full(step)  # from warp 0
         tPrV, tPrdO = work.tPrV[None, None, None, work.warpgroup], work.tPrdO[None, None, None, stage]
         elements: tuple[Any, ...] = ()
         reads_bias = self.config.features.bias and not self.config.bias_pitch
         if const_expr(reads_bias):
             # In the registers that dP would have.
-            elements = (read_transposed(work.scores, self._place(work, walk, nth, m_block)),)
+            elements = (read_transposed(work.scores, self._place(work, tile_idx, nth, m_block)),)
         else:
             gemm(work.mmas.S, work.acc_dP, tPrV, tPrdO, True)
         if const_expr(self.config.bias_pitch):
-            rows = shared.reload_tile(self.config, work.arguments, walk).rows_of_bias(self.config, nth, m_block)
+            rows = shared.reload_tile(self.config, work.arguments, tile_idx).rows_of_bias(self.config, nth, m_block)
             elements = (SharedTransposed(shared.bias, step, rows, 64 * work.warpgroup, work.scores.cS),)
         if const_expr(not self.config.short_steps):
             self._read_stats(work, 0, stage)
@@ -440,13 +442,13 @@ class BackwardCtaSm90:
             shared.bias.ring.wait_full(step)  # from warp 3
         hides = code >= 0 if const_expr(self.config.features.listed) else blocks.position_crosses_left(n)
         if const_expr(self.config.features.hides_last_queries and not self.config.features.listed):
-            again = work.shared.reload_tile(self.config, work.arguments, walk)
+            again = work.shared.reload_tile(self.config, work.arguments, tile_idx)
             hides = hides or again.blocks.crosses_right(m_block)
         weigh(
             self.config,
             work.scores,
             hides,
-            lambda: self._place(work, walk, nth, m_block),
+            lambda: self._place(work, tile_idx, nth, m_block),
             lambda i: self._stats(work, 0, stage, i),
             elements,
             words,
@@ -460,7 +462,7 @@ class BackwardCtaSm90:
         gemm(work.mmas.dV, work.acc_dV, as_operand_a(work.scores.rP), work.tVrdO[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dP is there
         if is_last:
-            shared.v.release(walk)  # to warp 0
+            shared.v.release(tile_idx)  # to warp 0
         rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
         differentiate(
             work.acc_dP,
@@ -470,42 +472,42 @@ class BackwardCtaSm90:
         )
         if const_expr(self.config.features.dbias):
             tensors, cS = work.scores.tensors, work.scores.cS
-            store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, walk, nth, m_block), cS)
+            store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
         write(work.rdS, work.mmas.S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
         warpgroup.wait_group(0)  # dV is there
         shared.do.release(step)  # to warp 0
-        walk_before = walk - 1 if is_first else walk
-        self._start_dQ(work, step - 1, walk_before)
+        last_tile_idx = tile_idx - 1 if is_first else tile_idx
+        self._start_dQ(work, step - 1, last_tile_idx)
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
         if const_expr(self.config.k_stages == 2):  # noqa: SIM102 (as elsewhere)
-            if is_first and walk > 0:
-                shared.k.release(walk_before)  # to warp 0
+            if is_first and tile_idx > 0:
+                shared.k.release(last_tile_idx)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
         # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
-            self._put_out_dQ(work, piece_number(step, walk))
+            self._put_out_dQ(work, piece_number(step, tile_idx))
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0
 
     @cute.jit
-    def _read_K(self, work: "_Work", walk: Int32) -> None:
+    def _read_K(self, work: "_Work", tile_idx: Int32) -> None:
         """The first columns of K, for all steps of a tile."""
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
         tiled_copy = cute.make_tiled_copy_A(atom, work.mmas.S_registers)
         from_shared = tiled_copy.get_slice(work.thread)
-        sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(walk)]
+        sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(tile_idx)]
         sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
         cute.copy(tiled_copy, from_shared.partition_S(sK), from_shared.retile(work.rK))
 
     @cute.jit
-    def _start_S(self, work: "_Work", walk: Int32, stage: Int32) -> None:
+    def _start_S(self, work: "_Work", tile_idx: Int32, stage: Int32) -> None:
         """Scores of a block: the first columns of K are in registers, the others in shared memory."""
         acc, tSrQ, rK = work.scores.acc_S, work.tSrQ[None, None, None, stage], work.rK
-        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(walk)]
+        tSrK = work.tSrK[None, None, None, work.warpgroup, work.shared.k.stage(tile_idx)]
         in_registers, in_all = cute.size(rK, mode=[2]), cute.size(tSrK, mode=[2])
         parts = (cute.make_mma_atom(work.mmas.S_registers.op), rK), (cute.make_mma_atom(work.mmas.S.op), tSrK)
         warpgroup.fence()
@@ -516,11 +518,11 @@ class BackwardCtaSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def _start_dQ(self, work: "_Work", step: Int32, walk: Int32) -> None:
+    def _start_dQ(self, work: "_Work", step: Int32, tile_idx: Int32) -> None:
         """This warpgroup's part of a step's dQ."""
         for i in cutlass.range_constexpr(self.warpgroups):
             tQrdS = work.tQrdS[None, None, None, i, step & 1]
-            tQrK = work.tQrK[None, None, None, i, work.shared.k.stage(walk)]
+            tQrK = work.tQrK[None, None, None, i, work.shared.k.stage(tile_idx)]
             gemm(work.mmas.dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
 
     @cute.jit
@@ -544,7 +546,7 @@ class BackwardCtaSm90:
         work.shared.out(work.warpgroup).arrive(piece)  # to warp 1 or 2
 
     @cute.jit
-    def _put_out_dKV(self, work: "_Work", walk: Int32, piece: Int32, is_whole: Boolean | bool) -> None:
+    def _put_out_dKV(self, work: "_Work", tile_idx: Int32, piece: Int32, is_whole: Boolean | bool) -> None:
         """DV, then dK, if they are whole: into shared memory, or, in float32, to where they belong."""
         a, f, shared = work.arguments, self.config.features, work.shared
         out = shared.out(work.warpgroup)
@@ -554,7 +556,7 @@ class BackwardCtaSm90:
         for i, (acc, mma, mX) in enumerate(both):
             if const_expr(f.wide):
                 if is_whole:
-                    tile = shared.reload_tile(self.config, a, walk)
+                    tile = shared.reload_tile(self.config, a, tile_idx)
                     # Opaque, or the compiler keeps what they are multiplied by in registers from the start.
                     gX = rows_first(mX, f.packed)[None, None, opaque(tile.head_k), tile.batch]
                     first = opaque(tile.k.start + tile.first_key + 64 * work.warpgroup)
@@ -589,9 +591,9 @@ class BackwardCtaSm90:
         block = work.workspace.mdKVaccum[opaque(Int32(which)), tile.head_k, tile.block, None]
         return cute.local_tile(block, (64 * self.config.tile_d,), (work.warpgroup,))
 
-    def _place(self, work: "_Work", walk: Int32, nth: Int32 | int, m_block: Int32) -> Place:
+    def _place(self, work: "_Work", tile_idx: Int32, nth: Int32 | int, m_block: Int32) -> Place:
         """Where the scores are; the tile is read again, which is seldom, rather than kept in registers."""
-        tile = work.shared.reload_tile(self.config, work.arguments, walk)
+        tile = work.shared.reload_tile(self.config, work.arguments, tile_idx)
         return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:

@@ -129,10 +129,10 @@ class Shared(WorkTileBroadcast):
         return m_block, nth, code
 
 
-def piece_number(step: Int32, walk: Int32) -> Int32:
+def piece_number(step: Int32, tile_idx: Int32) -> Int32:
     """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile.
 
     Where shared memory has but one K, the tile's last dQ comes before these. Where dV and dK are float32 they are no
     pieces, and counted all the same: two more or less are one to a ring of one stage.
     """
-    return step - 1 + 2 * walk
+    return step - 1 + 2 * tile_idx

@@ -32,12 +32,12 @@ class Transfers:
         num_tiles = num_key_tiles(c, a)
         num_questions = num_tiles + cute.arch.grid_dim()[0]  # every CTA asks until it gets none
         index = take_tile(a.mNextTile, num_questions)
-        walk, step = Int32(0), Int32(0)
+        tile_idx, step = Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             if tile.blocks.num > 0:  # the others are nobody's but warp 3's
-                shared.publish(tile, walk)
-                self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(walk)], shared.k, walk)
+                shared.publish(tile, tile_idx)
+                self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(tile_idx)], shared.k, tile_idx)
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
@@ -57,20 +57,20 @@ class Transfers:
                         self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
                             # Behind the first queries, for which there is room before there is for V.
-                            self._load_keys(tile, tma.V, shared.sV, shared.v, walk)
+                            self._load_keys(tile, tma.V, shared.sV, shared.v, tile_idx)
                         step += 1
-                walk += 1
+                tile_idx += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
             index = take_tile(a.mNextTile, num_questions)
-        shared.publish_end(walk)
+        shared.publish_end(tile_idx)
 
     @cute.jit
     def load_bias(self, a: BackwardArguments, shared: Shared) -> None:
         """Warp 3: the bias of every step."""
         c, lane = self.config, cute.arch.lane_idx()
-        step, walk = Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            tile = shared.tile(c, a, walk)
+        step, tile_idx = Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            tile = shared.tile(c, a, tile_idx)
             num_blocks = tile.blocks.num
             num_keys = cutlass.min(tile.k.length - tile.first_key, c.tile_n)
             # Under a mask the blocks are those of all heads, and warp 0 tells of each.
@@ -83,21 +83,21 @@ class Transfers:
                     rows = tile.rows_of_bias(c, nth, m_block)
                     shared.bias.load(step, rows, tile.first_key, num_keys, lane)
                     step += 1
-            shared.tiles.release(walk)  # to warp 0
-            walk += 1
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
 
     @cute.jit
-    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, walk: Int32) -> None:
+    def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, tile_idx: Int32) -> None:
         """A tile's keys or values: K or V, 64 rows an mma warpgroup."""
         c = self.config
-        ring.wait_empty(walk)  # from the mma warps: this stage is released
+        ring.wait_empty(tile_idx)  # from the mma warps: this stage is released
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * c.tile_n * c.tile_d)
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * c.tile_n * c.tile_d)
         for w in cutlass.range_constexpr(self.warpgroups):
             start = tile.first_key + 64 * w
             stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
             g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-            t.load(g, sX[None, None, w], ring.full(walk))
+            t.load(g, sX[None, None, w], ring.full(tile_idx))
 
     @cute.jit
     def _load_queries(
@@ -139,21 +139,21 @@ class Transfers:
         In float32 the warpgroup itself writes these two.
         """
         c, out = self.config, shared.out(w)
-        step, walk, come = (Int32(0) for _ in range(3))
-        while shared.has_tile(walk):
-            num_blocks, first_step = shared.tile(c, a, walk).blocks.num, step
+        step, tile_idx, come = (Int32(0) for _ in range(3))
+        while shared.has_tile(tile_idx):
+            num_blocks, first_step = shared.tile(c, a, tile_idx).blocks.num, step
             # Under a mask the blocks are those of all heads.
             num_steps = num_blocks if const_expr(c.features.listed) else heads_a_tile(c, a) * num_blocks
             for _ in cutlass.range(num_steps, unroll=1):
                 if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
-                    come = self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
+                    come = self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
                 step += 1
-            last = piece_number(step, walk)
+            last = piece_number(step, tile_idx)
             if const_expr(c.k_stages == 1):  # dQ of the last step is not for the next tile to compute
                 come = self._add_dQ(ws, shared, w, last, step - 1, come)
                 last += 1
             if const_expr(not c.features.wide):
-                tile = shared.reload_tile(c, a, walk)
+                tile = shared.reload_tile(c, a, tile_idx)
                 start = tile.first_key + 64 * w
                 stop = cutlass.min(start + 64, tile.k.length)
                 for i, t in enumerate((tma.dV, tma.dK)):
@@ -165,11 +165,11 @@ class Transfers:
                         cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     out.release(piece)  # to warpgroup w
-            shared.tiles.release(walk)  # to warp 0
-            walk += 1
+            shared.tiles.release(tile_idx)  # to warp 0
+            tile_idx += 1
         if const_expr(c.k_stages == 2):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if step > 0:
-                self._add_dQ(ws, shared, w, piece_number(step, walk), step - 1, come)
+                self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
 
     @cute.jit
     def _add_dQ(self, ws: Workspace, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:

@@ -24,7 +24,7 @@ _FIRST_OF_S, _OF_DV, _OF_DK = _PRODUCTS[:4], _PRODUCTS[4:8], _PRODUCTS[8:12]
 _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
 
 
-TWO_WALKS: Bugs = {
+TWO_PASS: Bugs = {
     "missing wait": (
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "one", LOADS_LAG),
         Bug("V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "one", STORES_LAG),

@@ -1,7 +1,7 @@
 """Our backward kernels for Blackwell that walk twice over the queries: dK and dV do not fit tensor memory together.
 
 The first walk sums dV, the second dK and dQ, by blocks of 64 queries. A CTA does so alone, or is one of a pair, which
-has K in tensor memory (``kernels/sm100/backward/two_walks.py``, ``pair_two_walks.py``). Of a pair each stage of Q is a
+has K in tensor memory (``kernels/sm100/backward/two_pass.py``, ``pair_two_pass.py``). Of a pair each stage of Q is a
 half, by rows or by columns, and dO has two stages by columns in the first walk and one by rows in the second.
 """
 
@@ -11,10 +11,10 @@ from functools import partial
 from tools.sm100_model.blackwell import BLOCK, MASK, Backward, BackwardDesign
 from tools.sm100_model.machine import B200, Machine
 from tools.sm100_model.simulation import Barrier, Needs, Phase, Ring
-from tools.sm100_model.sm import Walk
+from tools.sm100_model.sm import TileWork
 
 
-class BackwardTwoWalks(Backward):
+class BackwardTwoPass(Backward):
     """A CTA with two compute warpgroups, half of a block's queries each, and one that drains dQ."""
 
     def __init__(self, design: BackwardDesign, machine: Machine = B200) -> None:
@@ -29,14 +29,14 @@ class BackwardTwoWalks(Backward):
         # Places that dV and dK leave through, by what is loaded there.
         self.ways_out = (self.k_columns, self.v) if design.pair else (self.v, self.k)
 
-    def load(self, walks: Sequence[Walk]) -> Needs:
+    def load(self, work: Sequence[TileWork]) -> Needs:
         """A warp: keys and values once, Q and dO block by block, in both walks."""
         c, step, number = self.design, 0, 0
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             yield self.k.wait_empty(tile)
             self.sm.load("K", 2 * BLOCK * c.d, self.k, tile)
             if c.pair:
-                yield from self._load_halves_of_walks(tile, step, number, num)
+                yield from self._load_halves_of_passes(tile, step, number, num)
             else:
                 yield from self._load_blocks(tile, step, num)
             step, number = step + 2 * num, number + 3 * num
@@ -53,7 +53,7 @@ class BackwardTwoWalks(Backward):
                 yield self.v.wait_empty(tile + 1)
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
 
-    def _load_halves_of_walks(self, tile: int, step: int, number: int, num: int) -> Needs:
+    def _load_halves_of_passes(self, tile: int, step: int, number: int, num: int) -> Needs:
         """Of a pair's CTA: Q a step ahead of dO in the first walk, and by columns as well in the second."""
         do_step = step // 2  # of each walk
         for i in range(num + 1):
@@ -90,26 +90,26 @@ class BackwardTwoWalks(Backward):
         yield self.stats.wait_empty(step)
         self.sm.load("lse and delta", 8 * self.design.queries, self.stats, step)
 
-    def mma(self, walks: Sequence[Walk]) -> Needs:
+    def mma(self, work: Sequence[TileWork]) -> Needs:
         """A warp: both walks over each tile."""
         c, done, number = self.design, 0, 0  # steps of each walk
-        for tile, (num, _) in enumerate(walks):
+        for tile, (num, _) in enumerate(work):
             step = 2 * done
             if c.pair:
                 yield self.copied.phase(tile + 1)
                 if not c.own_columns:
                     yield self.dq.wait_empty(done)
-                yield from self._first_walk(tile, number, number, self.do_columns, done, num)
+                yield from self._first_pass(tile, number, number, self.do_columns, done, num)
                 yield self.v.wait_full(tile)
-                yield from self._second_walk_of_pair(tile, number + num, done, num)
+                yield from self._second_pass_of_pair(tile, number + num, done, num)
             else:
                 yield self.k.wait_full(tile)
-                yield from self._first_walk(tile, number, step, self.do, step, num)
+                yield from self._first_pass(tile, number, step, self.do, step, num)
                 yield self.v.wait_full(tile)
-                yield from self._second_walk(tile, number + num, step + num, done, num)
+                yield from self._second_pass(tile, number + num, step + num, done, num)
             done, number = done + num, number + 3 * num
 
-    def _first_walk(self, tile: int, number: int, of_Q: int, do: Ring, of_dO: int, num: int) -> Needs:
+    def _first_pass(self, tile: int, number: int, of_Q: int, do: Ring, of_dO: int, num: int) -> Needs:
         """S(t + 1), dV(t)."""
         for i in range(num + 1):
             if i < num:
@@ -125,7 +125,7 @@ class BackwardTwoWalks(Backward):
                     then.append(partial(self.dv.arrive, tile))
                 self._product("dV", self.design.d_v, self.design.queries, self._right(self.design.d_v), then)
 
-    def _second_walk(self, tile: int, number: int, step: int, dq_step: int, num: int) -> Needs:
+    def _second_pass(self, tile: int, number: int, step: int, dq_step: int, num: int) -> Needs:
         """DK(t), dP(t + 1), dQ(t), S(t + 1)."""
         for i in range(num + 1):
             if i > 0:
@@ -137,7 +137,7 @@ class BackwardTwoWalks(Backward):
             if i < num:
                 yield from self._S(number + 2 * i, step + i, releases=False)
 
-    def _second_walk_of_pair(self, tile: int, number: int, dq_step: int, num: int) -> Needs:
+    def _second_pass_of_pair(self, tile: int, number: int, dq_step: int, num: int) -> Needs:
         """DK(t), S(t + 1), dP(t + 1), dQ(t)."""
         c = self.design
         for i in range(num + 1):
@@ -194,12 +194,12 @@ class BackwardTwoWalks(Backward):
         times = 1 if c.pair else -(-c.d // BLOCK)
         self._product("dQ", times * c.queries, keys, times * (self._left(keys) + self._right(keys)), then)
 
-    def compute(self, g: int, walks: Sequence[Walk]) -> Needs:
+    def compute(self, g: int, work: Sequence[TileWork]) -> Needs:
         """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK behind their walks."""
         c, sm, me = self.design, self.sm, f"compute {g}"
         stats = self.stats if c.pair else self.q
         step, number, dq_step = 0, 0, 0
-        for tile, (num, masked) in enumerate(walks):
+        for tile, (num, masked) in enumerate(work):
             if c.pair:
                 yield self.k.wait_full(tile)
                 size = 2.0 * BLOCK * c.d / 2

@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Walk:
+class BlockIterator:
     """Of a tile over an interval of blocks, or under a mask over its list."""
 
     tile: KeyTile
@@ -29,10 +29,10 @@ class Walk:
 
 
 @cute.jit
-def walk_of(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> Walk:
+def blocks_of_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> BlockIterator:
     """That of the tile of a number."""
     tile, first_entry = key_tile(config, a, ws, index), Int32(0)
     if const_expr(config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
         if tile.blocks.num > 0:
             first_entry, _ = list_of(config, a, ws, tile.batch, tile.head, tile.block)
-    return Walk(tile, first_entry)
+    return BlockIterator(tile, first_entry)

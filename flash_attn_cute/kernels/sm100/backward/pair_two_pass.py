@@ -1,7 +1,7 @@
 """Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two walks, and products of both CTAs.
 
 A tile is 256 keys, the work of a cluster of two, and the pair walks twice over the blocks, of 64 queries, that see it:
-``two_walks`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
+``two_pass`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
 
 K, which both walks multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
 the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
@@ -28,7 +28,7 @@ Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scor
     second walk   Q by rows in the one, and by columns in the other
 
 Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
-and 320. The two places of 64 columns are the ring ``scores`` of ``two_walks``: S of the first walk, and P over it; S of
+and 320. The two places of 64 columns are the ring ``scores`` of ``two_pass``: S of the first walk, and P over it; S of
 the second in the one, and dP in the other, and dS over that. At d = 192 dQ has columns from 416 on. At d = 256 it takes
 the place of the second walk's S: so it is computed when S has been read, and the next S when dQ has.
 
@@ -53,7 +53,7 @@ The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
 So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
 to shared memory alone.
 
-What is ahead of what, beyond ``two_walks``:
+What is ahead of what, beyond ``two_pass``:
   - dO by rows is loaded when the first walk's last dV is done, and dS written when that and the first dP are: so where
     dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
   - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
@@ -94,28 +94,28 @@ from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, Mmas, halves
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
-from flash_attn_cute.kernels.sm100.backward.pair_two_walks_shared import PairTwoWalksShared, storage_of
-from flash_attn_cute.kernels.sm100.backward.pair_two_walks_transfers import PairTwoWalksTransfers
-from flash_attn_cute.kernels.sm100.backward.two_walks import first_column, plus
+from flash_attn_cute.kernels.sm100.backward.pair_two_pass_shared import PairTwoPassShared, storage_of
+from flash_attn_cute.kernels.sm100.backward.pair_two_pass_transfers import PairTwoPassTransfers
+from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, read_row, tiled_mma, transposed
 
 _COLUMNS_OF_K = 32  # that a compute thread copies at once
 
 
-class BackwardPairTwoWalksSm100(BackwardPairSm100):
+class BackwardPairTwoPassSm100(BackwardPairSm100):
     """The backward kernel of one configuration."""
 
     def __init__(self, config: BackwardConfig):
         super().__init__(config)
-        self.transfers = PairTwoWalksTransfers(config)
+        self.transfers = PairTwoPassTransfers(config)
 
     def _storage(self) -> type:
         return storage_of(self.config, self.dtype)
 
-    def _shared(self, storage: Any) -> PairTwoWalksShared:
+    def _shared(self, storage: Any) -> PairTwoPassShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairTwoWalksShared.at(self.config, self.dtype, storage, rank)
+        return PairTwoPassShared.at(self.config, self.dtype, storage, rank)
 
     def _mmas(self) -> Mmas:
         c, k_major, mmas = self.config, OperandMajorMode.K, super()._mmas()
@@ -124,28 +124,30 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         return mmas._replace(S=S, dP=mmas.S)
 
     @cute.jit
-    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairTwoWalksShared) -> None:  # type: ignore[override]
+    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairTwoPassShared) -> None:  # type: ignore[override]
         """The products of both CTAs."""
         c, rings = self.config, shared.rings
         products = _Products.of(c, mmas, shared)
-        walk, dq_step, number = Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the leader's producer
-            rings.keys.wait_full(walk)  # from compute warps: K is there, and nothing of the last tile's scores is read
+        tile_idx, dq_step, number = Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the leader's producer
+            rings.keys.wait_full(
+                tile_idx
+            )  # from compute warps: K is there, and nothing of the last tile's scores is read
             if const_expr(c.dQ_over_S):
                 rings.dq.wait_empty(dq_step)  # from drain warps: they have the last tile's dQ, where scores are to be
             tensor_memory.after_sync()
-            self._first_walk(products, shared, walk, dq_step, number, num_steps)
+            self._first_pass(products, shared, tile_idx, dq_step, number, num_steps)
             number += num_steps
-            rings.v.wait_full(walk)  # from producers
-            self._second_walk(products, shared, walk, dq_step, number, num_steps)
+            rings.v.wait_full(tile_idx)  # from producers
+            self._second_pass(products, shared, tile_idx, dq_step, number, num_steps)
             dq_step, number = dq_step + num_steps, number + 2 * num_steps
-            walk += 1
+            tile_idx += 1
 
     @cute.jit
-    def _first_walk(
-        self, products: "_Products", shared: PairTwoWalksShared, walk: Int32, step: Int32, number: Int32, num: Int32
+    def _first_pass(
+        self, products: "_Products", shared: PairTwoPassShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
     ) -> None:
         """S of a step ahead of dV of the one before."""
         c, rings = self.config, shared.rings
@@ -160,18 +162,18 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 rings.do_columns.wait_full(step + before)  # from producers
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
-                    rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+                    rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
                 products.start_dV(step + before, first_column(c, rings.scores, number + before), i > 1)
                 commit_to_both(rings.do_columns.empty(step + before))  # to producers
-        commit_to_both(rings.dv.full(walk))  # to compute warps
+        commit_to_both(rings.dv.full(tile_idx))  # to compute warps
 
     @cute.jit
-    def _second_walk(
+    def _second_pass(
         self,
         products: "_Products",
-        shared: PairTwoWalksShared,
-        walk: Int32,
+        shared: PairTwoPassShared,
+        tile_idx: Int32,
         dq_step: Int32,
         number: Int32,
         num: Int32,
@@ -186,7 +188,7 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 rings.scores.wait_empty(gradients)  # from compute warps: dS is there
                 rings.q.wait_full(columns)  # from producers
                 if i == 1:
-                    rings.dv.wait_empty(walk + 1)  # from compute warps: they have dV
+                    rings.dv.wait_empty(tile_idx + 1)  # from compute warps: they have dV
                 tensor_memory.after_sync()
                 products.start_dK(columns, first_dP, i > 1)
                 commit_to_both(rings.q.empty(columns))  # to producers
@@ -208,12 +210,12 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
                 rings.exchange.wait_full(before)  # from the second CTA's compute warps: their dS
                 rings.exchange.wait_empty(before + 1)  # from its mma warp: this CTA's has come there
                 if i == 1:
-                    rings.k_columns.wait_full(walk)  # from producers
+                    rings.k_columns.wait_full(tile_idx)  # from producers
                 tensor_memory.after_sync()
                 products.start_dQ(first_S if const_expr(c.dQ_over_S) else c.first_dQ())
                 commit_to_both(rings.dq.full(before))  # to drain and compute warps
-        commit_to_both(rings.k.empty(walk))  # to producers
-        commit_to_both(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+        commit_to_both(rings.k.empty(tile_idx))  # to producers
+        commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
     @cute.jit
     def compute(  # type: ignore[override]
@@ -221,7 +223,7 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoWalksShared,
+        shared: PairTwoPassShared,
         scales: ScoreScales,
         warpgroup: Int32,
         thread: Int32,
@@ -230,31 +232,31 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
-        walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_blocks = shared.tile(c, a, walk).blocks.num
-            self._copy_keys(work, walk)
+        tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_blocks = shared.tile(c, a, tile_idx).blocks.num
+            self._copy_keys(work, tile_idx)
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._weights(work, walk, nth, i, step, number)
+                    self._weights(work, tile_idx, nth, i, step, number)
                     shared.rings.stats.release(step)  # to the producer
                     step, number = step + 1, number + 1
-            self._put_out(work, ws, tma, walk, (DV,))
+            self._put_out(work, ws, tma, tile_idx, (DV,))
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    weights = self._weights(work, walk, nth, i, step, number, stores=False)
+                    weights = self._weights(work, tile_idx, nth, i, step, number, stores=False)
                     self._gradients(work, weights, step, plus(number, 1), dq_step)
                     step, number, dq_step = step + 1, number + 2, dq_step + 1
-            self._put_out(work, ws, tma, walk, (DK,))
-            shared.tiles.release(walk)  # to the leader's producer
-            walk += 1
+            self._put_out(work, ws, tma, tile_idx, (DK,))
+            shared.tiles.release(tile_idx)  # to the leader's producer
+            tile_idx += 1
 
     @cute.jit
-    def _copy_keys(self, work: Work, walk: Int32) -> None:
+    def _copy_keys(self, work: Work, tile_idx: Int32) -> None:
         """A warpgroup's half of the columns of K, to tensor memory."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         num = c.tile_d // COMPUTE_WARPGROUPS
-        rings.k.wait_full(walk)  # from the producer
+        rings.k.wait_full(tile_idx)  # from the producer
         for first in cutlass.range_constexpr(0, num, _COLUMNS_OF_K):
             column = num * work.warpgroup + first
             sK = cute.local_tile(shared.sK[None, None, 0], (PART_ROWS, O_COLUMNS), (0, column // O_COLUMNS))
@@ -264,13 +266,13 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
             place = work.address + (c.first_K + column // 2)
             tensor_memory.store(place, [words[j] for j in range(_COLUMNS_OF_K // 2)])
         tensor_memory.before_sync()
-        rings.keys.arrive(walk)  # to the mma warp
+        rings.keys.arrive(tile_idx)  # to the mma warp
 
     @cute.jit
     def _weights(
         self,
         work: Work,
-        walk: Int32,
+        tile_idx: Int32,
         nth: Int32,
         i: Int32,
         step: Int32,
@@ -283,7 +285,7 @@ class BackwardPairTwoWalksSm100(BackwardPairSm100):
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
         place = self._place(work, number)
-        self.scores.change(work, self.scores.block(work, walk, nth, i, step), place)
+        self.scores.change(work, self.scores.block(work, tile_idx, nth, i, step), place)
         lse = shared.lse[None, rings.stats.stage(step)]
         if const_expr(stores):
             weights = self.scores.weigh(work, place, lse, stores)
@@ -324,7 +326,7 @@ class _Products:
 
     config: BackwardConfig
     mmas: Mmas
-    shared: PairTwoWalksShared
+    shared: PairTwoPassShared
     memory: cute.Pointer  # tensor memory
     # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K), and of Q and dO (MMA, 1, MMA_K, stage)
     tSrK: cute.Tensor
@@ -337,7 +339,7 @@ class _Products:
     tQrdS: cute.Tensor
 
     @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: PairTwoWalksShared) -> "_Products":
+    def of(config: BackwardConfig, mmas: Mmas, shared: PairTwoPassShared) -> "_Products":
         """Those of all operands."""
         c, memory = config, shared.tensor_memory
         dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, c.queries_shared, CTAS), (0, 0, 0)))

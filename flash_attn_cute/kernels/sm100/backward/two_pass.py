@@ -73,7 +73,7 @@ from flash_attn_cute.kernels.sm100.config import BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit
 
 
-class BackwardTwoWalksSm100(BackwardCtaSm100):
+class BackwardTwoPassSm100(BackwardCtaSm100):
     """The backward kernel of one configuration."""
 
     @cute.jit
@@ -81,28 +81,28 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         """One warp: issues all products."""
         c, rings = self.config, shared.rings
         products = Products.of(c, mmas, shared)
-        walk, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_steps = shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)  # to the producer
-            rings.k.wait_full(walk)  # from the producer
-            self._first_walk(products, shared, walk, step, number, num_steps)
+        tile_idx, step, number, dq_step = Int32(0), Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_steps = shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)  # to the producer
+            rings.k.wait_full(tile_idx)  # from the producer
+            self._first_pass(products, shared, tile_idx, step, number, num_steps)
             step, number = step + num_steps, number + num_steps
-            rings.v.wait_full(walk)  # from the producer: dV has left its place
-            self._second_walk(products, shared, walk, step, number, dq_step, num_steps)
+            rings.v.wait_full(tile_idx)  # from the producer: dV has left its place
+            self._second_pass(products, shared, tile_idx, step, number, dq_step, num_steps)
             step, number, dq_step = step + num_steps, number + 2 * num_steps, dq_step + num_steps
-            walk += 1
+            tile_idx += 1
 
     @cute.jit
-    def _first_walk(
-        self, products: Products, shared: Shared, walk: Int32, step: Int32, number: Int32, num_steps: Int32
+    def _first_pass(
+        self, products: Products, shared: Shared, tile_idx: Int32, step: Int32, number: Int32, num_steps: Int32
     ) -> None:
         """S of a step ahead of dV of the one before."""
         rings = shared.rings
         for i in cutlass.range(num_steps + 1, unroll=1):
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(walk, step + i, self._first_column(rings.scores, number + i))
+                products.start_S(tile_idx, step + i, self._first_column(rings.scores, number + i))
                 commit(rings.scores.full(number + i))  # to compute warps
                 commit(rings.q.empty(step + i))  # to the producer
             if i > 0:
@@ -110,18 +110,18 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 rings.do.wait_full(step + before)  # from the producer
                 rings.scores.wait_empty(number + before + 2)  # from compute warps: P is there
                 if i == 1:
-                    rings.dk.wait_empty(walk)  # from compute warps: they have the last tile's dK
+                    rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
                 tensor_memory.after_sync()
                 products.start_dV(step + before, self._first_column(rings.scores, number + before), i > 1)
                 commit(rings.do.empty(step + before))  # to the producer
-        commit(rings.dv.full(walk))  # to compute warps
+        commit(rings.dv.full(tile_idx))  # to compute warps
 
     @cute.jit
-    def _second_walk(
+    def _second_pass(
         self,
         products: Products,
         shared: Shared,
-        walk: Int32,
+        tile_idx: Int32,
         step: Int32,
         number: Int32,
         dq_step: Int32,
@@ -137,7 +137,7 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
             if i > 0:
                 rings.scores.wait_empty(gradients)  # from compute warps: dS of the step before is there, S was read
                 if i == 1:
-                    rings.dv.wait_empty(walk + 1)  # from compute warps: they have dV
+                    rings.dv.wait_empty(tile_idx + 1)  # from compute warps: they have dV
                 for part in cutlass.range_constexpr(c.parts_dQ):
                     rings.dq.wait_empty(dq_before + part)  # from the drain warps: they have the dQ before that
                 tensor_memory.after_sync()
@@ -145,18 +145,18 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
                 commit(rings.q.empty(step + before))  # to the producer
             if i < num_steps:
                 rings.do.wait_full(step + i)  # from the producer
-                products.start_dP(walk, step + i, first_dP)
+                products.start_dP(tile_idx, step + i, first_dP)
                 commit(rings.scores.full(gradients))  # to compute warps
                 commit(rings.do.empty(step + i))  # to the producer
             if i > 0:
                 for part in cutlass.range_constexpr(c.parts_dQ):
-                    products.start_dQ(walk, part)
+                    products.start_dQ(tile_idx, part)
                     commit(rings.dq.full(dq_before + part))  # to the drain warps
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
-                products.start_S(walk, step + i, first_S)
+                products.start_S(tile_idx, step + i, first_S)
                 commit(rings.scores.full(scores))  # to compute warps
-        commit(rings.dk.full(walk))  # to compute warps; the last commit that anybody waits for
+        commit(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
 
     def _first_column(self, scores: Ring, number: Int32) -> Int32:
         return first_column(self.config, scores, number)
@@ -176,25 +176,25 @@ class BackwardTwoWalksSm100(BackwardCtaSm100):
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
-        walk, step, number = Int32(0), Int32(0), Int32(0)
-        while shared.has_tile(walk):
-            num_blocks = shared.tile(c, a, walk).blocks.num
+        tile_idx, step, number = Int32(0), Int32(0), Int32(0)
+        while shared.has_tile(tile_idx):
+            num_blocks = shared.tile(c, a, tile_idx).blocks.num
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    block = self.scores.block(work, walk, nth, i, step)
+                    block = self.scores.block(work, tile_idx, nth, i, step)
                     self.scores.to_weights(work, block, step, number, self._first_column(rings.scores, number))
                     step, number = step + 1, number + 1
-            self._put_out(work, ws, tma, walk, (DV,))
+            self._put_out(work, ws, tma, tile_idx, (DV,))
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    block = self.scores.block(work, walk, nth, i, step)
+                    block = self.scores.block(work, tile_idx, nth, i, step)
                     weights = self.scores.to_weights(work, block, step, number, first_S, stores=False)
                     self.scores.to_gradients(work, weights, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
-            self._put_out(work, ws, tma, walk, (DK,))
-            shared.tiles.release(walk)  # to the producer
-            walk += 1
+            self._put_out(work, ws, tma, tile_idx, (DK,))
+            shared.tiles.release(tile_idx)  # to the producer
+            tile_idx += 1
 
 
 def first_column(config: BackwardConfig, scores: Ring, number: Int32) -> Int32:

@@ -26,7 +26,7 @@ _BEHIND_ALL = 2**30  # the block of an entry that there is not
 
 
 @dataclass(frozen=True)
-class ListWalk:
+class BlockIterator:
     """A walk over the lists of a tile's parts, by one converged warp.
 
     What it has no registers for is in shared memory, of each part: its next entry that no window has had, the end of
@@ -43,10 +43,10 @@ class ListWalk:
     entry: cute.Tensor  # its block, and the code of each part
 
     @staticmethod
-    def of(config: ForwardConfig, tables: Tables, fields: cute.Tensor) -> "ListWalk":
+    def of(config: ForwardConfig, tables: Tables, fields: cute.Tensor) -> "BlockIterator":
         """One that is yet to begin."""
         numbers = (cute.make_rmem_tensor(n, Int32) for n in (1, 1, 1 + config.q_parts))
-        return ListWalk(tables, fields, config.q_parts, config.blocks_an_entry, *numbers)
+        return BlockIterator(tables, fields, config.q_parts, config.blocks_an_entry, *numbers)
 
     def begin(self, part: int, first: Int32, end: Int32) -> None:
         """At a part's list, of each part."""
@@ -126,7 +126,7 @@ class ListedTiles(QueryTiles):
 
     @cute.jit
     def listed(
-        self, a: ForwardArguments, walk: ListWalk, work: WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
+        self, a: ForwardArguments, iterator: BlockIterator, work: WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
     ) -> BlockList:
         """How many blocks the lists of a tile have together; its walk begins. By one converged warp."""
         c = self.config
@@ -138,16 +138,16 @@ class ListedTiles(QueryTiles):
             first, num = Int32(0), Int32(0)
             if num_queries > PART_ROWS * part:
                 number = Sharing.of(a.numbers).number(batch, work.head, row + part)
-                first, num = walk.tables.mLists[number, 0], walk.tables.mLists[number, 1]
+                first, num = iterator.tables.mLists[number, 0], iterator.tables.mLists[number, 1]
             lists.append((first, num))
-        self._begin(walk, lists)
+        self._begin(iterator, lists)
         num = lists[0][1]
         if const_expr(c.q_parts > 1):
-            num = walk.count()
-            self._begin(walk, lists)
+            num = iterator.count()
+            self._begin(iterator, lists)
         return BlockList(lists[0][0], num * c.blocks_an_entry)
 
-    def _begin(self, walk: ListWalk, lists: list[tuple[Int32, Int32]]) -> None:
+    def _begin(self, iterator: BlockIterator, lists: list[tuple[Int32, Int32]]) -> None:
         for part, (first, num) in enumerate(lists):
-            walk.begin(part, first, first + num)
+            iterator.begin(part, first, first + num)
         cute.arch.sync_warp()

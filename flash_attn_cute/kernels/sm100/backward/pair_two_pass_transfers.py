@@ -1,4 +1,4 @@
-"""What brings tiles to a pair of CTAs that walks twice (see ``pair_two_walks``), and takes dQ away."""
+"""What brings tiles to a pair of CTAs that walks twice (see ``pair_two_pass``), and takes dQ away."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,58 +9,58 @@ from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.backward.pair_two_walks_shared import PairTwoWalksShared
-from flash_attn_cute.kernels.sm100.backward.two_walks import plus
+from flash_attn_cute.kernels.sm100.backward.pair_two_pass_shared import PairTwoPassShared
+from flash_attn_cute.kernels.sm100.backward.two_pass import plus
 
 
-class PairTwoWalksTransfers(PairTransfers):
+class PairTwoPassTransfers(PairTransfers):
     """The roles that move what others multiply, and what they have summed of dQ."""
 
     @cute.jit
     def producer(  # type: ignore[override]
-        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairTwoWalksShared
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairTwoPassShared
     ) -> None:
         """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
 
         The leader's chooses tiles.
         """
         c = self.config
-        walk, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
-        self._publish_next(a, ws, shared, walk)
-        while shared.has_tile(walk):
-            tile, num_steps = shared.tile(c, a, walk), shared.num_steps(c, a, walk)
-            shared.tiles.release(walk)
-            self._load_own_keys(tile, tma, shared, walk)
-            self._load_first_walk(a, ws, tma, shared, tile, walk, step, do_step, number)
+        tile_idx, step, do_step, number = Int32(0), Int32(0), Int32(0), Int32(0)
+        self._publish_next(a, ws, shared, tile_idx)
+        while shared.has_tile(tile_idx):
+            tile, num_steps = shared.tile(c, a, tile_idx), shared.num_steps(c, a, tile_idx)
+            shared.tiles.release(tile_idx)
+            self._load_own_keys(tile, tma, shared, tile_idx)
+            self._load_first_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
             step, number = step + num_steps, number + num_steps
             # From the tensor cores: the last dO by columns is not needed any more, where dO by rows is to be. (And dS,
             # of which that is what the first dP tells. The next tile's are behind its K, so behind this one's last dQ.)
             shared.rings.do_columns.wait_empty(plus(do_step + num_steps, 1))
-            self._load_second_walk(a, ws, tma, shared, tile, walk, step, do_step, number)
+            self._load_second_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
-            walk += 1
+            tile_idx += 1
             # Not earlier: until it is begun, whoever needs its turn behind it would wait.
-            self._publish_next(a, ws, shared, walk)
+            self._publish_next(a, ws, shared, tile_idx)
 
     @cute.jit
-    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairTwoWalksShared, walk: Int32) -> None:
+    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairTwoPassShared, tile_idx: Int32) -> None:
         """This CTA's keys, on their way to tensor memory: their bytes arrive at a barrier of its own."""
         ring, t = shared.rings.k, tma.K
-        ring.wait_empty(walk)  # from the tensor cores: K by columns is not needed any more
+        ring.wait_empty(tile_idx)  # from the tensor cores: K by columns is not needed any more
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(walk), 2 * t.tile_rows * t.tile_columns)
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * t.tile_rows * t.tile_columns)
         start, stop = tile.keys_of(shared.rank, t.tile_rows)
-        t.load(t.at(start, stop, tile.head_k, tile.batch), shared.sK[None, None, 0], ring.full(walk))
+        t.load(t.at(start, stop, tile.head_k, tile.batch), shared.sK[None, None, 0], ring.full(tile_idx))
 
     @cute.jit
-    def _load_first_walk(
+    def _load_first_pass(
         self,
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoWalksShared,
+        shared: PairTwoPassShared,
         tile: KeyTile,
-        walk: Int32,
+        tile_idx: Int32,
         step: Int32,
         do_step: Int32,
         number: Int32,
@@ -85,17 +85,17 @@ class PairTwoWalksTransfers(PairTransfers):
                 if i == 1:
                     start, stop = tile.keys_of(shared.rank, tma.V.tile_rows)
                     sV = shared.sV[None, None, 0]
-                    self._load(tma.V, start, stop, tile.head_k, tile, shared, sV, rings.v, walk)
+                    self._load(tma.V, start, stop, tile.head_k, tile, shared, sV, rings.v, tile_idx)
 
     @cute.jit
-    def _load_second_walk(
+    def _load_second_pass(
         self,
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoWalksShared,
+        shared: PairTwoPassShared,
         tile: KeyTile,
-        walk: Int32,
+        tile_idx: Int32,
         step: Int32,
         do_step: Int32,
         number: Int32,
@@ -114,7 +114,7 @@ class PairTwoWalksTransfers(PairTransfers):
                 sQ = shared.sQ_columns[None, None, rings.q.stage(columns)]
                 self._load(tma.Q_columns, *all_of_it, head, tile, shared, sQ, rings.q, columns, shared.rank)
                 if done == 0:  # dV of this tile leaves through their place
-                    self._load_columns_of_keys(tile, tma.K_columns, shared, walk, later=1)
+                    self._load_columns_of_keys(tile, tma.K_columns, shared, tile_idx, later=1)
                 done += 1
 
     def _first_dQ(self, part: int, end: Int32) -> Int32 | int:

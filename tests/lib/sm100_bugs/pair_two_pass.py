@@ -25,7 +25,7 @@ _FIRST_OF_S, _OF_DV, _OF_DK = _PRODUCTS[:4], _PRODUCTS[4:8], _PRODUCTS[8:12]
 _LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
 
 
-PAIR_TWO_WALKS: Bugs = {
+PAIR_TWO_PASS: Bugs = {
     "missing wait": (
         Bug("K is copied before it is there", waits(_COMPUTE, "k.full").left_out(), "one", LOADS_LAG),
         Bug("scores are begun before K is in tensor memory", waits(MMA, "keys.full").left_out(), "one", _COMPUTE_LAGS),

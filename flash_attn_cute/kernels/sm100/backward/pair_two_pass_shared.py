@@ -1,4 +1,4 @@
-"""Shared memory of a CTA of a pair that walks twice (``pair_two_walks``): what lies where."""
+"""Shared memory of a CTA of a pair that walks twice (``pair_two_pass``): what lies where."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ def storage_of(config: BackwardConfig, dtype: type) -> type:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairTwoWalksShared(PairShared):
+class PairTwoPassShared(PairShared):
     """Shared memory of a CTA and what guards it. Q, by rows as by columns, and dO by columns have stages."""
 
     sdV: cute.Tensor  # (its keys, d_v, 1), on its way out
