@@ -5,6 +5,7 @@ the tree: ``tools.sm100_on_hopper`` rewrites it, ``tools.ptx_lint`` checks it.
 """
 
 import bisect
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _FALLS_NOT_THROUGH = {"ret", "exit", "trap"}
+_REGISTERS = 64 * 1024  # of an SM
 
 
 class PtxError(ValueError):
@@ -150,6 +152,19 @@ class Function:
     directives: dict[str, tuple[int, ...]]  # of the head, such as .reqntid: (512, 1, 1)
     start: int
     end: int
+
+    @cached_property
+    def num_threads(self) -> int:
+        """Threads of a CTA, at most; 1 if the head lacks them."""
+        return math.prod(self.directives.get(".reqntid") or self.directives.get(".maxntid") or (1,))
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers a thread at launch, of a kernel that changes them: an SM's, shared out to its CTAs."""
+        if ".maxnreg" in self.directives:
+            return self.directives[".maxnreg"][0]
+        (ctas,) = self.directives.get(".minnctapersm", (1,))
+        return _REGISTERS // (ctas * self.num_threads) // 8 * 8
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,8 @@ What must lie between two instructions is looked for on every path from the one 
     election         tcgen05.mma and commit by one thread; alloc, dealloc, ld and st by whole warps
     group            one cta_group a kernel
     columns          tcgen05.alloc and dealloc by one warp each, always, of as many columns: a power of 2 from 32 to 512
-    registers        setmaxnreg: one value a warpgroup, from 24 to 256 in steps of 8, not more together than there are
+    registers        setmaxnreg: one value a warpgroup, from 24 to 256 in steps of 8, not more together than at launch;
+                     .inc from the count at launch on, .dec up to it and ahead of all waits
     arrivals         an mbarrier's count is that of the threads that arrive at it, in both CTAs of a pair
     expected-bytes   TMA loads signal mbarriers that expect bytes, and only those
 
@@ -35,7 +36,6 @@ from tools.ptx import Function, Instruction
 from tools.ptx_threads import WARP, Program, Thread, Value
 
 MOST_REGION = 32768  # bytes behind an address that TMA or tensor cores read, unless something else begins before
-REGISTERS_A_THREAD_OF_512 = 65536 // 128
 _STEP = 8  # of setmaxnreg, and bytes of an mbarrier
 _CTAS = 2  # of a cluster
 _ByRing = dict[tuple[int, int], dict[tuple[int, int], set[int]]]  # by CTA and ring, and by CTA and warp: arrivals
@@ -271,6 +271,10 @@ class _Scan:
             self.check_telling(number, x, state)
         self.warp(number, x, state)
         self.turn(number, x, state)
+        if x.is_a("setmaxnreg.dec") and "awaited" in state:
+            self.report("registers", number, state["awaited"], "gives registers back only behind the wait of")
+        if x.is_a("mbarrier.try_wait", "mbarrier.test_wait"):
+            state.setdefault("awaited", number)
         if x.is_a("mbarrier.init"):
             state.setdefault("initialised", number)
         elif x.is_a("fence.mbarrier_init", "fence.proxy.async"):
@@ -478,6 +482,7 @@ def _ends_without(thread: Thread, numbers: set[int]) -> bool:
 
 
 def _registers(kernel: _Kernel) -> Iterator[Finding]:
+    launched = kernel.program.function.registers
     values: dict[int, set[int]] = defaultdict(set)  # by warp
     first: dict[int, Instruction] = {}
     for thread, _, x in kernel.where("setmaxnreg"):
@@ -486,6 +491,9 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
         first.setdefault(thread.number // WARP, x)
         if count % _STEP or not 24 <= count <= 256:
             yield Finding("registers", x.line, f"{x.opcode} of {count}: expected a multiple of 8 from 24 to 256")
+        if count != launched and (count > launched) != ("inc" in x.parts):
+            text = "only .inc gets registers" if count > launched else "only .dec gives registers back"
+            yield Finding("registers", x.line, f"{x.opcode} of {count}, of {launched} at launch: {text}")
     if not values:
         return
     at = first[min(first)].line
@@ -493,16 +501,16 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
     if not head.keys() & {".minnctapersm", ".maxnreg"}:
         yield Finding("registers", at, "setmaxnreg without .minnctapersm or .maxnreg is left out by the assembler")
     num_warps = (kernel.program.num_threads + WARP - 1) // WARP
-    launched = 65536 // kernel.program.num_threads // _STEP * _STEP
-    total = 0
+    total = pool = 0
     for group in range(0, num_warps, 4):
         warps = range(group, min(group + 4, num_warps))
         told = [sorted(values.get(warp, {launched})) for warp in warps]
         if any(each != told[0] for each in told) or len(told[0]) != 1:
             yield Finding("registers", at, f"setmaxnreg of warps {group} to {warps[-1]}: {told}, not one value")
         total += max(told[0])
-    if total > REGISTERS_A_THREAD_OF_512:
-        yield Finding("registers", at, f"setmaxnreg comes to {total} registers a thread of each warpgroup, of 512")
+        pool += launched
+    if total > pool:
+        yield Finding("registers", at, f"setmaxnreg comes to {total} registers a thread of each warpgroup, of {pool}")
 
 
 def _arrivals(kernel: _Kernel) -> Iterator[Finding]:

@@ -108,10 +108,7 @@ class Program:
         for number, one in enumerate(self.resolved):
             for register in {*one.sources, *([one.guard] if one.guard else [])}:
                 self.users[register].append(number)
-        shape = function.directives.get(".reqntid") or function.directives.get(".maxntid") or (1,)
-        self.num_threads = 1
-        for length in shape:
-            self.num_threads *= length
+        self.num_threads = function.num_threads
 
     @cached_property
     def warps(self) -> list[tuple["Thread", "Thread"]]:

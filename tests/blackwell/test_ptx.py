@@ -67,6 +67,20 @@ def test_a_function() -> None:
     assert text.splitlines()[function.instructions[0].line - 1].strip().startswith("mov.b32")
 
 
+@pytest.mark.parametrize(
+    ("head", "registers"),
+    [
+        (".reqntid 512, 1, 1\n.minnctapersm 1", 128),
+        (".reqntid 384\n", 168),
+        (".maxntid 128, 1, 1 .minnctapersm 3", 168),
+        (".reqntid 512 .minnctapersm 1 .maxnreg 96", 96),
+    ],
+)
+def test_registers_at_launch(head: str, registers: int) -> None:
+    (function,) = ptx.parse(f"{HEAD}.entry kernel()\n{head}\n{{ ret; }}").functions
+    assert function.registers == registers
+
+
 def test_operands() -> None:
     wait = find("mbarrier.try_wait.parity.shared::cta.b64")
     assert [x.marks for x in wait.operands] == ["", "[", "", ""]

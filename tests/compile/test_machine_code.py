@@ -21,6 +21,7 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
+from tools import ptx
 
 
 def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
@@ -73,6 +74,10 @@ def machine_code(chosen: Any, folder: Path, spilled: int = 0) -> dict[str, list[
         stack = re.search(r"STACK:(\d+) .*LOCAL:0", line)
         assert stack, usage
         assert int(stack[1]) <= spilled, usage
+    at_launch = {name: int(count) for name, count in re.findall(r"Function (\S+):\s+REG:(\d+)", usage)}
+    for parsed in ptx.parse(kernel.artifacts.PTX).functions:
+        if any(x.is_a("setmaxnreg") for x in parsed.instructions):
+            assert at_launch[parsed.name] == parsed.registers
     sass = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
     functions = re.split(r"\bFunction : ", sass)[1:]
     assert len(functions) == len(re.findall("REG:", usage))

@@ -23,7 +23,7 @@ KERNEL = """
 .address_size 64
 .extern .shared .align 1024 .b8 __dynamic_shmem__0[];
 .visible .entry kernel(.param .align 64 .b8 map[128])
-.reqntid 256, 1, 1
+.reqntid 512, 1, 1
 .minnctapersm 1
 {
 .reg .pred %p<20>; .reg .b32 %r<40>; .reg .b64 %rd<9>;
@@ -171,14 +171,21 @@ PLANTED = {
         r"(tcgen05\.dealloc[^;]*;)",
         r"setp.eq.u32 %p7, %r7, 0; @%p7 bra END; \1",
     ),
-    "too many registers": ("registers", r"(setmaxnreg\.dec[^;]*) 56", r"\1 328"),
+    "too many registers": ("registers", r"(setmaxnreg\.inc[^;]*) 192", r"\1 264"),
+    "fewer registers than at launch by inc": ("registers", r"(setmaxnreg)\.dec([^;]*) 56", r"\1.inc\2 56"),
+    "more registers than at launch by dec": ("registers", r"(setmaxnreg)\.inc([^;]*) 192", r"\1.dec\2 192"),
+    "registers given back behind a wait": (
+        "registers",
+        r"(setmaxnreg\.dec[^;]*;)",
+        r"mbarrier.test_wait.parity.shared.b64 %p3, [%r1], 1; \1",
+    ),
     "registers not in eights": ("registers", r"(setmaxnreg\.inc[^;]*) 192", r"\1 190"),
     "registers by warp": ("registers", r"(@%p11 bra LOADS;)", r"\1 setmaxnreg.dec.sync.aligned.u32 48;"),
     "registers that are left out": ("registers", r"\.minnctapersm 1", ""),
     "more registers together": (
         "registers",
         r"(setmaxnreg\.dec[^;]*) 56",
-        r"\1 256;setmaxnreg.inc.sync.aligned.u32 400",
+        r"\1 120",
     ),
     "a count too high": ("arrivals", r"(mbarrier\.init\.shared\.b64 \[%r1\+8\]), 4", r"\1, 5"),
     "no arrival": ("arrivals", r"mbarrier\.arrive\.shared\.b64 _, \[%r1\+8\];", ""),
@@ -213,12 +220,12 @@ def test_a_commit_tells_of_stores() -> None:
 
 def test_registers_of_all_warpgroups_together() -> None:
     """Of 12 warps, whose values are each as they may be."""
-    text = changed(KERNEL, r"\.reqntid 256", ".reqntid 384")
+    text = changed(KERNEL, r"\.reqntid 512", ".reqntid 384")
     text = changed(text, r"(setmaxnreg\.inc[^;]*) 192", r"\1 248")
     assert rules(changed(text, r"(setmaxnreg\.dec[^;]*) 56", r"\1 128")) == set()
     (finding,) = lint(changed(text, r"(setmaxnreg\.dec[^;]*) 56", r"\1 136"))
     assert finding.rule == "registers"
-    assert "comes to 520 registers" in finding.text
+    assert "comes to 520 registers a thread of each warpgroup, of 504" in finding.text
 
 
 def test_what_concerns_nobody_is_not_found() -> None:

@@ -2,10 +2,29 @@
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.typing import Pointer
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+_REGISTERS = 64 * 1024  # of an SM
+
+
+def set_registers(count: int, threads: int) -> None:
+    """Sets how many registers each thread of a warpgroup has from here on, by all of its warps.
+
+    The direction is that from the count at launch: ``setmaxnreg.inc`` waits for registers and never gives any back, so
+    with a lower count its warps would keep what they have, and others would wait for ever.
+
+    Args:
+        count: registers a thread: a multiple of 8.
+        threads: of the CTA, which has an SM alone (``min_blocks_per_mp=1``), so that the assembler shares all registers
+            out to them.
+    """
+    at_launch = _REGISTERS // threads // 8 * 8
+    change = cute.arch.setmaxregister_decrease if count < at_launch else cute.arch.setmaxregister_increase
+    change(count)
 
 
 def _assembly(result: Any, operands: list[Any], text: str, constraints: str, has_side_effects: bool, where: Any) -> Any:

@@ -88,7 +88,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
-from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import EMPTY, Tables
 from flash_attn_cute.kernels.common.blocks import Blocks, Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -189,15 +189,15 @@ class ForwardSm100:
         shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
         frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < 4 * c.q_parts:
-            cute.arch.setmaxregister_increase(c.registers.softmax)
+            set_registers(c.registers.softmax, frame.THREADS)
             self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
         elif warp_idx < _EPILOGUE_WARPS:
-            cute.arch.setmaxregister_decrease(c.registers.none)
+            set_registers(c.registers.none, frame.THREADS)
         elif warp_idx < frame.MMA_WARP:
-            cute.arch.setmaxregister_decrease(c.registers.epilogue)
+            set_registers(c.registers.epilogue, frame.THREADS)
             self.epilogue(a, tma.O, shared, mO, mLSE, thread)
         else:
-            cute.arch.setmaxregister_decrease(c.registers.others)
+            set_registers(c.registers.others, frame.THREADS)
             if warp_idx == frame.MMA_WARP:
                 self.mma(mmas, shared)
             elif warp_idx == frame.PRODUCER_WARP:

@@ -43,6 +43,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import ForwardArguments
+from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -193,14 +194,14 @@ class ForwardSm90:
             ),
         )
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(c.registers[0])
+            set_registers(c.registers[0], self.threads)
             if warp_idx == 0:
                 self.transfers.producer(arguments, tables, tma, shared)
             if const_expr(c.bias_pitch):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if warp_idx > 0:
                     self.transfers.bias_producer(tables, shared)
         else:
-            cute.arch.setmaxregister_increase(c.registers[1])
+            set_registers(c.registers[1], self.threads)
             self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit

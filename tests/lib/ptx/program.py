@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.lib.ptx import arithmetic, memory, tensor, tma
-from tests.lib.ptx.state import Effect, FaultError
+from tests.lib.ptx.state import Effect, FaultError, Mask, Warp, converged
 from tests.lib.ptx.statement import Statement
 from tools import ptx
 
@@ -14,6 +14,20 @@ from tools import ptx
 def _nothing(s: Statement) -> Effect:
     """What orders, or only matters to speed: here everything happens in some order, as if it were ordered so."""
     return lambda warp, mask: None
+
+
+def _give_registers_back(s: Statement) -> Effect:
+    """A warp keeps so many a thread; the others may get what it had more."""
+    count = s.operands[0].number
+
+    def give(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        if count is None or count > warp.num_registers:
+            raise FaultError(f"gives registers back, down to {count} of {warp.num_registers}")
+        warp.cta.free_registers += warp.num_registers - count
+        warp.num_registers = count
+
+    return give
 
 
 # By how an instruction's name begins; the first that fits.
@@ -31,6 +45,7 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "cp.async.bulk.tensor": tma.copy_box,
     "cp.async.bulk": tma.copy_bytes,
     "cp.reduce.async.bulk": tma.copy_bytes,
+    "setmaxnreg.dec": _give_registers_back,
     "tcgen05.ld": tensor.access,
     "tcgen05.st": tensor.access,
     "tcgen05.alloc": tensor.allocate,
@@ -38,7 +53,7 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "tcgen05.commit": tensor.commit,
     "tcgen05.mma": tensor.multiply,
     **dict.fromkeys(("tcgen05.wait", "tcgen05.fence", "tcgen05.relinquish_alloc_permit"), _nothing),
-    **dict.fromkeys(("fence", "bar.warp.sync", "setmaxnreg", "prefetch.tensormap", "nanosleep"), _nothing),
+    **dict.fromkeys(("fence", "bar.warp.sync", "prefetch.tensormap", "nanosleep"), _nothing),
 }
 
 
@@ -64,7 +79,8 @@ class Program:
         head = text[function.start : text.index("{", function.start)]
         declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (\w+)(?:\[(\d+)\])?", head)
         self.param_sizes = [int(count or int(bits) // 8) for bits, _, count in declared]
-        self.num_warps = function.directives[".reqntid"][0] // 32
+        self.num_warps = function.num_threads // 32
+        self.num_registers = function.registers  # a thread's at launch
         params = {name: number for number, (_, name, _) in enumerate(declared)}
         self.code = [self._step(Statement(x, params), text[x.start : x.end]) for x in function.instructions]
 
@@ -87,6 +103,8 @@ class Program:
             return "meet", (s.source(operands[0], "u32"), count)
         if is_a("barrier.cluster.wait"):
             return "cluster", None
+        if is_a("setmaxnreg.inc"):
+            return "registers", operands[0].number
         if is_a("cp.async.bulk.wait_group"):
             return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
         # Loops that wait for what others write would otherwise take all of a warp's turn.

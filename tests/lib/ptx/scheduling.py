@@ -26,7 +26,9 @@ class _Schedule:
         """``lagging``: who goes on only when nobody else can; None: drawn, half of the time nobody."""
         self.code, self.ctas, self.draw = program.code, cluster.ctas, draw
         self.meetings: dict[tuple[int, int], list[Warp]] = {}  # by CTA and number
-        self.warps = {(cta.rank, i): Warp(cta, i) for cta in self.ctas for i in range(program.num_warps)}
+        self.warps = {
+            (cta.rank, i): Warp(cta, i, program.num_registers) for cta in self.ctas for i in range(program.num_warps)
+        }
         cluster.num_warps = len(self.warps)
         groups = [frozenset(range(first, first + 4)) for first in range(0, program.num_warps, 4)]
         some: list[Lagging] = [*(frozenset({name}) for name in ("loads", "stores", "products")), *groups]
@@ -92,7 +94,8 @@ class _Schedule:
             kind, what, number = warp.waits_for
             arrived = kind == "wait" and warp.cta.barriers[what].phase & 1 != number
             met = kind == "cluster" and warp.cta.cluster.phase > number
-            if arrived or met or (kind.startswith("is_") and warp.pending_groups(kind) <= number):
+            granted = kind == "registers" and warp.get_registers(number)
+            if arrived or met or granted or (kind.startswith("is_") and warp.pending_groups(kind) <= number):
                 warp.waits_for = None
         return warp.waits_for is None and not warp.is_done
 
@@ -152,7 +155,7 @@ class _Schedule:
         return min(places), warp.places.pop(min(places))
 
     def _wait(self, warp: Warp, kind: str, what: Any) -> None:
-        if kind.startswith("is_"):
+        if kind == "registers" or kind.startswith("is_"):
             warp.waits_for = (kind, 0, what)
             return
         if kind == "cluster":

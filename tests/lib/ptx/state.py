@@ -124,6 +124,7 @@ class Cta:
     stores: list["Copy"] = field(default_factory=list)
     products: "deque[Product | Commit]" = field(default_factory=deque)
     is_over: bool = False  # all its warps have returned
+    free_registers: int = 0  # a thread of a warp, that some warps have given back and no others have got
 
     @property
     def first_shared(self) -> int:
@@ -155,6 +156,7 @@ class Warp:
 
     cta: Cta
     index: int
+    num_registers: int  # a thread's: what it holds of the CTA's
     registers: dict[str, Array] = field(default_factory=dict)
     places: dict[int, Array] = field(default_factory=lambda: {0: ALL})
     held: set[int] = field(default_factory=set)  # places where lanes wait for the others of the warp
@@ -174,6 +176,15 @@ class Warp:
             "%cluster_ctarank": np.full(32, self.cta.rank),
         }.items():
             self.registers[name] = value.astype(np.uint32)
+
+    def get_registers(self, count: int) -> bool:
+        """Raises what it holds to a number; returns whether there are so many. It never gives any back."""
+        lacking = max(count - self.num_registers, 0)
+        if lacking > self.cta.free_registers:
+            return False
+        self.cta.free_registers -= lacking
+        self.num_registers += lacking
+        return True
 
     def pending_groups(self, state: str) -> int:
         """Groups of stores that are not all in a state (``is_read``, ``is_written``), or that come behind such."""

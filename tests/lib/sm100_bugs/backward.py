@@ -17,6 +17,7 @@ from tests.lib.sm100_bugs.code import (
     columns,
     commits,
     find,
+    registers_kept,
     waits,
 )
 from tests.lib.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
@@ -488,6 +489,19 @@ BACKWARD: Bugs = {
         Bug(
             "compute warps take more registers than others have given",
             find(_COMPUTE, "setmaxnreg").rewritten("168", "184"),
+            "d64",
+            lint="registers",
+        ),
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "d64", lint="registers"),
+        Bug(
+            "the mma warps take registers by .dec",
+            find(MMA, "setmaxnreg").rewritten("80", "136"),
+            "d64",
+            lint="registers",
+        ),
+        Bug(
+            "adding warps give registers back when a tile is there",
+            find(_ADD, "setmaxnreg").moved_behind(waits(_ADD, "tiles.full")),
             "d64",
             lint="registers",
             shows=False,

@@ -116,7 +116,6 @@ BIAS: Bugs = {
             find(_COMPUTE, "setmaxnreg").rewritten("208", "216"),
             "one",
             lint="registers",
-            shows=False,
         ),
     ),
 }

@@ -246,6 +246,11 @@ def meetings(by: int) -> Found:
     return find(by, "barrier.cluster", 4)
 
 
+def registers_kept(by: int) -> Change:
+    """A warp asks for fewer registers than at launch by the instruction that gives none back."""
+    return find(by, "setmaxnreg.dec").rewritten("dec", "inc")
+
+
 TOLD = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")  # where a pair's second CTA is told of tiles
 
 

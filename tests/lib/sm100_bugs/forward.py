@@ -384,14 +384,12 @@ FORWARD: Bugs = {
             find(_SOFTMAX, "setmaxnreg").rewritten("200", "208"),
             "one",
             lint="registers",
-            shows=False,
         ),
         Bug(
             "one warp of a warpgroup asks for other registers than the rest",
             waits(MMA, "tiles.full", 2)[0].preceded_by("setmaxnreg.dec.sync.aligned.u32 48;"),
             "one",
             lint="registers",
-            shows=False,
         ),
     ),
     "dropped predicate": (

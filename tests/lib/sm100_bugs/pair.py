@@ -15,6 +15,7 @@ from tests.lib.sm100_bugs.code import (
     commits,
     find,
     meetings,
+    registers_kept,
     waits,
 )
 from tests.lib.sm100_bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
@@ -244,5 +245,8 @@ PAIR: Bugs = {
             "one",
             FIRST_LAGS,
         ),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
     ),
 }

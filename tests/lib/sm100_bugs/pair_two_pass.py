@@ -12,6 +12,7 @@ from tests.lib.sm100_bugs.code import (
     arrivals,
     commits,
     find,
+    registers_kept,
     waits,
 )
 from tests.lib.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
@@ -173,5 +174,8 @@ PAIR_TWO_PASS: Bugs = {
     "dropped predicate": (
         Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
     ),
 }

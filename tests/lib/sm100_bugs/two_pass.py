@@ -11,6 +11,7 @@ from tests.lib.sm100_bugs.code import (
     arrivals,
     commits,
     find,
+    registers_kept,
     waits,
 )
 from tests.lib.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
@@ -135,5 +136,8 @@ TWO_PASS: Bugs = {
             lint="proxy",
             shows=False,
         ),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
     ),
 }

@@ -11,6 +11,7 @@ from tests.lib.sm100_bugs.code import (
     B,
     arrivals,
     find,
+    registers_kept,
     waits,
 )
 from tests.lib.sm100_bugs.table import LOADS_LAG, Bug, Bugs
@@ -106,5 +107,8 @@ WIDE_PAIR: Bugs = {
             find(_ADDS, "cp.reduce.async.bulk", 4).rewritten(r", %r\d+;", ", 4096;"),
             "tiles",
         ),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
     ),
 }

@@ -40,7 +40,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
-from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.bias_pieces import (
     PIECE_NUMBERS,
     PIECE_STAGES,
@@ -181,12 +181,12 @@ class BiasGradientSm100:
         shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
         frame.begin(c, tma, shared.rings, shared.holder, warp_idx)
         if warp_idx < _IDLE_WARPS:
-            cute.arch.setmaxregister_increase(c.registers.compute)
+            set_registers(c.registers.compute, frame.THREADS)
             self.compute(a, tables, mStats, partial_sums, shared, scales, warp_idx // 4)
         elif warp_idx < frame.MMA_WARP:
-            cute.arch.setmaxregister_decrease(c.registers.others)
+            set_registers(c.registers.others, frame.THREADS)
         else:
-            cute.arch.setmaxregister_decrease(c.registers.others)
+            set_registers(c.registers.others, frame.THREADS)
             if warp_idx == frame.MMA_WARP:
                 self.mma(a, mma, shared)
             elif warp_idx == frame.PRODUCER_WARP:

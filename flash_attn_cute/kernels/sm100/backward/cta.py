@@ -90,7 +90,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
-from flash_attn_cute.kernels.common.assembly import opaque, pack
+from flash_attn_cute.kernels.common.assembly import opaque, pack, set_registers
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
@@ -187,13 +187,13 @@ class BackwardCtaSm100:
         shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
         frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < _COMPUTE_WARPS:
-            cute.arch.setmaxregister_increase(c.registers.drain)
+            set_registers(c.registers.drain, frame.THREADS)
             self.transfers.drain(a, shared, thread)
             if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is seen
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
         elif warp_idx < frame.MMA_WARP:
-            cute.arch.setmaxregister_increase(c.registers.compute)
+            set_registers(c.registers.compute, frame.THREADS)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
             rounding = partial(round_block, parts=c.ctas_a_tile)
             if const_expr(c.transposes_dQ):
@@ -201,7 +201,7 @@ class BackwardCtaSm100:
             rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
-            cute.arch.setmaxregister_decrease(c.registers.others)
+            set_registers(c.registers.others, frame.THREADS)
             if warp_idx == frame.MMA_WARP:
                 self.mma(a, mmas, shared)
             elif warp_idx == frame.PRODUCER_WARP:

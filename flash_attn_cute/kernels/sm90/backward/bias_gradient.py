@@ -31,6 +31,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
+from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.bias_pieces import (
     PIECE_NUMBERS,
     PIECE_STAGES,
@@ -164,13 +165,13 @@ class BiasGradientSm90:
             operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer))
             place = place + c.stages * rows * columns
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(40)
+            set_registers(40, _THREADS)
             if warp_idx == 0:
                 self.map.load(a, tables, tma, operands, qk, dov, pieces)
             elif const_expr(c.bias_pitch):
                 self.bias_producer(a, bias)
         else:
-            cute.arch.setmaxregister_increase(232)
+            set_registers(232, _THREADS)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
             self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
 

@@ -50,7 +50,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
-from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque
+from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_lists import entry_of
@@ -165,7 +165,7 @@ class BackwardClusterSm90:
         index = cute.arch.make_warp_uniform(cute.arch.map_dsmem_ptr(storage.tile.data_ptr(), 0).load())
 
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(c.registers[0])
+            set_registers(c.registers[0], _THREADS)
             if warp_idx == 0:
                 self.transfers.load_queries(a, ws, index, tma, shared)
             if warp_idx == 1:
@@ -176,13 +176,13 @@ class BackwardClusterSm90:
                 elif warp_idx == 3:
                     self.transfers.pass_turns(a, ws, index, shared)
         elif warp_idx < 8:
-            cute.arch.setmaxregister_increase(c.registers[1])
+            set_registers(c.registers[1], _THREADS)
             self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
         elif warp_idx < 12:
-            cute.arch.setmaxregister_increase(c.registers[2])
+            set_registers(c.registers[2], _THREADS)
             self.differentiate(a, ws, index, mmas, tma.dK, mdK, shared)
         else:
-            cute.arch.setmaxregister_decrease(c.registers[3])
+            set_registers(c.registers[3], _THREADS)
             self.sum_queries(a, ws, index, mmas.dQ, shared)
         # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
         cute.arch.cluster_arrive()

@@ -58,7 +58,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import turns
-from flash_attn_cute.kernels.common.assembly import opaque
+from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -223,7 +223,7 @@ class BackwardCtaSm90:
             bias=bias,
         )
         if warp_idx < 4:
-            cute.arch.setmaxregister_decrease(c.registers[0])
+            set_registers(c.registers[0], self.threads)
             if warp_idx == 0:
                 self.transfers.producer(a, ws, tma, shared)
             elif warp_idx <= self.warpgroups:
@@ -237,7 +237,7 @@ class BackwardCtaSm90:
                     index, _, _ = cute.arch.block_idx()
                     zero_unseen_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:
-            cute.arch.setmaxregister_increase(c.registers[1])
+            set_registers(c.registers[1], self.threads)
             self.mma(a, ws, mmas, shared, scales)
             rounded = partial(
                 round_block,

@@ -1,0 +1,57 @@
+"""The interpreter of PTX (``tests.ptx``): deadlocks and faults of small kernels, a CTA of two warps."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.lib import ptx
+
+HEAD = """.version 9.0
+.target sm_100a
+.address_size 64
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry kernel(.param .align 8 .b8 kernel_param_0[8])
+.reqntid 64, 1, 1
+.maxnreg 128
+{
+.reg .pred %p<4>;
+.reg .b32 %r<16>;
+.reg .b64 %rd<4>;
+mov.u32 %r1, %tid.x;
+mov.b32 %r3, __dynamic_shmem__0;
+setp.ge.u32 %p1, %r1, 32;
+@%p1 bra SECOND;
+"""
+
+
+def run(first: str, second: str, seed: int) -> None:
+    """Two warps, each with code of its own."""
+    program = ptx.Program(f"{HEAD}{first}\nret;\nSECOND:\n{second}\nret;\n}}\n")
+    params = [ptx.address_of(0).to_bytes(8, "little")]
+    ptx.run(program, params, np.zeros(1024, np.uint8), {}, 1, random.Random(seed), 2048)
+
+
+def registers(direction: str, count: int) -> str:
+    return f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_registers_that_others_give_back(seed: int) -> None:
+    run(registers("inc", 200), registers("dec", 56), seed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (registers("inc", 208), registers("dec", 56), "deadlock"),
+        (registers("inc", 200), registers("inc", 56), "deadlock"),  # which gives none back
+        (registers("inc", 200), "", "deadlock"),  # nor does the end of a warp
+        (registers("inc", 200) + "bar.sync 0;", "bar.sync 0;" + registers("dec", 56), "deadlock"),
+        ("", registers("dec", 136), "down to 136 of 128"),
+    ],
+)
+def test_registers_that_are_not_given_back(first: str, second: str, message: str) -> None:
+    for seed in range(4):
+        with pytest.raises(ptx.FaultError, match=message):
+            run(first, second, seed)
