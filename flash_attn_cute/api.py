@@ -147,8 +147,9 @@ def flash_attn_func(
             Its gradient has its own shape.
         block_mask: which keys each query sees, as a ``BlockMask`` over (seqlen_q, seqlen_k), so that the call costs
             what its visible blocks cost. Its batch is 1 or that of q, its heads are 1, nheads or nheads_k. Causal,
-            window, mask and seqused hide more; positions of the block mask are rows, wherever the real ones end. In
-            what is compiled or captured it has to be built before (``BlockMask.build``).
+            window, mask and seqused hide more; positions of the block mask are rows, wherever the real ones end. Rows
+            of no document are padding, ignored whatever they hold; other rows that it hides have to be finite. In what
+            is compiled or captured it has to be built before (``BlockMask.build``).
         deterministic: the same inputs give the same bits, whatever else the device runs.
         return_lse: also return the log-sum-exp of the scores.
         zero_padding: False leaves padding rows of the results and gradients unwritten.

@@ -41,9 +41,10 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Op
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? learnable_sink, Tensor? mask, Tensor? bias, "
-    # BlockTables.flat()
+    # BlockTables.flat() and RealRows
     "Tensor? row_spans, Tensor? row_entries, Tensor? tiles, "
-    "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order"
+    "Tensor? column_spans, Tensor? column_entries, Tensor? contributors, Tensor? order, "
+    "Tensor? real_q, Tensor? real_k"
 )
 # ``flat_options``
 OPTIONS = (
@@ -53,7 +54,8 @@ OPTIONS = (
 _NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, " + OPTIONS.format(backend="str backend")
 _FIELDS = AttentionInputs._fields
 _NUM_PLAIN = _FIELDS.index("max_seqlen_q")  # tensors of ``AttentionInputs`` but for the block mask's
-_NUM_TENSORS = _NUM_PLAIN + 7  # and with them
+_NUM_TABLES = _NUM_PLAIN + 7  # and with its rows and columns
+_NUM_TENSORS = _NUM_TABLES + 2  # and with all
 _NUM_INPUTS = _NUM_TENSORS + 2  # and with both bounds
 _SINK, _BIAS = _FIELDS.index("learnable_sink"), _FIELDS.index("bias")
 _NUM_ANY = 2  # any_scale and any_softcap, which end a flattened call
@@ -207,7 +209,9 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
 
 def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
     *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
-    tables = (None,) * (_NUM_TENSORS - _NUM_PLAIN) if block_mask is None else block_mask.flat()
+    tables: tuple[Tensor | None, ...] = (None,) * (_NUM_TENSORS - _NUM_PLAIN)
+    if block_mask is not None:
+        tables = *block_mask.flat(), *(block_mask.real or (None, None))
     return *tensors, *tables, max_seqlen_q, max_seqlen_k, *flat_options(options, backend)
 
 
@@ -245,7 +249,7 @@ def _if_any(number: float | None) -> Tensor | None:
 
 
 def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
-    tables = BlockTables.of_flat(call[_NUM_PLAIN:_NUM_TENSORS])
+    tables = BlockTables.of_flat(call[_NUM_PLAIN:_NUM_TABLES], call[_NUM_TABLES:_NUM_TENSORS])
     return AttentionInputs(*(*call[:_NUM_PLAIN], *call[_NUM_TENSORS:_NUM_INPUTS], tables))
 
 

@@ -72,25 +72,39 @@ class BlockColumns(NamedTuple):
     order: Tensor
 
 
+class RealRows(NamedTuple):
+    """Which rows of a call are no padding of its block mask: (batch or 1, seqlen_q) and (batch or 1, seqlen_k), bool.
+
+    Padding are rows that belong to no document and that the mask hides from all others, by every head.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
 class BlockTables(NamedTuple):
     """What a backend reads of a block mask; see ``sparsity``.
 
-    ``columns`` is None where nothing is differentiated. ``intervals`` are a backend's own (``backends.packing.Seen``).
+    ``columns`` is None where nothing is differentiated, ``real`` where no row is padding. ``intervals`` are a backend's
+    own (``backends.packing.Seen``).
     """
 
     rows: BlockRows
     columns: BlockColumns | None
+    real: RealRows | None = None
     intervals: tuple[Tensor, Tensor] | None = None
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """Its seven tensors, for operators."""
+        """The seven tensors of its rows and columns, for operators, which are given those of ``real`` behind them."""
         return (*self.rows, *((None, None, None, None) if self.columns is None else self.columns))
 
     @classmethod
-    def of_flat(cls, tensors: tuple[Tensor | None, ...]) -> "BlockTables | None":
+    def of_flat(cls, tensors: tuple[Tensor | None, ...], real: tuple[Tensor | None, ...]) -> "BlockTables | None":
         """The inverse; None if there are none."""
-        rows, columns = ([x for x in some if x is not None] for some in (tensors[:3], tensors[3:]))
-        return cls(BlockRows(*rows), BlockColumns(*columns) if columns else None) if rows else None
+        rows, columns, kept = ([x for x in some if x is not None] for some in (tensors[:3], tensors[3:], real))
+        if not rows:
+            return None
+        return cls(BlockRows(*rows), BlockColumns(*columns) if columns else None, RealRows(*kept) if kept else None)
 
 
 class AttentionInputs(NamedTuple):

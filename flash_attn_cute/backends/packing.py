@@ -78,6 +78,25 @@ def _in_turn(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((a, b), 1).flatten()
 
 
+def without_padding(inputs: AttentionInputs) -> AttentionInputs:
+    """Zeros in the padding of a block mask, so that what stands in q, k and v there reaches nothing.
+
+    Kernels hide the scores of padding. But a block that holds padding and other rows is multiplied whole, and zero
+    times NaN is NaN.
+    """
+    real = None if inputs.block_mask is None else inputs.block_mask.real
+    if real is None:
+        return inputs
+    q, k, v = zeroed(inputs.q, real.queries), zeroed(inputs.k, real.keys), zeroed(inputs.v, real.keys)
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def without_padding_of_queries(x: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Zeros in the padding of a block mask in the gradient of out."""
+    real = None if inputs.block_mask is None else inputs.block_mask.real
+    return x if real is None else zeroed(x, real.queries)
+
+
 class Seen(NamedTuple):
     """What rows of a dense batch see of each other beside a block mask: intervals, and which of them are real at all.
 
@@ -112,8 +131,12 @@ def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Attentio
     keys, real_q = _intervals(q, sequences_q, sequences_k, spec.packed, left, right)
     queries, real_k = _intervals(k, sequences_k, sequences_q, spec.packed, right, left)
     tables = inputs.block_mask
+    if tables is not None:
+        if tables.real is not None:  # which is zeroed here, with all else that is
+            keys, real_k = torch.where(tables.real.queries[..., None], keys, 0), real_k & tables.real.keys
+        tables = tables._replace(real=None, intervals=(keys, queries))
     dense = inputs._replace(
-        block_mask=None if tables is None else tables._replace(intervals=(keys, queries)),
+        block_mask=tables,
         q=zeroed(q, sees(keys)),
         k=zeroed(k, real_k),
         v=zeroed(v, real_k),
@@ -134,8 +157,8 @@ def sees(intervals: Tensor) -> Tensor:
 
 
 def zeroed(x: Tensor, real: Tensor) -> Tensor:
-    """The rows of (batch, rows, heads, d) that are real, and zeros."""
-    return torch.where(real[..., None, None], x, 0)
+    """The rows of (batch, rows, heads, d), or of packed (rows, heads, d), that are real, and zeros."""
+    return torch.where((real if x.ndim == 4 else real[0])[..., None, None], x, 0)
 
 
 class _Sequences(NamedTuple):

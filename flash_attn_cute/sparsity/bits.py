@@ -37,6 +37,13 @@ def unpack(tiles: Tensor) -> Tensor:
     return (tiles[..., None] >> places).bitwise_and_(1).bool().flatten(-2)
 
 
+def seen_by_any(tiles: Tensor) -> Tensor:
+    """Which keys of tiles any query sees: (n, 128, 4) int32 gives (n, 128) bool."""
+    while tiles.shape[1] > 1:
+        tiles = tiles[:, ::2] | tiles[:, 1::2]
+    return unpack(tiles[:, 0])
+
+
 def between(first: Tensor, last: Tensor) -> Tensor:
     """Tiles of which each query sees the keys first .. last, none if those are none.
 

@@ -204,7 +204,8 @@ class BlockMask:
         decrease these are all.
 
         Args:
-            ids: (seqlen_q,) or (batch, seqlen_q), int32 or int64: the document of each query; negative is padding.
+            ids: (seqlen_q,) or (batch, seqlen_q), int32 or int64: the document of each query. Negative is padding:
+                whatever such rows hold reaches nothing, NaN included, unless ``|`` shows them.
             ids_k: (seqlen_k,) or (batch, seqlen_k): likewise of each key. None: ids.
             cu_seqlens: (documents + 1,), int32 or int64, in the place of ids: the offsets of the documents' queries.
                 What they leave out is padding.
@@ -606,7 +607,8 @@ class BlockMask:
                 columns = plan.columns(rows, order, self.sizes, walks)
                 if self._is_searched:  # told before other threads can see the tables
                     object.__setattr__(self, "_turns", _Turns(waits_little, walks is not None))
-            tables = BlockTables(rows, columns)
+            real = plan.real_rows(self._node, rows, self.sizes) if tables is None else tables.real
+            tables = BlockTables(rows, columns, real)
             if not is_captured:
                 self._rows[device], self._tables[device] = rows, tables
         return tables

@@ -133,6 +133,11 @@ class Node:
         """Where its tensors are; None if it has none and works anywhere."""
         return None
 
+    @property
+    def padding(self) -> tuple[Tensor, Tensor] | None:
+        """The queries and the keys that belong to no document, (batch, rows) bool; None if nothing has documents."""
+        return None
+
     def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """The first key block that a row of blocks can see, and the one behind the last.
 
@@ -305,6 +310,11 @@ class Documents(Node):
     def device(self) -> torch.device | None:
         """Of its tensors."""
         return self.ids_q.device
+
+    @property
+    def padding(self) -> tuple[Tensor, Tensor]:
+        """Rows of negative ids."""
+        return self.ids_q < 0, self.ids_k < 0
 
     @functools.cached_property
     def _ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -527,6 +537,14 @@ class Pair(Node):
     def device(self) -> torch.device | None:
         """Of its tensors."""
         return self.a.device if self.b.device is None else self.b.device
+
+    @property
+    def padding(self) -> tuple[Tensor, Tensor] | None:
+        """Rows that are padding to either; ``plan.real_rows`` leaves out those that the whole expression shows."""
+        a, b = self.a.padding, self.b.padding
+        if a is None or b is None:
+            return b if a is None else a
+        return a[0] | b[0], a[1] | b[1]
 
     def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
         """See ``Node``: blocks that are alike for both."""

@@ -16,7 +16,7 @@ from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import ALL, FULL, HALF, NONE, SOME, TILE
 from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
 from flash_attn_cute.sparsity.order import last_first
-from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
+from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables, RealRows
 
 _PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
 _TILES_AT_ONCE = 1 << 12  # blocks whose tiles are compared at a time: 8 MB
@@ -111,6 +111,41 @@ class _Found:
         spans = torch.stack((edges[:-1], edges.diff()), 1).int()
         spans = spans.view(sizes.batch, sizes.heads, sizes.blocks_q, 2)
         return BlockRows(spans, torch.stack((block, tile), 1).int(), tiles)
+
+
+def real_rows(node: Node, rows: BlockRows, sizes: Sizes) -> RealRows | None:
+    """Which rows are no padding, of an expression and its rows of blocks; None if none is. Waits for the device.
+
+    A row of no document is padding only if the whole mask hides it, for ``|`` may show it all the same.
+    """
+    padding = node.padding
+    if padding is None or not bool(padding[0].any() | padding[1].any()):
+        return None
+    row, is_used = owners(rows)
+    row, (block, tile) = row[is_used], rows.entries[is_used].long().unbind(1)
+    entry, m = row // (sizes.heads * max(sizes.blocks_q, 1)), row % max(sizes.blocks_q, 1)
+    sees = _shown_of(rows.tiles.any(2), entry, m, tile, sizes.blocks_q, sizes.batch)
+    seen = _shown_of(bits.seen_by_any(rows.tiles), entry, block, tile, sizes.blocks_k, sizes.batch)
+    real = RealRows(~padding[0] | sees[:, : sizes.seqlen_q], ~padding[1] | seen[:, : sizes.seqlen_k])
+    return None if bool(real.queries.all() & real.keys.all()) else real
+
+
+def _shown_of(of_tile: Tensor, entry: Tensor, block: Tensor, tile: Tensor, blocks: int, batch: int) -> Tensor:
+    """Which rows of blocks any of their tiles shows: (batch, 128 * blocks), bool.
+
+    Args:
+        of_tile: (tiles, 128), bool: which rows of a block each tile shows.
+        entry: (entries,): the batch entry of each.
+        block: (entries,): its block, of queries or of keys.
+        tile: (entries,), int64: its tile, or FULL.
+        blocks: how many there are.
+        batch: likewise.
+    """
+    of_tile = torch.cat((of_tile.new_ones(1, TILE), of_tile))  # FULL is -1
+    pairs = ((entry * blocks + block) * len(of_tile) + tile + 1).unique()
+    shown = torch.zeros(batch * blocks, TILE, dtype=torch.int32, device=tile.device)
+    shown.index_add_(0, pairs // len(of_tile), of_tile[pairs % len(of_tile)].int())
+    return (shown > 0).view(batch, blocks * TILE)
 
 
 def lengths_of_columns(rows: BlockRows, sizes: Sizes) -> Tensor:

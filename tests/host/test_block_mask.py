@@ -148,6 +148,10 @@ def test_columns_and_turns(seed: int) -> None:
     assert tables.columns is not None
     assert {x.dtype for x in tables.columns} == {torch.int32}
     assert all(x is not None and x.is_contiguous() for x in tables.flat())
+    if tables.real is not None:  # nothing that is shown is padding
+        for real, sees in zip(tables.real, (shown.any(3), shown.any(2)), strict=True):
+            assert real.shape == (mask.batch, sees.shape[2])
+            assert not (sees.any(1) & ~real).any()
     for block_q in (64, 128):
         expected = columns_of(made, launch, block_q)
         found = columns_spelled_out(tables, block_q)

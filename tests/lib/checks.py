@@ -280,35 +280,48 @@ def rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:
 
 
 def assert_blind_queries_reach_nothing(call: Call, *, through_lse: bool = False, **options: Any) -> None:
-    """NaN and infinities where a query sees no key, in q and in every gradient that comes in: as good as zeros there.
-
-    The same bits, which takes sequences of no more than two tiles of keys: dq is a sum in no order. With a sink the lse
-    of such a query is the sink's, and so is its gradient.
-    """
+    """``assert_rows_reach_nothing`` of the queries that the window lets see no key, if these are some of all."""
     blind = call.blind_rows().to(call.q.device)
     assert blind.any()
     assert not blind.all()
+    keys = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=blind.device)
+    assert_rows_reach_nothing(call, blind, keys, through_lse=through_lse, **options)
+
+
+def assert_rows_reach_nothing(
+    call: Call, queries: Tensor, keys: Tensor, *, through_lse: bool = False, **options: Any
+) -> None:
+    """NaN and infinities in rows of q, k, v and of every gradient that comes in: as good as zeros there.
+
+    The same bits, which takes sequences of no more than two tiles of keys, or determinism: dq is a sum in no order.
+    With a sink the lse of a query that sees nothing is the sink's, and so is its gradient.
+
+    Args:
+        call: what is called.
+        queries: which rows of q, and of the gradients of out and lse.
+        keys: which rows of k and v.
+        through_lse: whether lse has a gradient.
+        options: more arguments of the call.
+    """
     out, lse = run(call, return_lse=True, **options)
     dout = poisoned_dout(call, out)
     dlse = torch.randn_like(lse) if through_lse else None
+    by_row = [dout] if dlse is None else [dout, dlse.transpose(-1, -2)]
     results = []
     for fill in ((0.0,), (torch.nan, torch.inf, -torch.inf)):
         copy = call.to(call.q.dtype)
         with torch.no_grad():
-            copy.q[blind] = _cycle(copy.q[blind], fill)
-        dout[blind] = _cycle(dout[blind], fill)
-        if dlse is not None:
-            by_row = dlse.transpose(-1, -2)
-            by_row[blind] = _cycle(by_row[blind], fill)
+            for x, rows in ((copy.q, queries), (copy.k, keys), (copy.v, keys), *((x, queries) for x in by_row)):
+                x[rows] = _cycle(x[rows], fill)
         out, lse = run(copy, return_lse=True, **options)
         results.append({"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)})
     zeros, poisoned = results
     if through_lse:
         zeros.pop("dlearnable_sink", None)
     for name, expected in zeros.items():
-        assert bitwise_equal(poisoned[name], expected), f"{name} depends on queries that see no key"
-    assert (poisoned["out"][blind] == 0).all()
-    assert (poisoned["dq"][blind] == 0).all()
+        assert bitwise_equal(poisoned[name], expected), f"{name} depends on rows that reach nothing"
+    for name, rows in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
+        assert (poisoned[name][rows] == 0).all(), f"{name}: not zero in rows that reach nothing"
 
 
 def assert_close(

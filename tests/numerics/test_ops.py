@@ -34,7 +34,7 @@ def op_arguments(call: Call, any_scale: Tensor | None, any_softcap: Tensor | Non
     left, right = call.window_size
     longest = max(call.q.shape[-3], call.k.shape[-3])
     tensors = (call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 7)
+    extra = (call.learnable_sink, call.mask, call.bias, *[None] * 9)
     right = 0 if call.causal else right
     numbers = (longest, longest, call.softmax_scale, left, right, call.softcap, True, True, False, False)
     return *tensors, *extra, *numbers, "portable", any_scale, any_softcap

@@ -344,6 +344,6 @@ def test_call_fields() -> None:
     names = [argument.name for argument in torch.ops.flash_attn_cute.forward.default._schema.arguments]
     *tensors, max_seqlen_q, max_seqlen_k, block_mask = AttentionInputs._fields
     assert block_mask == "block_mask"
-    tables = names[len(tensors) : len(tensors) + 7]
+    tables = names[len(tensors) : len(tensors) + 9]
     bounds = (max_seqlen_q, max_seqlen_k)
     assert tuple(names) == (*tensors, *tables, *bounds, *Options._fields, "backend", "any_scale", "any_softcap")

@@ -24,6 +24,8 @@ from flash_attn_cute.backends.packing import (
     over_scores,
     sees,
     with_blind_apart,
+    without_padding,
+    without_padding_of_queries,
     zeroed,
 )
 from flash_attn_cute.kernels.arguments import (
@@ -171,8 +173,8 @@ class CuteBackend:
             if spec.has_sink:  # which is what lse holds of padding
                 lse.masked_fill_(~seen.real_q[:, None], -torch.inf)
             return (out[0], lse[0]) if spec.packed else (out, lse)
+        inputs = over_scores(without_padding(inputs))
         q, k = inputs.q, inputs.k
-        inputs = over_scores(inputs)
         if spec.head_dim == spec.head_dim_v and not spec.wide:  # twice as fast as new_empty
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
@@ -210,6 +212,7 @@ class CuteBackend:
             dout = zeroed(dout, sees(seen.keys))
             found = self._backward(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink)
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
+        inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
         # Twice as fast as new_empty.
         dq, dk, dv = (

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.packing import without_padding, without_padding_of_queries
 from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.listed import Lists
 from flash_attn_cute.backends.portable.tile import Band, Tile, view_lse, view_rows, view_scores
@@ -32,6 +33,7 @@ class PortableBackend:
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """See ``Backend.forward``."""
+        inputs = without_padding(inputs)
         rows_q, rows_k = read_sequences(inputs)
         dtype = inputs.lse_dtype if spec.wide else None
         out = inputs.q.new_empty(*inputs.q.shape[:-1], spec.head_dim_v, dtype=dtype)
@@ -58,6 +60,7 @@ class PortableBackend:
         need_dsink: bool,
     ) -> Gradients:
         """See ``Backend.backward``."""
+        inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         rows_q, rows_k = read_sequences(inputs)
         dtype = inputs.lse_dtype if spec.wide else None
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))

@@ -63,6 +63,19 @@ def block_masks() -> None:
     for i, (x, x_here) in enumerate(zip(grads, grads_here, strict=True)):
         torch.testing.assert_close(given[i > 0].shard(x, rank, 1), x_here, rtol=0, atol=1e-10)
 
+    # NaN in rows of no document reaches no rank.
+    ids = [torch.arange(n) // 7 for n in (40, 60)]
+    for x in ids:
+        x[x == 3] = -1
+    poisoned = [x.masked_fill((ids[i > 0] < 0)[:, None, None], torch.nan) for i, x in enumerate(shared)]
+    own = [given[i > 0].shard(x, rank, 1).requires_grad_() for i, x in enumerate(poisoned)]
+    out_here = attend(*own, *given, block_mask=BlockMask.documents(*ids))
+    padding = [given[i > 0].shard(ids[i > 0] < 0, rank, 0) for i in range(3)]
+    dout = torch.ones_like(out_here).masked_fill(padding[0][:, None, None], torch.inf)
+    for x, rows in zip((out_here, *torch.autograd.grad(out_here, own, dout)), (padding[0], *padding), strict=True):
+        assert x.isfinite().all()
+        assert (x[:, rows] == 0).all()
+
     q, k, v = (sharding.shard(x.detach(), rank) for x in (leaves.q, leaves.k, leaves.v))
     later = Sharding.contiguous([5, total], num_ranks)
     heads = BlockMask.from_dense(torch.ones(1, 8, total, total, dtype=torch.bool))
