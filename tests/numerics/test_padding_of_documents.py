@@ -13,9 +13,17 @@ from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-from tests.checks import DEVICES, DTYPES, assert_rows_reach_nothing, needs_kernels, on_each_backend, random_call, run
-from tests.masks import listed
-from tests.oracle import Call
+from tests.lib.checks import (
+    DEVICES,
+    DTYPES,
+    assert_rows_reach_nothing,
+    needs_kernels,
+    on_each_backend,
+    random_call,
+    run,
+)
+from tests.lib.masks import listed
+from tests.lib.oracle import Call
 
 BATCH, ROWS = 2, 300
 
