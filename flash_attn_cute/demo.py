@@ -201,7 +201,7 @@ def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: s
     )
     batches = pack(shuffled_forever(cut(documents, min(MAX_LENGTH, rows)), seed), rows)
     start, tokens, rate = time.perf_counter(), 0, 0.0
-    with tqdm(islice(batches, steps), title, total=steps, unit="step") as progress:
+    with tqdm(islice(batches, steps), title, total=steps, unit="step", disable=None) as progress:  # in terminals alone
         for batch in progress:
             loss = model(batch)
             optimizer.zero_grad()

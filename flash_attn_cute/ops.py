@@ -250,7 +250,11 @@ def _if_any(number: float | None) -> Tensor | None:
 
 def _inputs_of(call: tuple[Any, ...]) -> AttentionInputs:
     tables = BlockTables.of_flat(call[_NUM_PLAIN:_NUM_TABLES], call[_NUM_TABLES:_NUM_TENSORS])
-    return AttentionInputs(*(*call[:_NUM_PLAIN], *call[_NUM_TENSORS:_NUM_INPUTS], tables))
+    inputs = AttentionInputs(*(*call[:_NUM_PLAIN], *call[_NUM_TENSORS:_NUM_INPUTS], tables))
+    if inputs.packed:
+        return inputs
+    # torch.jit.trace makes constants of numbers, and its programs serve other lengths.
+    return inputs._replace(max_seqlen_q=inputs.q.shape[1], max_seqlen_k=inputs.k.shape[1])
 
 
 def _unpack(call: tuple[Any, ...]) -> tuple[Backend, AttentionSpec, AttentionInputs]:
@@ -467,16 +471,22 @@ def _map(
     """Runs a function of a flattened call on each slice of its tensors, all at once if they are dense batches alone."""
     inputs = _inputs_of(call)
     unmerged = (inputs.cu_seqlens_q, inputs.learnable_sink, inputs.mask, inputs.bias, inputs.block_mask)
-    if all(x is None for x in unmerged):
+    if size and all(x is None for x in unmerged):
         merged = [_merge(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in run(*merged))
     else:
         slices = [
-            run(*[x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)])
-            for i in range(size)
+            run(*[_select(x, dim, i) for x, dim in zip(arguments, in_dims, strict=True)]) for i in range(size or 1)
         ]
-        results = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+        results = tuple(torch.stack(parts)[:size] for parts in zip(*slices, strict=True))
     return results, (0,) * len(results)
+
+
+def _select(x: Any, dim: int | None, i: int) -> Any:
+    """A slice of a tensor along the dimension that is mapped over; where there is none, zeros of a slice's shape."""
+    if dim is None:
+        return x
+    return x.select(dim, i) if x.shape[dim] else x.sum(dim, dtype=x.dtype)  # which autograd records
 
 
 def _merge(x: Any, dim: int | None, size: int) -> Any:

@@ -19,8 +19,8 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
     Under tracing a number may come from data, as from ``.item()``. What depends on one is not sure, and is not asked.
     """
-    if not torch.compiler.is_compiling() and isinstance(condition, bool):
-        return condition
+    if not torch.compiler.is_compiling() and not isinstance(condition, torch.SymBool):
+        return bool(condition)  # within torch.jit.trace it is a tensor
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # which takes long to import
 
     return guard_or_false(condition)

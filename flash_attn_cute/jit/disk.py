@@ -97,16 +97,21 @@ class Folder:
     def lock(self, name: str) -> Iterator[None]:
         """Waits until no other process holds the entry's lock, and holds it. It ends with the process at the latest.
 
+        Where the file system has no locks, as some network file systems, nothing waits: processes may then make the
+        same entry, and the last one's stays, as entries appear whole.
+
         Raises:
-            OSError: the lock cannot be made.
+            OSError: the lock's file cannot be made.
         """
         descriptor = self._open(f"{name}.lock", os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             # Closing does not unlock where another thread has forked meanwhile: its child has the file open, too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def entries(self) -> list[Entry]:

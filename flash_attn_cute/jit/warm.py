@@ -1,6 +1,8 @@
 """Kernels compiled before they are needed, by several processes."""
 
 import multiprocessing
+import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,13 +28,22 @@ def warm(configs: Sequence[Any], jobs: int) -> Iterator[Warmed]:
     """
     # Fresh interpreters: this one has threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(configs)), context, _insist_on_keeping) as pool:
+    with ProcessPoolExecutor(min(jobs, len(configs)), context, _prepare_worker) as pool:
         for future in as_completed([pool.submit(_warm, config) for config in configs]):
             yield future.result()
 
 
-def _insist_on_keeping() -> None:
+def _prepare_worker() -> None:
     warnings.simplefilter("error", cache.NotKeptWarning)
+    threading.Thread(target=_end_with_command, daemon=True).start()
+
+
+def _end_with_command() -> None:
+    """Ends the worker where the command ends without a word to it, as one that is killed does."""
+    command = multiprocessing.parent_process()
+    assert command is not None
+    command.join()
+    os._exit(1)
 
 
 def _warm(config: Any) -> Warmed:

@@ -50,7 +50,8 @@ class Indices(Node):
     @functools.cached_property
     def _map(self) -> BlockMap:
         visible = self.indices.new_zeros(*self.indices.shape[:-1], self.blocks_k + 1, dtype=torch.bool)
-        visible.scatter_(-1, torch.where(self.indices < 0, self.blocks_k, self.indices), True)
+        is_block = (self.indices >= 0) & (self.indices < self.blocks_k)  # others stand for nothing, as in ``rows``
+        visible.scatter_(-1, torch.where(is_block, self.indices, self.blocks_k), True)
         return BlockMap(visible[..., :-1], self.block_q, self.block_k)
 
     def kinds(self, blocks: Blocks) -> Tensor:

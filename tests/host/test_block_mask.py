@@ -259,6 +259,16 @@ def test_functions_see_only_what_is_partial() -> None:
     assert all(len(shape) < 3 or shape[0] <= 39 for shape in asked)
 
 
+def test_numbers_out_of_range_stand_for_no_block() -> None:
+    """Indices alone and joined with another mask show the same, whatever else is in their place."""
+    indices = torch.tensor([[[[0, 3, -1], [2, 10**6, 1], [-(10**6), 7, 2]]]])
+    everything = BlockMask.causal(384, 384) | BlockMask.window(384, 384)
+    mask = BlockMask.from_indices(indices, seqlen_k=384)
+    expected = BlockMask.from_indices(indices.where(indices < 3, -1), seqlen_k=384)
+    for found in (mask, mask & everything, mask | mask, everything & mask):
+        assert torch.equal(spelled_out(tables_of(found), 384, 384), spelled_out(tables_of(expected), 384, 384))
+
+
 @pytest.mark.parametrize("at_once", [1, 3, 17])
 def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(at_once)

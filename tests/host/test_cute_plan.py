@@ -231,7 +231,17 @@ def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
 
 @pytest.mark.parametrize(
     ("owners", "pieces", "splits"),
-    [(64, 512, 2), (16, 512, 8), (20, 64, 13), (64, 3, 1), (128, 512, 1), (1024, 512, 1)],
+    [
+        (64, 512, 2),
+        (16, 512, 8),
+        (20, 64, 13),
+        (64, 3, 1),
+        (128, 512, 1),
+        (1024, 512, 1),
+        (1, 64, 16),  # a single tile, shared by all: so that each has no fewer pieces than there are sums
+        (1, 4096, 61),
+        (1, 65536, 129),
+    ],
 )
 def test_ctas_that_share_a_tile_of_a_gradient(owners: int, pieces: int, splits: int) -> None:
     """As many as fill the SMs, of which each gets two at most."""

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -281,6 +283,19 @@ def test_failing_disks_cost_a_warning(
     assert compiler.calls == 1
 
 
+def test_without_locks_kernels_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have none."""
+
+    def flock(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        cache.kernel(CONFIG)
+        monkeypatch.setattr(cache, "_kernels", {})
+    assert compiler.calls == 1
+
+
 def test_a_warm_folder_need_not_be_writable(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.kernel(CONFIG)
     monkeypatch.setattr(cache, "_kernels", {})
@@ -458,6 +473,30 @@ def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(tmp_path / "file"))
     assert command.main(["warm", "--head-dims", "64", "--masks", "full", "--layouts", "dense"]) == 1
     assert "not kept on disk" in capsys.readouterr().err
+
+
+def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
+    """They hold its output open as long as they live."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import time
+from flash_attn_cute.jit import cache, warm
+
+def kernel(config):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+cache.kernel = kernel
+if __name__ == "__main__":
+    list(warm.warm([None], 1))
+"""
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as warming:
+        assert warming.stdout is not None
+        assert warming.stdout.readline() == "compiling\n"
+        warming.send_signal(signal.SIGKILL)
+        assert warming.communicate(timeout=20)[0] == ""
 
 
 def test_what_is_warmed() -> None:

@@ -88,6 +88,12 @@ def test_only_the_seed_makes_a_difference() -> None:
     assert not demo.same_bits(first, other)
 
 
+def test_logs_have_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar is for terminals."""
+    demo.train(DOCUMENTS, 2, 256, 0, "title")
+    assert capsys.readouterr() == ("", "")
+
+
 def test_training_learns() -> None:
     sentences = [b"Pack my box with five dozen liquor jugs. " * n for n in range(1, 20)]
     model, tokens_per_second = demo.train(sentences, 60, 512, 0, "")

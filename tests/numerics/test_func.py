@@ -65,6 +65,20 @@ def plain_grads(loss: Loss, arguments: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("case", cases("cpu"))
+def test_maps_of_nothing(case: str, device: str) -> None:
+    """A dimension of size 0 gives results of the same shapes as another one, and gradients."""
+    loss, arguments = cases(device)[case]
+    empty, wanted = [x[:0] for x in arguments], differentiable(arguments)
+    assert torch.vmap(loss)(*empty).shape == (0,)
+    for function in (
+        torch.vmap(torch.func.grad(loss, wanted)),
+        torch.func.grad(lambda *x: torch.vmap(loss)(*x).sum(), wanted),
+        lambda *x: plain_grads(lambda *y: torch.vmap(loss)(*y).sum(), list(x)),
+    ):
+        assert [x.shape for x in function(*empty)] == [empty[i].shape for i in wanted]
+
+
+@pytest.mark.parametrize("case", cases("cpu"))
 def test_grad(case: str, device: str) -> None:
     loss, arguments = cases(device)[case]
     arguments = [x[0] for x in arguments]

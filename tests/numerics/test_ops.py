@@ -68,6 +68,18 @@ def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_jit_trace(device: str) -> None:
+    """What it makes of a call serves other lengths and batches."""
+    q, k, v = (torch.randn(2, 9, 2, 16, device=device) for _ in range(3))
+    traced = torch.jit.trace(lambda q, k, v: flash_attn_func(q, k, v, causal=True), (q, k, v))
+    for shape in ((2, 9, 2, 16), (3, 300, 2, 16), (1, 1, 2, 16)):
+        leaves = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+        out, expected = traced(*leaves), flash_attn_func(*leaves, causal=True)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)))
+
+
 def packed_step(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor) -> Tensor:
     out: Tensor = flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, deterministic=True

@@ -31,7 +31,7 @@ _CACHE_BYTES_BACKWARD_LAST = 40_000_000
 # Query heads of a group whose dK and dV a tile sums, or a divisor of that: of more, too much would have to stay in the
 # cache, and of fewer, more is added up in global memory.
 _HEADS_A_TILE = 2
-_MAX_SPLITS = 16  # of what a tile of a bias's gradient is the sum of
+_FEW_SPLITS = 16  # of what a tile of a bias's gradient is the sum of: so many sums are added up in no time
 _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infinite, in float32, too
 
 
@@ -277,10 +277,12 @@ def plan_bias_gradient(
 def _splits(owners: int, pieces: int, num_sms: int) -> int:
     """How many CTAs share the pieces of a tile: where tiles are few, as many as make the most of the SMs.
 
-    Each leaves 64 KB of sums, so there are at most two an SM.
+    Each leaves 64 KB of sums, so there are at most two an SM. One CTA adds those of a tile up, one after the other:
+    many are only worth it where each CTA has at least as many pieces.
     """
+    most = max(_FEW_SPLITS, math.isqrt(pieces))
     best, best_time = 1, float(-(-owners // num_sms))
-    for splits in range(2, min(_MAX_SPLITS, pieces // 2, 2 * num_sms // owners) + 1):
+    for splits in range(2, min(most, pieces // 2, 2 * num_sms // owners) + 1):
         time = -(-owners * splits // num_sms) / splits
         if time < 0.95 * best_time:
             best, best_time = splits, time
