@@ -70,7 +70,7 @@ def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_jit_trace(device: str) -> None:
-    """What it makes of a call serves other lengths and batches."""
+    """A traced call serves other lengths and batches."""
     q, k, v = (torch.randn(2, 9, 2, 16, device=device) for _ in range(3))
     traced = torch.jit.trace(lambda q, k, v: flash_attn_func(q, k, v, causal=True), (q, k, v))
     for shape in ((2, 9, 2, 16), (3, 300, 2, 16), (1, 1, 2, 16)):
