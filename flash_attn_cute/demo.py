@@ -201,7 +201,8 @@ def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: s
     )
     batches = pack(shuffled_forever(cut(documents, min(MAX_LENGTH, rows)), seed), rows)
     start, tokens, rate = time.perf_counter(), 0, 0.0
-    with tqdm(islice(batches, steps), title, total=steps, unit="step", disable=None) as progress:  # in terminals alone
+    pause = 0.1 if sys.stderr.isatty() else math.inf  # logs get the first and the last state of the bar
+    with tqdm(islice(batches, steps), title, total=steps, unit="step", mininterval=pause) as progress:
         for batch in progress:
             loss = model(batch)
             optimizer.zero_grad()
@@ -210,7 +211,7 @@ def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: s
             schedule.step()
             tokens += batch.tokens
             rate = tokens / (time.perf_counter() - start)
-            progress.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s")
+            progress.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s", refresh=False)
     return model, rate
 
 

@@ -88,10 +88,13 @@ def test_only_the_seed_makes_a_difference() -> None:
     assert not demo.same_bits(first, other)
 
 
-def test_logs_have_no_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    """A bar is for terminals."""
-    demo.train(DOCUMENTS, 2, 256, 0, "title")
-    assert capsys.readouterr() == ("", "")
+def test_logs_get_two_states_of_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every state is for terminals."""
+    demo.train(DOCUMENTS, 8, 256, 0, "title")
+    first, last = capsys.readouterr().err.strip().split("\r")
+    assert first.startswith("title:   0%")
+    assert last.startswith("title: 100%")
+    assert "tokens/s" in last
 
 
 def test_training_learns() -> None:
