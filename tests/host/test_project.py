@@ -28,6 +28,7 @@ DISTRIBUTIONS = {
     "cutlass": "nvidia-cutlass-dsl",
 }  # where they are named unlike their modules
 PEERS = {"flash_attn", "cuequivariance_torch"}  # measured against where it happens to be installed
+TYPES = {"typing_extensions"}  # for type checkers, which bring it
 # What no file of ours imports, and why it is declared.
 NOT_IMPORTED = {
     "apache-tvm-ffi": "the DSL imports it to make kernels callable",
@@ -59,7 +60,7 @@ def imports(source: str) -> tuple[set[str], set[str]]:
 
 def distributions(modules: Iterable[str]) -> set[str]:
     """Those of others that modules come from."""
-    tops = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"tomllib"} - OWN - PEERS
+    tops = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - TYPES - {"tomllib"} - OWN - PEERS
     return {DISTRIBUTIONS.get(top, top) for top in tops}
 
 
