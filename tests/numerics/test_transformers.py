@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from flash_attn_cute import api
 from flash_attn_cute.integrations import transformers as ours
+from flash_attn_cute.integrations import transformers_masks as masks
 from tests.lib.checks import assert_close
 
 BATCH, ROWS, VOCABULARY = 3, 19, 64
@@ -111,9 +112,9 @@ def masks_of_packed(config: Any, position_ids: Tensor) -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def _finite_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest float64 is -inf to eager's softmax in float32, which leaves NaN in rows of padding."""
-    masks = masking_utils.AttentionMaskInterface._global_mapping
+    functions = masking_utils.AttentionMaskInterface._global_mapping
     in_float32 = {"dtype": torch.float32}
-    monkeypatch.setitem(masks, "eager", lambda **given: masking_utils.eager_mask(**{**given, **in_float32}))
+    monkeypatch.setitem(functions, "eager", lambda **given: masking_utils.eager_mask(**{**given, **in_float32}))
 
 
 def assert_trains_like_eager(
@@ -182,11 +183,11 @@ def test_bfloat16(name: str, kind: str, device: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
 def test_masks_in_memory_are_the_exception(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holes need one."""
-    masks = recorded(monkeypatch, masking_utils, "sdpa_mask")
+    made = recorded(monkeypatch, masking_utils, "sdpa_mask")
     dense, packed = (recorded(monkeypatch, api, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
     model_of(CONFIGS[name], ours.NAME)(**batch_of(kind), **(BY_OFFSETS if kind == "packed by offsets" else {}))
     assert (len(dense), len(packed)) == ((2, 0) if kind in ("dense", "holes") else (0, 2))  # two layers
-    assert bool(masks) == (kind == "holes")
+    assert bool(made) == (kind == "holes")
     assert all((call["mask"] is not None) == (kind == "holes") for call in dense)
 
 
@@ -257,7 +258,7 @@ def test_rows_say_what_masks_say(name: str, offsets: tuple[Any, int, int], seed:
             mask &= torch.rand(mask.shape) < 0.8
     given: dict[str, Any] = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "mask_function": function}
     given |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": mask, "device": "cpu"}
-    rows = ours.rows_of_mask(**given, local_size=4, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
+    rows = masks.rows_of_mask(**given, local_size=4, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
     seen = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
     q = torch.randn(2, 4, q_length, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, kv_length, 8, dtype=torch.float64)
@@ -324,6 +325,17 @@ def call(**options: Any) -> Any:
     return ours.attend(layer, q, q, q, **given)
 
 
+def of_causal(**more: Any) -> Tensor:
+    """A causal mask, as the mask function returns it."""
+    rows = masks.rows_of_mask(batch_size=2, q_length=6, kv_length=6, **more)
+    assert rows is not None
+    return rows
+
+
+def of_padding() -> Tensor:
+    return of_causal(attention_mask=torch.arange(6).expand(2, 6) < 4)
+
+
 OFFSETS_OF_TWO = torch.tensor([0, 6, 12])
 ALL_OFFSETS = "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k"
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -339,9 +351,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "position_bias: expected None for packed sequences",
     ),
+    ({"sinks": torch.zeros(4)}, "sinks: expected no such argument, .* got Tensor; attn_implementation='eager' knows"),
+    ({"sliding_window": 0}, "sliding_window: expected None or at least 1, got 0"),
+    ({"attention_mask": of_causal()[..., :2]}, r"attention_mask: .* unchanged, got a part of it, shape \(0, 2, 6, 2\)"),
     (
-        {"position_bias": torch.zeros(1, 4, 6, 6), "attention_mask": torch.zeros(5, 1, 3, 4, dtype=torch.int32)},
-        "position_bias: expected None for packed sequences .* got one with 4 sequences in a batch of 2",
+        {"position_bias": torch.zeros(1, 4, 6, 6), "attention_mask": of_padding()},
+        "position_bias: expected None for packed sequences and padding",
+    ),
+    (
+        {"indices": torch.zeros(2, 6, 3), "attention_mask": of_padding()},
+        "indices: expected None for packed sequences and padding",
+    ),
+    (
+        {"block_indices": torch.zeros(2, 4, 6, 1)},
+        "block_indices: expected None where the layer has no indexer.block_size",
     ),
 ]
 
@@ -382,17 +405,70 @@ def test_weights_are_refused() -> None:
         model_of(CONFIGS["Llama"], ours.NAME)(**batch, output_attentions=True)
 
 
-def test_layers_that_leave_their_window_to_the_mask_are_refused() -> None:
-    """Qwen2-MoE is one; without its window it is served."""
+def test_unknown_arguments_that_are_none() -> None:
+    """Models hand on all that their forward passes might have been given."""
+    torch.manual_seed(0)
+    plain, _ = call()
+    torch.manual_seed(0)
+    out, _ = call(sinks=None, position_ids=torch.arange(6), num_items_in_batch=torch.tensor(3))
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_masks_of_integers_are_refused(dtype: torch.dtype) -> None:
+    """They could be either kind: 1 = may attend, or 0 is added."""
+    with pytest.raises(TypeError, match=f"attention_mask: expected bool .* got {dtype}"):
+        call(attention_mask=torch.ones(2, 1, 6, 6, dtype=dtype))
+
+
+def test_layers_have_to_say_whether_they_are_causal() -> None:
+    q = torch.randn(2, 4, 6, 8)
+    silent: Any = SimpleNamespace()
+    with pytest.raises(ValueError, match="is_causal: expected True or False where there is no mask, got None"):
+        ours.attend(silent, q, q, q, None)
+    out, _ = ours.attend(silent, q, q, q, of_causal())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("said_by", ["mask", "layer"])
+def test_the_stricter_of_mask_and_layer_holds(said_by: str) -> None:
+    """Causality and windows, whichever of both says them."""
+    q = torch.randn(2, 4, 6, 8)
+    layer: Any = SimpleNamespace(is_causal=said_by == "layer")
+    window = masking_utils.sliding_window_causal_mask_function(3)
+    mask = of_causal(mask_function=window) if said_by == "mask" else of_causal()
+    out, _ = ours.attend(layer, q, q, q, mask, sliding_window=3 if said_by == "layer" else None)
+    seen = masking_utils.sdpa_mask(2, 6, 6, mask_function=window, allow_is_causal_skip=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, seen).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("hidden", ["padding", "mask in memory"])
+def test_offsets_beside_masks_that_hide_more(hidden: str) -> None:
+    mask = of_padding() if hidden == "padding" else torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), 6)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected None beside a"):
+        call(attention_mask=mask, cu_seq_lens_q=OFFSETS_OF_TWO, cu_seq_lens_k=OFFSETS_OF_TWO, **lengths)
+
+
+def test_one_entry_of_queries_for_all_and_any_strides() -> None:
+    """Eager layers broadcast, too, and copy."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(3, 4, 8, 5).transpose(-1, -2)
+    layer: Any = SimpleNamespace(is_causal=False)
+    out, _ = ours.attend(layer, q, k, k, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.expand(3, -1, -1, -1), k, k).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_windows_that_live_in_the_mask_alone() -> None:
+    """Layers of Qwen2-MoE hand on none."""
     windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    experts |= {"shared_expert_intermediate_size": 16}
-    batch = batch_of("dense")
-    assert model_of(transformers.Qwen2MoeConfig(**SMALL, **experts), ours.NAME)(**batch).loss.isfinite()
-    with pytest.raises(
-        ValueError, match=r"sliding_window: expected the window of layer 0, .* Qwen2MoeAttention hands on"
-    ):
-        model_of(transformers.Qwen2MoeConfig(**SMALL, **experts, **windows), ours.NAME)(**batch)
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
+    experts |= {"shared_expert_intermediate_size": 16, "experts_implementation": "eager"}
+    config = transformers.Qwen2MoeConfig(**SMALL, **experts, **windows)
+    for kind in ("dense", "left"):
+        assert_trains_like_eager(config, batch_of(kind), {})
 
 
 def test_other_implementations_are_left_alone() -> None:
