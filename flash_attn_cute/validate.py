@@ -19,6 +19,8 @@ from flash_attn_cute.spec import AttentionInputs, Options, surely
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_TORCH_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 # The usual ones, found fast. Whatever else calls itself a whole or a real number is one, too: NumPy's scalars do.
 _INTS = frozenset({int, torch.SymInt})
 _FLOATS = frozenset({float, torch.SymFloat, *_INTS})
@@ -252,6 +254,18 @@ def _check_tensor(name: str, x: object, q: Tensor) -> None:
         raise TypeError(f"{name}: expected a strided tensor, got {x.layout}{nested}")
     if x.device != q.device:
         raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+    if type(x) not in _PLAIN_TYPES and not _is_its_storage(type(x)):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got {type(x).__name__}, a subclass with functions of its own, which may "
+            "mean something else than what it stores; .as_subclass(torch.Tensor) takes what it stores"
+        )
+
+
+def _is_its_storage(kind: Any) -> bool:
+    """Whether PyTorch's own functions act on tensors of a class, and no ``__torch_function__`` of the class."""
+    function = kind.__torch_function__
+    own = getattr(function, "__func__", None) is not _TORCH_FUNCTION
+    return function is torch._C._disabled_torch_function_impl or not own
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, q_dims: tuple[str, ...], k_dims: tuple[str, ...]) -> None:

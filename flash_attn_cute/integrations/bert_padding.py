@@ -3,6 +3,9 @@
 ``flash_attn_cute.padding.Packing`` does the same without making the host wait.
 """
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,3 +89,95 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """
     check_tensors(input=input, indices=indices)
     return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Rows of zeros but for some; differentiable, the inverse of ``index_first_axis``.
+
+    Args:
+        values: (total, ...), of any dtype.
+        indices: (total,) int64, where each row is in the result; each index once.
+        first_axis_dim: the rows of the result.
+
+    Returns:
+        (first_axis_dim, ...), row i of values as row ``indices[i]``.
+
+    Raises:
+        TypeError: values or indices is no tensor.
+        ValueError: indices of another shape than (total,).
+    """
+    check_tensors(values=values, indices=indices)
+    if values.ndim == 0 or indices.shape != values.shape[:1]:
+        raise ValueError(f"indices: expected shape {tuple(values.shape[:1])}, got shape {tuple(indices.shape)}")
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a tensor, and the tensor itself, for a residual connection around them; differentiable.
+
+    Args:
+        input: (rows, ...), of any dtype.
+        indices: (total,) int64.
+
+    Returns:
+        (total, ...), row ``indices[i]`` of input as row i; and input.
+
+    Raises:
+        TypeError: an argument that is no tensor.
+    """
+    return index_first_axis(input, indices), input
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The real rows of a batch whose entries hold several sequences one behind another; differentiable.
+
+    Padding is at the end of each entry. The host waits for the device.
+
+    Args:
+        hidden_states: (batch, seqlen, ...), of any dtype.
+        attention_mask_in_length: (batch, seqlen), integers: the lengths of an entry's sequences first, then zeros.
+
+    Returns:
+        The four values of flash-attn 2: the rows (total, ...); their indices (total,) int64 in the flattened batch; the
+        offsets of the sequences (sequences + 1,) int32; and the length of the longest.
+
+    Raises:
+        TypeError: an argument that is no tensor.
+        ValueError: lengths of another shape than (batch, seqlen).
+    """
+    lengths = attention_mask_in_length
+    check_tensors(hidden_states=hidden_states, attention_mask_in_length=lengths)
+    if lengths.ndim != 2 or lengths.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"attention_mask_in_length: expected the shape (batch, seqlen) of hidden_states, "
+            f"{tuple(hidden_states.shape[:2])}, got shape {tuple(lengths.shape)}"
+        )
+    real = torch.arange(lengths.shape[1], device=lengths.device) < lengths.sum(-1, keepdim=True)
+    indices = real.flatten().nonzero().flatten()
+    each = lengths[lengths > 0]  # entry by entry, as the rows are
+    offsets = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(each.max().item()) if each.shape[0] else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest
+
+
+def rearrange(tensor: Any, pattern: str, **axes_lengths: int) -> Any:
+    """``einops.rearrange``, which flash-attn's module has by import, and callers take from there.
+
+    Args:
+        tensor: what einops takes.
+        pattern: likewise.
+        axes_lengths: likewise.
+
+    Returns:
+        What einops returns.
+
+    Raises:
+        ImportError: einops is not installed.
+    """
+    try:
+        einops = importlib.import_module("einops")
+    except ImportError as error:
+        raise ImportError("rearrange: expected einops to be installed (pip install einops)") from error
+    return einops.rearrange(tensor, pattern, **axes_lengths)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from flash_attn_cute import api
 from flash_attn_cute.integrations import check_tensors
@@ -35,7 +36,8 @@ def scaled_dot_product_attention(
         value: (..., nheads, seqlen_k, d_v), likewise.
         attn_mask: bool (True = may attend), or float32 or query's dtype (added to the scores), broadcastable to (...,
             nheads, seqlen_q, seqlen_k); never expanded. With more than one batch dimension it must be the same for all
-            of them, or is expanded over these.
+            of them, or is expanded over these. Or ``torch.nn.attention.bias``'s causal_upper_left or causal_lower_right
+            of these lengths, for which no mask is in memory.
         dropout_p: 0.0.
         is_causal: hide the keys behind a query's own position. Not together with attn_mask.
         scale: the factor before softmax; None means 1 / sqrt(d).
@@ -61,6 +63,12 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: expected None with is_causal=True, got both")
     check_tensors(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if x is not None and x.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; flash_attn_cute.flash_attn_func takes those "
+                "of the jagged layout"
+            )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(f"{name}: expected shape (..., nheads, rows, d), got shape {tuple(x.shape)}")
@@ -68,6 +76,10 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{name}: expected the {query.shape[-3]} heads of query (fewer need enable_gqa=True), got {x.shape[-3]}"
             )
+    lower_right = False
+    if isinstance(attn_mask, CausalBias):
+        is_causal, lower_right = _causal_of(attn_mask, query, key)
+        attn_mask = None
     batch = _batch(query, key, value)
     q, k, v = (_one_batch(x, batch).transpose(1, 2) for x in (query, key, value))
     window: tuple[int | None, int | None] = (None, None)
@@ -76,6 +88,8 @@ def scaled_dot_product_attention(
         if seqlen_q < k.shape[1]:  # nobody sees the others
             k, v = k[:, :seqlen_q], v[:, :seqlen_q]
         window = (None, seqlen_q - k.shape[1])
+    elif lower_right:
+        window = (None, 0)
     if attn_mask is not None and attn_mask.ndim > 3 and len(batch) != 1:
         same = all(size == 1 for size in attn_mask.shape[:-3])
         attn_mask = attn_mask.reshape(attn_mask.shape[-3:]) if same else _one_batch(attn_mask, batch)
@@ -92,6 +106,21 @@ def scaled_dot_product_attention(
     )
     out = out.transpose(1, 2)
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
+
+
+def _causal_of(bias: CausalBias, query: Tensor, key: Tensor) -> tuple[bool, bool]:
+    """Whether a causal bias is aligned to the top left, and whether to the bottom right.
+
+    Raises:
+        ValueError: a bias of other lengths.
+    """
+    lengths = (bias.seq_len_q, bias.seq_len_kv)
+    if lengths != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"attn_mask: expected a CausalBias of ({query.shape[-2]}, {key.shape[-2]}) rows of query and key, got one "
+            f"of {lengths}"
+        )
+    return bias.variant == CausalVariant.UPPER_LEFT, bias.variant == CausalVariant.LOWER_RIGHT
 
 
 def _batch(query: Tensor, key: Tensor, value: Tensor) -> Sequence[int]:

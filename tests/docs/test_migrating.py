@@ -92,6 +92,9 @@ MEANINGS: dict[str, Expected] = {
     "scaled_dot_product_attention(query, key, value, is_causal=True)": lambda n: of_sdpa(
         n.query, n.key, n.value, causal=True
     ),
+    "scaled_dot_product_attention(query, key, value, causal_lower_right(24, 24))": lambda n: of_sdpa(
+        n.query, n.key, n.value, causal=True
+    ),
     "scaled_dot_product_attention(query, few_keys, few_values, is_causal=True, enable_gqa=True)": lambda n: of_sdpa(
         n.query, n.few_keys, n.few_values, mask=torch.ones(24, 40, dtype=torch.bool).tril()
     ),

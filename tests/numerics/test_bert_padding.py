@@ -1,6 +1,7 @@
 """Padded batches unpadded and padded again, as ``flash_attn.bert_padding`` does."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from flash_attn_cute import flash_attn_func
+from flash_attn_cute.integrations import bert_padding
 from flash_attn_cute.integrations.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn_cute.integrations.flash_attn import flash_attn_varlen_func
 
@@ -87,3 +89,48 @@ def test_refused() -> None:
     ):
         with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got list"):
             call()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]], [[0] * 6] * 3], ids=str
+)
+def test_concatenated_sequences(lengths: list[list[int]]) -> None:
+    """Sequences one behind another in each entry, padding at its end; back by ``index_put_first_axis``."""
+    x = torch.randn(3, 6, 2, dtype=torch.float64, requires_grad=True)
+    table = torch.tensor(lengths)
+    rows, indices, offsets, longest = bert_padding.unpad_input_for_concatenated_sequences(x, table)
+    flat = [n for entry in lengths for n in entry if n]
+    assert offsets.dtype == torch.int32
+    assert offsets.diff().tolist() == flat
+    assert longest == max(flat, default=0)
+    real = torch.cat([x[i, : sum(entry)] for i, entry in enumerate(lengths)])
+    assert torch.equal(rows, real)
+    back = bert_padding.index_put_first_axis(rows, indices, 18).view(3, 6, 2)
+    seen = torch.arange(6) < table.sum(1, keepdim=True)
+    assert torch.equal(back, x.where(seen[..., None], torch.zeros(())))
+    back.square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * back.detach())
+
+
+def test_residual_rows() -> None:
+    x, indices = torch.randn(5, 3), torch.tensor([4, 0])
+    rows, same = bert_padding.index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert same is x
+
+
+def test_concatenated_sequences_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask_in_length: expected the shape .* got shape \(3, 5\)"):
+        bert_padding.unpad_input_for_concatenated_sequences(torch.zeros(3, 6, 2), torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"indices: expected shape \(2,\), got shape \(3,\)"):
+        bert_padding.index_put_first_axis(torch.zeros(2, 4), torch.zeros(3), 6)
+
+
+def test_rearrange_is_einops_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without einops the module is there, and says what is missing."""
+    pytest.importorskip("einops", reason="rearrange hands on to einops")
+    assert bert_padding.rearrange(torch.zeros(2, 3, 4), "b s d -> (b s) d").shape == (6, 4)
+    monkeypatch.setitem(sys.modules, "einops", None)
+    with pytest.raises(ImportError, match="rearrange: expected einops to be installed"):
+        bert_padding.rearrange(torch.zeros(2, 3), "a b -> b a")
