@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 # ``out``, or ``(out, lse)`` with return_lse=True.
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
+# What integrations ask, which know nothing below this module.
+is_same_memory = ops.is_same_memory
+is_over_ranks = ops.is_replaced
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

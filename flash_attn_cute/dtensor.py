@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from flash_attn_cute.spec import AttentionInputs
+from flash_attn_cute.spec import AttentionInputs, BlockTables
 
 _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.
@@ -23,24 +23,39 @@ _DIMS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | No
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((None, None), (None, None))),
     "learnable_sink": ((None, 0), (None, 0)),
 }
+# Where they are in what may have one of size 1 for all, or none: masks and biases, counted from the back, and the
+# tables of a block mask, whose entries and tiles all ranks need.
+_BROADCAST: dict[str, tuple[int | None, int | None]] = {
+    **dict.fromkeys(("mask", "bias"), (-4, -3)),
+    **dict.fromkeys(("row_spans", "contributors", "order"), (0, 1)),
+    **dict.fromkeys(("real_q", "real_k"), (0, None)),
+    "column_spans": (1, 2),
+    **dict.fromkeys(("row_entries", "tiles", "column_entries"), (None, None)),
+}
 _GRADIENTS = ("q", "k", "v", "bias", "learnable_sink")
 
 
 def alike(inputs: AttentionInputs) -> AttentionInputs:
     """Inputs of which all tensors are DTensors if q is one; those that were none are the same on every rank.
 
-    Offsets and lengths, masks and biases are often made by each rank for itself. k and v are left as they are: for
-    them PyTorch has an error.
+    Offsets and lengths, masks, biases and the tables of block masks are often made by each rank for itself. k and v are
+    left as they are: for them PyTorch has an error.
     """
     if not isinstance(inputs.q, DTensor):
         return inputs
     mesh = inputs.q.device_mesh
-    others: dict[str, Any] = {
-        name: DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        for name, x in inputs._asdict().items()
-        if name not in ("k", "v") and isinstance(x, Tensor) and not isinstance(x, DTensor)
-    }
-    return inputs._replace(**others)
+
+    def replicated(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            return x
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    tables = inputs.block_mask
+    if tables is not None:
+        real = () if tables.real is None else tuple(map(replicated, tables.real))
+        tables = BlockTables.of_flat(tuple(map(replicated, tables.flat())), real)
+    others = {name: replicated(x) for name, x in inputs._asdict().items() if name not in ("k", "v", "block_mask")}
+    return inputs._replace(**others, block_mask=tables)
 
 
 def _register(operator: Any, results: Callable[[dict[str, Any], int | None], list[Any]]) -> None:
@@ -85,7 +100,7 @@ def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
 def _axes(tensors: dict[str, Any]) -> list[int | None]:
     """What can be sharded; None stands for nothing, and is first, as PyTorch takes the first of equally good ways."""
     axes: list[int | None] = [None]
-    if not all(name in _DIMS or name in ("mask", "bias") for name in tensors):
+    if not all(name in _DIMS or name in _BROADCAST for name in tensors):
         return axes
     if "cu_seqlens_q" not in tensors:
         axes.append(_BATCH)
@@ -105,10 +120,12 @@ def _placement(name: str, tensors: dict[str, Any], axis: int | None) -> Any:
     if axis is None:
         return Replicate()
     is_packed = tensors.get("cu_seqlens_q") is not None
-    if name in ("mask", "bias"):
-        x, back = tensors[name], {_BATCH: 4, _HEADS: 3}[axis]
-        is_there = x.ndim >= back and x.shape[-back] != 1 and not (is_packed and axis == _BATCH)
-        dim = x.ndim - back if is_there else None
+    if name in _BROADCAST:
+        x, dim = tensors[name], _BROADCAST[name][axis]
+        if dim is not None and dim < 0:
+            dim = dim + x.ndim if dim + x.ndim >= 0 else None
+        if dim is not None and (x.shape[dim] == 1 or (is_packed and axis == _BATCH)):
+            dim = None
     else:
         dim = _DIMS[name][is_packed][axis]
     return Replicate() if dim is None else Shard(dim)

@@ -218,13 +218,9 @@ def _on_meta(tensors: plan.Tensors) -> plan.Tensors:
         if is_usable and isinstance(q, Tensor) and x.device != q.device:
             name = AttentionInputs._fields[i]
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
-        same = next((j for j in range(i) if is_usable and usable[j] and _is_same(x, tensors[j])), None)
+        same = next((j for j in range(i) if is_usable and usable[j] and ops.is_same_memory(x, tensors[j])), None)
         copies.append(copies[same] if same is not None else _without_memory(x, cast[i].dtype) if is_usable else x)
     return tuple(copies)
-
-
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (not ops.is_watched((x, y)) and x.dtype == y.dtype and x.is_set_to(y))
 
 
 def _without_memory(x: Tensor, dtype: torch.dtype) -> Tensor:

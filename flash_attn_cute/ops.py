@@ -207,6 +207,14 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
     return keys & ~_PLAIN_KEYS != 0
 
 
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are surely equal, as views of the same memory are; none is read, and many equal ones are not.
+
+    Autograd and checkpoints hand out views, so that ``is`` would be another question.
+    """
+    return a is b or (not is_watched((a, b)) and a.dtype == b.dtype and a.is_set_to(b))
+
+
 def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
     *tensors, max_seqlen_q, max_seqlen_k, block_mask = inputs
     tables: tuple[Tensor | None, ...] = (None,) * (_NUM_TENSORS - _NUM_PLAIN)

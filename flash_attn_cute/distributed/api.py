@@ -112,8 +112,8 @@ def context_parallel_attn_func(
         sharding_k: likewise of k and v; None: the same.
         group: the ranks, of a process group or of a device mesh.
         method: how queries come to see keys of other ranks.
-        seqused_q: (batch,) on the host, the real rows of each entry.
-        seqused_k: (batch,) on the host, the real keys of each entry.
+        seqused_q: (batch,), the real rows of each entry, see ``context_parallel_attn_varlen_func``.
+        seqused_k: (batch,), the real keys of each entry, likewise.
         softmax_scale: the factor before softmax.
         causal: hide the keys behind a query's own position.
         window_size: (left, right).
@@ -247,8 +247,9 @@ def context_parallel_attn_varlen_func(
         group: a process group, or a device mesh of one or two dimensions, of as many ranks as the sharding; rank
             (i, j) of a mesh has the rows of rank i * size(1) + j. None: all processes.
         method: "auto", "all_gather", "ring" or "all_to_all".
-        seqused_q: (documents,) on the host, the real rows of each document if fewer than it owns.
-        seqused_k: (documents,) on the host, likewise for keys.
+        seqused_q: (documents,), the real rows of each document if fewer than it owns: numbers or a tensor on the host,
+            or a tensor on a GPU, in whose place the lengths that the sharding keeps are taken.
+        seqused_k: (documents,), likewise for keys.
         softmax_scale: the factor before softmax; None means 1 / sqrt(d).
         causal: hide the keys behind a query's own position.
         window_size: (left, right), see ``flash_attn_func``.
@@ -354,7 +355,8 @@ def _attend(
     def options() -> Options:
         _check_are_plain(q=q, k=k, v=v, learnable_sink=sink)
         _refuse(mask, bias)
-        return validate.check_options(**given)
+        # A call leaves rows of others unwritten: of its rank's other calls, and of other ranks.
+        return validate.check_options(**given)._replace(zero_padding=True)
 
     q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
     arguments = (q, k, v, sink, *shardings, *lengths)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import settings, validate
+from flash_attn_cute import ops, settings, validate
 from flash_attn_cute.distributed import agreement, attention, block_masks, model, passes
 from flash_attn_cute.distributed.groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
@@ -44,7 +44,12 @@ class Call(NamedTuple):
     @property
     def ranks(self) -> Ranks:
         """The grid that the method sees."""
-        return Ranks.over(self.groups, by_heads=self.method == "all_to_all" or self.block_mask is not None)
+        return grid(self.groups, self.method, has_block_mask=self.block_mask is not None)
+
+
+def grid(groups: Sequence[ProcessGroup], method: str, *, has_block_mask: bool = False) -> Ranks:
+    """The grid that a method sees of a group's dimensions; block masks have ranks trade rows for heads as well."""
+    return Ranks.over(groups, by_heads=method == "all_to_all" or has_block_mask)
 
 
 def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
@@ -142,8 +147,7 @@ def _question(call: Call, options: Options, place: Place) -> attention.Question:
         queries,
         None if keys is queries else keys,
         q.shape[0] if dense else 1,
-        _on_host("seqused_q", call.seqused_q),
-        _on_host("seqused_k", call.seqused_k),
+        *_lengths_on_host(call, queries, keys),
         (options.window_left, options.window_right),
         call.method,
         model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
@@ -190,13 +194,39 @@ def _check_block_mask(mask: BlockMask) -> None:
         )
 
 
-def _on_host(name: str, lengths: Lengths) -> tuple[int, ...] | None:
-    if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
+def _lengths_on_host(
+    call: Call, queries: Sharding, keys: Sharding
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Both seqused as numbers: those given, or in the place of tensors on a device those that the shardings keep."""
+    used_q, used_k = call.seqused_q, call.seqused_k
+    lengths_q = _on_host("seqused_q", used_q, queries.seqused_q)
+    lengths_k = _on_host("seqused_k", used_k, queries.seqused_k if keys.seqused_k is None else keys.seqused_k)
+    is_same = isinstance(used_q, Tensor) and isinstance(used_k, Tensor) and ops.is_same_memory(used_q, used_k)
+    if is_same and lengths_q != lengths_k:
         raise ValueError(
-            f"{name}: expected lengths on the host, by which ranks plan what they exchange, "
-            f"got a tensor on {lengths.device}"
+            f"seqused_k: expected another tensor than seqused_q, as the sharding keeps other lengths of keys, "
+            f"{list(lengths_k or ())}, than of queries, {list(lengths_q or ())}, got the same"
         )
-    return None if lengths is None else numbers(name, lengths)
+    return lengths_q, lengths_k
+
+
+def _on_host(name: str, lengths: Lengths, kept: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Lengths as numbers. Those on a device are waited for only by request, to compare them with those kept."""
+    if lengths is None or not isinstance(lengths, Tensor) or lengths.device.type == "cpu":
+        return None if lengths is None else numbers(name, lengths)
+    if kept is None:
+        raise ValueError(
+            f"{name}: expected lengths on the host, or a sharding that keeps them (Sharding.balanced(..., {name}=...) "
+            f"or with_lengths), as ranks plan by them what they exchange, got a tensor on {lengths.device}"
+        )
+    if lengths.shape != (len(kept),):
+        raise ValueError(
+            f"{name}: expected shape ({len(kept)},), as many lengths as the sharding keeps, "
+            f"got shape {tuple(lengths.shape)}"
+        )
+    if settings.check_data() and numbers(name, lengths) != kept:
+        raise ValueError(f"{name}: expected those that the sharding keeps, {list(kept)}, got {lengths.tolist()}")
+    return kept
 
 
 def _statement(call: Call, question: attention.Question, options: Options, backend: str | None) -> dict[str, str]:

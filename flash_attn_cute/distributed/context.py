@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_cute import ops, settings
 from flash_attn_cute.distributed import api, calls
-from flash_attn_cute.distributed.groups import Group, Ranks
+from flash_attn_cute.distributed.groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.spec import AttentionInputs, Options
@@ -62,7 +62,7 @@ def context_parallel(
     given = [] if buffers is None else list(buffers)
     dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
-    place = Ranks.of(mesh).place
+    place = calls.grid(dimensions(mesh), method).place
     if len(dims) != len(given):
         raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
     for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
@@ -142,6 +142,8 @@ class _OverRanks(NamedTuple):
                 "block_mask: expected None within context_parallel, where calls see this rank's rows alone; "
                 "context_parallel_attn_func takes one over all rows"
             )
+        for name in ("seqused_q", "seqused_k"):
+            _check_lengths(name, getattr(inputs, name), getattr(self.sharding, name))
         given: dict[str, Any] = {
             "seqused_q": inputs.seqused_q,
             "seqused_k": inputs.seqused_k,
@@ -186,7 +188,17 @@ def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:
             f"{name}: expected the {expected} offsets of the sharding, got {offsets.shape[0]}; "
             "calls within context_parallel are told where documents are in all rows"
         )
-    if torch.compiler.is_compiling() or (offsets.is_cuda and not settings.check_data()):
+    _check_numbers(name, offsets, sharding.cu_seqlens)
+
+
+def _check_lengths(name: str, used: Tensor | None, kept: tuple[int, ...] | None) -> None:
+    """Whether real lengths are those that a sharding keeps, if it keeps any; likewise."""
+    if used is not None and kept is not None:
+        _check_numbers(name, used, kept)
+
+
+def _check_numbers(name: str, given: Tensor, expected: tuple[int, ...]) -> None:
+    if torch.compiler.is_compiling() or (given.device.type != "cpu" and not settings.check_data()):
         return
-    if tuple(offsets.tolist()) != sharding.cu_seqlens:
-        raise ValueError(f"{name}: expected those of the sharding, {list(sharding.cu_seqlens)}, got {offsets.tolist()}")
+    if tuple(given.tolist()) != expected:
+        raise ValueError(f"{name}: expected those of the sharding, {list(expected)}, got {given.tolist()}")

@@ -72,6 +72,9 @@ class Sharding:
         cu_seqlens: the offsets of the documents, one more than there are documents.
         total: the rows of all ranks together, padding included.
         segments: those of each rank.
+        seqused_q: the real rows of each document, or of each entry of a dense batch, if calls give them by a tensor on
+            a GPU: they take these numbers, which ranks plan by, and wait for nothing.
+        seqused_k: likewise of keys.
         plans: what attention has worked out for this layout and remembers.
         handle: what stands for this object in compiled programs, which take no objects: an int64 on the CPU.
 
@@ -82,6 +85,8 @@ class Sharding:
     cu_seqlens: tuple[int, ...]
     total: int
     segments: tuple[tuple[Segment, ...], ...]
+    seqused_q: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
     plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     handle: Tensor = field(init=False, repr=False)
 
@@ -108,7 +113,7 @@ class Sharding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, also those that another process gets, have a handle of their own and work out plans anew."""
-        return Sharding, (self.cu_seqlens, self.total, self.segments)
+        return Sharding, (self.cu_seqlens, self.total, self.segments, self.seqused_q, self.seqused_k)
 
     @classmethod
     def balanced(
@@ -137,9 +142,10 @@ class Sharding:
             num_ranks: the size of the group.
             causal: of the attention whose cost is balanced, as is what follows.
             window_size: (left, right).
-            seqused_q: (documents,) the real rows of each; the others count as padding.
+            seqused_q: (documents,) the real rows of each; the others count as padding. The sharding keeps them for
+                calls that give theirs by a tensor on a GPU.
             cu_seqlens_k: (documents + 1,) offsets of the keys; None: they are of the same rows.
-            seqused_k: (documents,) the real keys of each.
+            seqused_k: (documents,) the real keys of each, kept likewise.
             total: the rows, if there is padding behind the last document.
 
         Raises:
@@ -161,7 +167,8 @@ class Sharding:
         )
         # Under a window runs of rows have fewer neighbours than pairs. Only a document's first ones cost less.
         is_enough = window[0] is not None and whole.imbalance <= _ENOUGH
-        return cls(offsets, total, (whole if is_enough else sloped).segments)
+        layout = cls(offsets, total, (whole if is_enough else sloped).segments)
+        return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 
     @classmethod
     def contiguous(cls, cu_seqlens: Numbers, num_ranks: int, *, total: int | None = None) -> "Sharding":
@@ -190,6 +197,29 @@ class Sharding:
                 for first, last in runs
             ),
         )
+
+    def with_lengths(self, *, seqused_q: Numbers | None = None, seqused_k: Numbers | None = None) -> "Sharding":
+        """The same layout for calls with padding, whose real lengths are tensors on a GPU.
+
+        Ranks plan what they exchange on the host. A call whose seqused is on a GPU takes the numbers given here in its
+        place. ``balanced`` keeps those that it is given.
+
+        Args:
+            seqused_q: the real rows of each document, or (batch,) of each entry of a dense batch; a tensor on a GPU is
+                waited for, here and below.
+            seqused_k: likewise of keys.
+
+        Returns:
+            Another sharding, of these lengths alone.
+
+        Raises:
+            TypeError: something else than a sequence of ints, or than a tensor of one dimension of them.
+        """
+        if seqused_q is None and seqused_k is None:
+            return self
+        named = (("seqused_q", seqused_q), ("seqused_k", seqused_k))
+        used = (None if lengths is None else numbers(name, lengths) for name, lengths in named)
+        return Sharding(self.cu_seqlens, self.total, self.segments, *used)
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,6 @@
 """Transformer Engine's ``thd`` format: packed sequences with padding between them."""
 
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,9 @@ def thd_attention(
         key_layer: (total_kv, nheads_kv, d), of query_layer's dtype; nheads_kv divides nheads.
         value_layer: (total_kv, nheads_kv, d_v), of query_layer's dtype.
         cu_seqlens_q: (batch + 1,) int32, sums of the true lengths in query_layer.
-        cu_seqlens_kv: (batch + 1,) int32, of those in key_layer and value_layer. The same tensor, if lengths are equal,
-            saves a call under masks that are aligned to the top left.
+        cu_seqlens_kv: (batch + 1,) int32, of those in key_layer and value_layer. The same tensor, or a view of the
+            same memory, where lengths are equal: under masks that are aligned to the top left rows are else copied in
+            reverse order.
         cu_seqlens_q_padded: (batch + 1,) int32, offsets of the sequences in memory; None means no padding between them.
         cu_seqlens_kv_padded: likewise in key_layer and value_layer.
         max_seqlen_q: upper bound on the true lengths; None stands for total_q, which costs time on a GPU.
@@ -70,9 +71,9 @@ def thd_attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, strides, device or value, another attn_mask_type, or a left side of
-            window_size where a mask is aligned to the top left and cu_seqlens_kv is not cu_seqlens_q. Messages about
-            tensors name the arguments of ``flash_attn_cute.flash_attn_varlen_func``.
+        ValueError: an argument of the wrong shape, strides, device or value, another attn_mask_type, or, within
+            ``distributed.context_parallel``, lengths of keys that differ from those of queries under a mask aligned to
+            the top left. Messages about tensors name the arguments of ``flash_attn_cute.flash_attn_varlen_func``.
     """
     name = attn_mask_type.replace(",", "_") if isinstance(attn_mask_type, str) else None
     if name not in _MASKS:
@@ -83,34 +84,79 @@ def thd_attention(
     left, right = (-1, -1) if window_size is None else window_size
     if not causal and (left, right) == (-1, 0):
         right = -1
-    check_tensors(query_layer=query_layer, key_layer=key_layer, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
-    attend = partial(
-        api.flash_attn_varlen_func,
+    offsets = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
+    }
+    check_tensors(query_layer=query_layer, key_layer=key_layer, value_layer=value_layer, **offsets)
+    for name, x in offsets.items():
+        if x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x):
+            raise ValueError(f"{name}: expected shape (batch + 1,), that of cu_seqlens_q, got shape {tuple(x.shape)}")
+    queries, keys = (
+        _Sequences(
+            offsets[f"cu_seqlens_{side}_padded"], None if padded is None else offsets[f"cu_seqlens_{side}"].diff()
+        )
+        for side, padded in (("q", cu_seqlens_q_padded), ("kv", cu_seqlens_kv_padded))
+    )
+    is_reversed = False
+    if not bottom_right and not api.is_same_memory(cu_seqlens_q, cu_seqlens_kv):
+        is_reversed = not api.is_over_ranks()
+        if not is_reversed:
+            queries, keys = _of_equal_lengths(queries, keys)
+    if is_reversed:
+        # From their last rows on, sequences that are aligned to the top left are aligned to the bottom right.
+        query_layer, key_layer, value_layer = (x.flip(0) for x in (query_layer, key_layer, value_layer))
+        queries, keys = queries.reversed(query_layer.shape[0]), keys.reversed(key_layer.shape[0])
+        causal, left, right = False, 0, left
+    out = api.flash_attn_varlen_func(
         query_layer,
         key_layer,
         value_layer,
-        cu_seqlens_k=cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
-        max_seqlen_q=query_layer.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen_k=key_layer.shape[0] if max_seqlen_kv is None else max_seqlen_kv,
+        queries.offsets,
+        keys.offsets,
+        query_layer.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        key_layer.shape[0] if max_seqlen_kv is None else max_seqlen_kv,
+        seqused_q=queries.lengths,
+        seqused_k=keys.lengths,
         softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(left, right),
         learnable_sink=learnable_sink,
         deterministic=deterministic,
     )
-    memory_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-    if bottom_right or cu_seqlens_kv is cu_seqlens_q:
-        used_q = None if cu_seqlens_q_padded is None else cu_seqlens_q.diff()
-        used_k = None if cu_seqlens_kv_padded is None else cu_seqlens_kv.diff()
-        call = partial(attend, cu_seqlens_q=memory_q, seqused_q=used_q, seqused_k=used_k)
-        return call(causal=causal, window_size=(left, right)).flatten(-2)
-    if left >= 0:
+    return (out.flip(0) if is_reversed else out).flatten(-2)
+
+
+class _Sequences(NamedTuple):
+    """Offsets of sequences in memory, (batch + 1,), and their lengths, (batch,), if there is padding between them."""
+
+    offsets: Tensor
+    lengths: Tensor | None
+
+    def reversed(self, total: int) -> "_Sequences":
+        """The sequences of as many rows in reverse order: each begins at its last real row."""
+        if self.lengths is None:
+            return _Sequences((total - self.offsets).flip(0), None)
+        stops = self.offsets[:-1] + self.lengths
+        return _Sequences(torch.cat(((total - stops).flip(0), total - self.offsets[:1])), self.lengths.flip(0))
+
+
+def _of_equal_lengths(queries: _Sequences, keys: _Sequences) -> tuple[_Sequences, _Sequences]:
+    """Queries and keys over ranks, where offsets are those of the sharding and so the same, with the same lengths.
+
+    Both get one tensor, by which a sharding that keeps other lengths of keys than of queries is refused.
+
+    Raises:
+        ValueError: the lengths are on the host and differ.
+    """
+    if queries.lengths is None and keys.lengths is None:
+        return queries, keys
+    length_q, length_k = (x.offsets.diff() if x.lengths is None else x.lengths for x in (queries, keys))
+    if not torch.compiler.is_compiling() and length_q.device.type == "cpu" and not torch.equal(length_q, length_k):
         raise ValueError(
-            f"window_size: expected no left side for attn_mask_type={attn_mask_type!r} where cu_seqlens_kv is not "
-            f"cu_seqlens_q, got {window_size}"
+            "cu_seqlens_kv: expected the lengths of cu_seqlens_q within context_parallel under a mask aligned to the "
+            f"top left, {length_q.tolist()}, got {length_k.tolist()}; 'padding_causal_bottom_right' takes any"
         )
-    # Query i sees the keys up to i. As many queries as there are keys are a square, and those behind see all keys.
-    length_q, length_k = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
-    square = torch.minimum(length_q, length_k)
-    out = attend(cu_seqlens_q=memory_q, seqused_q=square, seqused_k=square, causal=True)
-    behind = memory_q + torch.nn.functional.pad(square, (0, 1))
-    rest = attend(cu_seqlens_q=behind, seqused_q=length_q - square, seqused_k=length_k)
-    return (out + rest).flatten(-2)
+    return queries._replace(lengths=length_q), keys._replace(lengths=length_q)

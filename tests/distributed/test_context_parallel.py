@@ -29,7 +29,9 @@ from tests.lib.checks import gradients, random_call
 from tests.lib.over_ranks.all_cases import every_case
 from tests.lib.over_ranks.block_masks import block_masks
 from tests.lib.over_ranks.disagreements import disagreements
+from tests.lib.over_ranks.drawn import drawn_calls, drawn_calls_on_a_gpu
 from tests.lib.over_ranks.meshes import neighbours, nothing_to_do, other_meshes, rows_come_together
+from tests.lib.over_ranks.padded import padded_batch, padded_documents, padded_on_a_gpu
 from tests.lib.over_ranks.precision import as_precise_as_one, low_precision, on_a_gpu, on_gpus, one_part_and_several
 from tests.lib.over_ranks.programs import (
     backward_without_a_group,
@@ -43,7 +45,7 @@ from tests.lib.over_ranks.programs import (
 
 # What ranks are started for takes less time than to start them.
 ON_RANKS = {
-    1: [every_case, block_masks, operators_are_sound],
+    1: [every_case, block_masks, operators_are_sound, padded_documents, drawn_calls],
     2: [
         every_case,
         block_masks,
@@ -54,8 +56,11 @@ ON_RANKS = {
         backward_without_a_group,
         example,
         benchmark,
+        padded_documents,
+        padded_batch,
+        drawn_calls,
     ],
-    3: [every_case, as_precise_as_one],
+    3: [every_case, as_precise_as_one, padded_documents, drawn_calls],
     4: [
         every_case,
         one_part_and_several,
@@ -65,25 +70,42 @@ ON_RANKS = {
         other_meshes,
         nothing_to_do,
         neighbours,
+        padded_documents,
+        padded_batch,
+        drawn_calls,
     ],
     8: [every_case],
 }
 
 
+@pytest.fixture
+def fuzz(fuzz_seconds: float) -> dict[str, str]:
+    """How long calls are drawn on each number of ranks, and from which seed; a failure names it, and -s shows it."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    return {"FUZZ_SECONDS": str(fuzz_seconds), "FUZZ_SEED": str(seed)}
+
+
 @pytest.mark.parametrize("num_ranks", ON_RANKS)
-def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path) -> None:
-    ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path)
+def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
+    ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path, **fuzz)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path: Path) -> None:
-    ranks.run([on_gpus], 2, tmp_path, backend="nccl")
+def test_two_gpus(tmp_path: Path, fuzz: dict[str, str]) -> None:
+    ranks.run([on_gpus, padded_on_a_gpu, drawn_calls_on_a_gpu], 2, tmp_path, backend="nccl", **fuzz)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_gpu(tmp_path: Path, fuzz: dict[str, str]) -> None:
+    """A group of one rank: padding and drawn calls, which compile few kernels."""
+    ranks.run([padded_on_a_gpu, drawn_calls_on_a_gpu], 1, tmp_path, backend="nccl", **fuzz)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path) -> None:
-    ranks.run([on_a_gpu], num_ranks, tmp_path, backend="shared")
+def test_ranks_that_share_a_gpu(num_ranks: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
+    ranks.run([on_a_gpu, padded_on_a_gpu, drawn_calls_on_a_gpu], num_ranks, tmp_path, backend="shared", **fuzz)
 
 
 def test_ranks_that_disagree_get_the_same_error(tmp_path: Path) -> None:

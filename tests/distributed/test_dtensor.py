@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 
 RANKS = 2
 OFFSETS = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
@@ -155,7 +155,32 @@ def compiled() -> None:
         assert torch.allclose(part.grad.full_tensor(), x.grad, rtol=0, atol=1e-12)
 
 
-CASES = (heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled)
+def block_masks() -> None:
+    """Of all heads and entries, and of each: with tables that a rank has made, sharded as heads and entries are."""
+    base, lengths = leaves(3, 8, 4, packed=False), (6, 9)
+    by_heads, by_entries = dict.fromkeys(DENSE, Shard(2)), dict.fromkeys(DENSE, Shard(0))
+    heads, entries = {"out": Shard(2), "lse": Shard(1)}, {"out": Shard(0), "lse": Shard(0)}
+    shapes: list[tuple[int, int]] = [(1, 1), (1, 8), (3, 1), (3, 4), (3, 8)]
+    for shape in shapes:
+        mask = BlockMask.from_dense(torch.rand(*shape, *lengths) < 0.6)
+        ordered = mask.with_order("spt", group=2 if shape[1] == 8 else 1)
+        assert_sharded(base, {"block_mask": ordered, "softcap": 4.0}, by_heads, {**heads, **by_heads})
+        assert_sharded(base, {"block_mask": mask, "causal": True}, by_entries, {**entries, **by_entries})
+    for rule in (
+        BlockMask.causal(*lengths),
+        BlockMask.documents(torch.tensor([0, 0, 1, 1, 1, -1]), torch.arange(9) // 4),
+    ):
+        assert_sharded(base, {"block_mask": rule}, by_heads, {**heads, **by_heads})
+    used = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
+    options = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    for heads_of_mask in (1, 2, 4):
+        mask = BlockMask.from_dense(torch.rand(1, heads_of_mask, 12, 12) < 0.6)
+        given = {**options, "seqused_k": used, "block_mask": mask}
+        packed = dict.fromkeys(DENSE, Shard(1))
+        assert_sharded(leaves(0, 4, 2, packed=True), given, packed, {"out": Shard(1), "lse": Shard(0), **packed})
+
+
+CASES = (block_masks, heads_dense, heads_packed, entries, other_placements, needs_of_the_backward_pass, compiled)
 
 
 def run(rank: int, store: str) -> None:

@@ -122,6 +122,9 @@ MEANINGS: dict[str, Expected] = {
     'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal")': lambda n: top_left(
         of_packed(n, cu_seqlens_k=n.keys)
     ),
+    'thd_attention(pq, pk, pv, offsets, keys, attn_mask_type="padding_causal", window_size=(4, 0))': lambda n: top_left(
+        of_packed(n, cu_seqlens_k=n.keys), 4
+    ),
 }
 
 

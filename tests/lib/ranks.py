@@ -46,6 +46,7 @@ def run(
 def by_way_of_the_host() -> None:
     """From here on this process's messages are copied to the host, sent, and copied back where they arrive."""
     batch, all_to_all, all_reduce = dist.batch_isend_irecv, dist.all_to_all_single, dist.all_reduce
+    all_gather = dist.all_gather
 
     def batched(operations: list[dist.P2POp]) -> list[Any]:
         places = [operation.tensor for operation in operations]
@@ -68,7 +69,18 @@ def by_way_of_the_host() -> None:
         all_reduce(found, *options, **more)
         x.copy_(found)
 
-    for name, function in (("batch_isend_irecv", batched), ("all_to_all_single", traded), ("all_reduce", reduced)):
+    def gathered(outputs: list[torch.Tensor], given: torch.Tensor, **options: Any) -> None:
+        found = [x.cpu() for x in outputs]
+        all_gather(found, given.cpu(), **options)
+        for output, x in zip(outputs, found, strict=True):
+            output.copy_(x)
+
+    for name, function in (
+        ("batch_isend_irecv", batched),
+        ("all_to_all_single", traded),
+        ("all_reduce", reduced),
+        ("all_gather", gathered),
+    ):
         setattr(dist, name, function)
 
 

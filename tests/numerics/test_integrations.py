@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
+from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cute import api
 from flash_attn_cute.integrations import (
@@ -322,23 +323,49 @@ def test_thd(mask: str, window: tuple[int, int] | None, options: dict[str, Any],
     assert_served(call, attend)
 
 
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (5, 3)])
+@pytest.mark.parametrize("lengths_k", [TE_K, TE_Q, list(TE_Q)], ids=["cross", "same", "equal"])
 @pytest.mark.parametrize("mask", ["padding_causal", "padding,causal", "causal,padding", "causal"])
-def test_thd_top_left(mask: str) -> None:
-    call = random_call(TE_Q, TE_K, seqused=True, nheads=4, nheads_k=2, head_dim=8, dtype=torch.float64, sink=True)
+def test_thd_top_left(mask: str, lengths_k: list[int], window: tuple[int, int] | None) -> None:
+    """Windows too, of more queries than keys and of fewer, and of equal lengths in one tensor or in two."""
+    heads: dict[str, Any] = {"nheads": 4, "nheads_k": 2, "head_dim": 8, "dtype": torch.float64}
+    call = random_call(TE_Q, lengths_k, seqused=True, sink=True, **heads)
     attend: Attend = lambda call: (  # noqa: E731
-        with_te(call, TE_Q, TE_K, mask, learnable_sink=call.learnable_sink),
+        with_te(call, TE_Q, lengths_k, mask, window_size=window, learnable_sink=call.learnable_sink),
         None,
     )
-    assert_served(call, attend, top_left(call))
+    assert_served(call, attend, top_left(call, None if window is None else window[0]))
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
-def test_thd_of_equal_lengths_is_one_call(window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thd_of_the_same_lengths_copies_nothing(
+    window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is the same tensor or, as in reentrant checkpoints, a view of the same memory."""
     calls = recorded(monkeypatch, "flash_attn_varlen_func")
-    call = random_call(TE_Q, seqused=True, nheads=2, head_dim=8, dtype=torch.float64)
-    attend: Attend = lambda call: (with_te(call, TE_Q, TE_Q, "padding_causal", window_size=window), None)  # noqa: E731
-    assert_served(call, attend, top_left(call, None if window is None else window[0]))
-    assert len(calls) == 1
+    q, true, memory = torch.randn(30, 2, 8), offsets([5, 0, 9]), offsets([9, 3, 12])
+    q[5:12] = torch.nan
+    outs = [
+        te.thd_attention(q, q, q, true, other, memory, memory, window_size=window)
+        for other in (true, true.detach(), true[:], true.clone())
+    ]
+    assert [call["q"] is q for call in calls] == [True, True, True, False]
+    for out in outs:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=1e-6)
+
+
+def test_thd_in_checkpoints() -> None:
+    true = offsets([5, 0, 9])
+    found = []
+    for reentrant in (None, False, True):
+        q = torch.linspace(-1, 1, 14 * 16).view(14, 2, 8).requires_grad_()
+        attend = lambda q, a, b: te.thd_attention(q.sin(), q, q, a, b, window_size=(3, 0))  # noqa: E731
+        out = attend(q, true, true) if reentrant is None else checkpoint(attend, q, true, true, use_reentrant=reentrant)
+        out.sum().backward()
+        found.append(q.grad)
+    expected, *others = (x for x in found if x is not None)
+    assert len(others) == 2
+    assert all(torch.equal(expected, grad) for grad in others)
 
 
 def test_thd_without_padding() -> None:

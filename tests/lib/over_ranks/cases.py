@@ -185,7 +185,7 @@ def scattered(cu: list[int], total: int, num_ranks: int, draw: random.Random) ->
     segments: list[list[Segment]] = [[] for _ in range(num_ranks)]
     allowed = draw.sample(range(num_ranks), draw.randint(1, num_ranks))
     spans = [(document, start, stop) for document, (start, stop) in enumerate(pairwise(cu))]
-    for document, start, stop in [*spans, (-1, cu[-1], total)]:
+    for document, start, stop in [*spans, (-1, 0, cu[0]), (-1, cu[-1], total)]:
         while start < stop:
             end = min(stop, start + draw.choice([1, 5, 20, 100]))
             segments[draw.choice(allowed)].append(Segment(document, start, end))

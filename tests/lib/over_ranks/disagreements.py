@@ -34,7 +34,6 @@ def disagreements() -> None:
         ({"softcap": 2.0}, "softcap: {} 0.0 on ranks 0, 2; 2.0 on rank 1$"),
         ({"softmax_scale": 0.5}, "softmax_scale: {} None on ranks 0, 2; 0.5 on rank 1$"),
         ({"deterministic": True}, "deterministic: {} False on ranks 0, 2; True on rank 1$"),
-        ({"zero_padding": False}, "zero_padding: {} True on ranks 0, 2; False on rank 1$"),
         ({"backend": "portable"}, "backend: {} None on ranks 0, 2; portable on rank 1$"),
         # methods; of these all_to_all sees the ranks as another grid
         ({"method": "all_gather"}, "method: {} ring on ranks 0, 2; all_gather on rank 1$"),
