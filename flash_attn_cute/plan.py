@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from flash_attn_cute import dispatch, validate
+from flash_attn_cute import dispatch, kept, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
 
@@ -91,7 +91,7 @@ def with_tables(
     if (block_mask.waits_little, block_mask.has_walks) != (options.in_turn, options.walks):  # by a search, just now
         options = with_turns(block_mask, options)
         plan = planned(tensors, bounds, block_mask, options, backend)
-    return plan, options, tables
+    return plan, options, kept.as_fakes(tables) if watched else tables
 
 
 def with_turns(block_mask: BlockMask | None, options: Options) -> Options:

@@ -99,6 +99,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return kind
 
 
+@pytest.fixture
+def made_in_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets modes of a test see how tables are made, which is else done where there are none."""
+    monkeypatch.setattr("flash_attn_cute.kept.outside", lambda make, device: make())
+
+
 NAME = "0123456789abcdef" * 4
 IDENTITY = {"kind": "a kernel", "config": {"tile": 64}}
 

@@ -1,6 +1,7 @@
 """One attention over the ranks of a group, planned and differentiated: what the public functions share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -70,11 +71,8 @@ def plan(question: Question, place: Place, device: torch.device) -> Plan:
     Raises:
         ValueError: heads cannot be dealt over the ranks that are to exchange them, or a seqused does not fit.
     """
-    key = (question[1:], place, device)
-    known = question.queries.plans.get(key)
-    if known is None:
-        known = question.queries.plans[key] = _new_plan(question, place, device)
-    return known
+    make = partial(_new_plan, question, place, device)
+    return question.queries.plan((question[1:], place, device), device, make)
 
 
 def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:

@@ -6,6 +6,7 @@ them had, and nothing has to be known of the mask here.
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,8 @@ def plan(question: Question, place: Place, device: torch.device) -> "Whole":
     Raises:
         ValueError: a method or ranks that cannot serve it, or a seqused that does not fit.
     """
-    key = ("block_mask", question[1:], place, device)
-    known = question.queries.plans.get(key)
-    if known is None:
-        known = question.queries.plans[key] = _new_plan(question, place, device)
-    return known
+    make = partial(_new_plan, question, place, device)
+    return question.queries.plan(("block_mask", question[1:], place, device), device, make)
 
 
 def _new_plan(question: Question, place: Place, device: torch.device) -> "Whole":

@@ -34,11 +34,11 @@ class Rows:
         self.counts = [sharding.num_rows(rank) for rank in ranks]
         theirs = torch.cat([sharding.index(rank) for rank in ranks])
         # Which of the ranks' rows, one rank behind another, each row of the merged sharding is, and the inverse.
-        place = torch.empty(merged.total, dtype=torch.int64)
-        place[theirs] = torch.arange(len(theirs))
+        place = torch.empty(merged.total, dtype=torch.int64, device="cpu")
+        place[theirs] = torch.arange(len(theirs), device="cpu")
         order = place[merged.index(together)]
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
+        inverse[order] = torch.arange(len(order), device="cpu")
         self.order, self.inverse = order.to(device), inverse.to(device)
 
 

@@ -155,7 +155,8 @@ def _call(parts: Sequence[Part], device: torch.device) -> Call:
     cu_k, used_k = _offsets([(part.k_start - k_start, part.k_stop - k_start) for part in parts])
     lengths_q, lengths_k = used_q or _differences(cu_q), used_k or _differences(cu_k)
     numbers = [cu_q, cu_k, used_q or (), used_k or ()]
-    flat = torch.tensor([n for group in numbers for n in group], dtype=torch.int32, pin_memory=device.type == "cuda")
+    listed = [n for group in numbers for n in group]
+    flat = torch.tensor(listed, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     tensors = flat.to(device, non_blocking=True).split([len(group) for group in numbers])
     # Where both are one tensor, backends know without looking that the lengths are equal.
     return Call(

@@ -5,18 +5,23 @@ All of this is arithmetic on lengths that the host knows. No rank has to ask for
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute import validate
+from flash_attn_cute import kept, validate
+
+T = TypeVar("T")
 
 # Lengths or offsets, on the host.
 Numbers = Sequence[int] | Tensor
+
+_CPU = torch.device("cpu")
 
 # How far the area of the first ranks together may be off if that saves a cut, as a part of one rank's area.
 _TOLERANCE = 0.005
@@ -87,14 +92,14 @@ class Sharding:
     segments: tuple[tuple[Segment, ...], ...]
     seqused_q: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
-    plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    plans: kept.Store = field(default_factory=dict, init=False, repr=False)
     handle: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every row is somewhere, once and in order."""
         number = next(_numbers)
         _by_number[number] = self
-        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
+        object.__setattr__(self, "handle", kept.outside(partial(torch.tensor, number, device=_CPU), _CPU))
         row = 0
         for s in sorted(itertools.chain.from_iterable(self.segments), key=lambda s: (s.start, s.stop)):
             if s.start != row:
@@ -220,6 +225,21 @@ class Sharding:
         named = (("seqused_q", seqused_q), ("seqused_k", seqused_k))
         used = (None if lengths is None else numbers(name, lengths) for name, lengths in named)
         return Sharding(self.cu_seqlens, self.total, self.segments, *used)
+
+    def plan(self, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
+        """What attention has worked out for this layout, or works out now and remembers; see ``kept.made``.
+
+        Raises:
+            RuntimeError: nothing has been, and a CUDA graph is being captured, for which copies from the host come too
+                late.
+        """
+        if kept.found(self.plans, key) is None and kept.is_captured(device):
+            raise RuntimeError(
+                "sharding: expected one that has served such a call before, as a CUDA graph cannot record how ranks "
+                "plan it: make the call once before the capture"
+            )
+        # Within an operator of a compiled program memory may come from a pool.
+        return kept.made(self.plans, key, device, make, in_thread=True)
 
     @property
     def num_ranks(self) -> int:
@@ -394,8 +414,8 @@ def of_handle(handle: Tensor) -> Sharding:
 
 def rows_of(ranges: Iterable[tuple[int, int]]) -> Tensor:
     """The rows of ranges (start, stop), one behind another, int64 on the CPU."""
-    parts = [torch.arange(start, stop) for start, stop in ranges]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    parts = [torch.arange(start, stop, device="cpu") for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def checked_window(causal: bool, window_size: validate.Window) -> validate.Window:

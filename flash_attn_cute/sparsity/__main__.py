@@ -19,14 +19,14 @@ from flash_attn_cute.sparsity.blocks import BlockMask
 
 
 def _documents(options: argparse.Namespace) -> BlockMask:
-    ids = torch.arange(options.seqlen) // options.document
+    ids = torch.arange(options.seqlen, device="cpu") // options.document
     return BlockMask.documents(ids) & BlockMask.causal(options.seqlen, options.seqlen)
 
 
 def _random(options: argparse.Namespace) -> BlockMask:
     blocks = -(-options.seqlen // 128)
     generator = torch.Generator().manual_seed(options.seed)
-    visible = torch.rand(options.heads, blocks, blocks, generator=generator) < options.share
+    visible = torch.rand(options.heads, blocks, blocks, generator=generator, device="cpu") < options.share
     return BlockMask.from_blocks(visible, seqlen_q=options.seqlen, seqlen_k=options.seqlen)
 
 

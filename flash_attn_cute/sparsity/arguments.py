@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute import kept
+
 _MAX_LENGTH = 2**31 - 1
 
 
@@ -46,6 +48,53 @@ def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, bes
         raise ValueError(f"{name}: expected shape {shape}, got shape {tuple(x.shape)}")
     if beside is not None and x.device != beside.device:
         raise ValueError(f"{name}: expected the device {beside.device}, got {x.device}")
+
+
+def ids_of(
+    ids: Tensor | None,
+    ids_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The documents of queries and of keys, copies (batch, seqlen) int64, of the arguments of ``BlockMask.documents``.
+
+    They are one tensor where both are the same.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
+    if cu_seqlens is not None:
+        if seqlen_q is None:
+            raise TypeError("seqlen_q: expected an int beside cu_seqlens, got None")
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        check_lengths(seqlen_q, seqlen_k)
+        cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+            check_integers(name, offsets, (1,), "(documents + 1,)", beside=cu_seqlens)
+        if not len(cu_seqlens):
+            raise ValueError("cu_seqlens: expected shape (documents + 1,), got shape (0,)")
+        if len(cu_seqlens) != len(cu_seqlens_k):
+            raise ValueError(f"cu_seqlens_k: expected shape ({len(cu_seqlens)},), got {tuple(cu_seqlens_k.shape)}")
+        is_same = cu_seqlens_k is cu_seqlens and seqlen_k == seqlen_q
+        ids = _ids_of_offsets(cu_seqlens, seqlen_q)
+        ids_k = None if is_same else _ids_of_offsets(cu_seqlens_k, seqlen_k)
+    assert ids is not None
+    ids_k = ids if ids_k is None else ids_k
+    for name, x, shape in (("ids", ids, "(seqlen_q,)"), ("ids_k", ids_k, "(seqlen_k,)")):
+        check_integers(name, x, (1, 2), f"{shape} or (batch, {shape[1:-2]})", beside=ids)
+    is_same = ids_k is ids
+    ids, ids_k = (kept.copied(x if x.ndim == 2 else x[None]).long() for x in (ids, ids_k))
+    if len(ids) != len(ids_k):
+        raise ValueError(f"ids_k: expected the batch size of ids, {len(ids)}, got shape {tuple(ids_k.shape)}")
+    return ids, ids if is_same else ids_k
+
+
+def _ids_of_offsets(offsets: Tensor, length: int) -> Tensor:
+    """The document of each row, -1 where there is none."""
+    row = torch.arange(length, device=offsets.device)
+    document = torch.searchsorted(offsets.long().contiguous(), row, right=True) - 1
+    return torch.where(row < offsets[-1], document, -1)
 
 
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute import settings
+from flash_attn_cute import kept, settings
 from flash_attn_cute.sparsity import arguments, launch, plan
-from flash_attn_cute.sparsity.bits import FULL, HALF, TILE
+from flash_attn_cute.sparsity.bits import HALF, TILE
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import (
     And,
@@ -27,7 +28,8 @@ from flash_attn_cute.sparsity.nodes import (
     Sizes,
 )
 from flash_attn_cute.sparsity.plain import Offsets, Plain
-from flash_attn_cute.spec import BlockRows, BlockTables
+from flash_attn_cute.sparsity.statistics import Statistics
+from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -48,15 +50,6 @@ class _Turns(NamedTuple):
 
     waits_little: bool
     has_walks: bool
-
-
-class Statistics(NamedTuple):
-    """What a mask comes to, in blocks of 128 x 128, over all its batch entries and heads."""
-
-    blocks: int
-    full: int
-    partial: int
-    tiles: int  # how many kinds of partial blocks there are
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,17 +86,20 @@ class BlockMask:
     seqlen_k: int
     _order: str | Tensor = "default"
     _group: int = 1
-    # What has been made of it on each device; the same rows serve all orders.
-    _rows: dict[torch.device, BlockRows] = field(default_factory=dict)
-    _tables: dict[torch.device, BlockTables] = field(default_factory=dict)
-    _offsets: dict[torch.device, Offsets | None] = field(default_factory=dict)
+    # What has been made of it on each device. Tables without columns, and offsets, serve all orders.
+    _rows: kept.Store = field(default_factory=dict)
+    _tables: kept.Store = field(default_factory=dict)
+    _offsets: kept.Store = field(default_factory=dict)
     # What says the same without tables; those are for whoever asks for another order.
     plain: Plain | None = field(init=False)
+    _sources: kept.Sources | None = field(default=None, init=False)  # of its order
     _turns: _Turns = field(init=False)  # as its constructor tells, then as a search has found, the same on every device
 
     def __post_init__(self) -> None:
         """Finds out whether other arguments say the same, and what is known of waits."""
         is_default = isinstance(self._order, str) and self._order == "default"
+        if isinstance(self._order, Tensor) and not torch.compiler.is_compiling():
+            object.__setattr__(self, "_sources", kept.Sources({"order": [self._order]}))
         object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
         object.__setattr__(self, "_turns", _Turns(is_default and self._node.is_regular, self._is_searched))
 
@@ -217,32 +213,7 @@ class BlockMask:
             TypeError: a tensor of another dtype, or something else in its place.
             ValueError: both or neither of ids and cu_seqlens, or a wrong shape or device.
         """
-        if (ids is None) == (cu_seqlens is None):
-            raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
-        if cu_seqlens is not None:
-            if seqlen_q is None:
-                raise TypeError("seqlen_q: expected an int beside cu_seqlens, got None")
-            seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-            arguments.check_lengths(seqlen_q, seqlen_k)
-            cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-            for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
-                arguments.check_integers(name, offsets, (1,), "(documents + 1,)", beside=cu_seqlens)
-            if not len(cu_seqlens):
-                raise ValueError("cu_seqlens: expected shape (documents + 1,), got shape (0,)")
-            if len(cu_seqlens) != len(cu_seqlens_k):
-                raise ValueError(f"cu_seqlens_k: expected shape ({len(cu_seqlens)},), got {tuple(cu_seqlens_k.shape)}")
-            is_same = cu_seqlens_k is cu_seqlens and seqlen_k == seqlen_q
-            ids, ids_k = _ids_of(cu_seqlens, seqlen_q), None if is_same else _ids_of(cu_seqlens_k, seqlen_k)
-        assert ids is not None
-        ids_k = ids if ids_k is None else ids_k
-        for name, x, shape in (("ids", ids, "(seqlen_q,)"), ("ids_k", ids_k, "(seqlen_k,)")):
-            arguments.check_integers(name, x, (1, 2), f"{shape} or (batch, {shape[1:-2]})", beside=ids)
-        is_same = ids_k is ids
-        ids, ids_k = (x.long() if x.ndim == 2 else x.long()[None] for x in (ids, ids_k))
-        if is_same:
-            ids_k = ids
-        if len(ids) != len(ids_k):
-            raise ValueError(f"ids_k: expected the batch size of ids, {len(ids)}, got shape {tuple(ids_k.shape)}")
+        ids, ids_k = arguments.ids_of(ids, ids_k, cu_seqlens, cu_seqlens_k, seqlen_q, seqlen_k)
         return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
 
     @classmethod
@@ -261,7 +232,7 @@ class BlockMask:
         arguments.check_lengths(seqlen_q, seqlen_k)
         if isinstance(length, Tensor):
             arguments.check_integers("length", length, (1,), "(batch,)")
-            length = length.long()
+            length = kept.copied(length).long()
         elif not arguments.is_int(length):
             raise TypeError(f"length: expected an int or a tensor, got {length!r}")
         return cls(Prefix(length), seqlen_q, seqlen_k)
@@ -423,8 +394,7 @@ class BlockMask:
             sets.append(size or 1)
         if not callable(mask_mod):
             raise TypeError(f"mask_mod: expected a function of (batch entry, head, query, key), got {mask_mod!r}")
-        where = torch.empty(0, device=device).device  # "cuda" is the current one, with its number
-        return cls(Function(mask_mod, (sets[0], sets[1]), where), seqlen_q, seqlen_k)
+        return cls(Function(mask_mod, (sets[0], sets[1]), torch.empty(0, device=device)), seqlen_q, seqlen_k)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> BlockMask:
@@ -559,7 +529,36 @@ class BlockMask:
         for x in read:
             if x is not None:  # how many there are differs from mask to mask, and is to compile nothing anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)
+        if not isinstance(self._node, Indices):  # compiled programs read them on any stream
+            kept.finish(self._offsets)
+            kept.finish(self._tables)
         return self
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask for calls on another device: itself, if its tensors are there or it has none.
+
+        Its sources are moved, and tables are made of them anew.
+
+        Args:
+            device: where the calls will be.
+
+        Raises:
+            ValueError: a function looks tensors up (``from_function``, ``from_flex``), or a tensor that the mask was
+                made of has been written to since.
+        """
+        where = torch.empty(0, device=device).device
+        is_there = self.device in (None, where)
+        order = self._order
+        if is_there and not (isinstance(order, Tensor) and order.device != where):
+            return self
+        node = self._node if is_there else kept.outside(lambda: self._node.to(where), where)
+        if isinstance(order, Tensor):
+            order = kept.outside(partial(order.to, where), where)
+        return BlockMask(node, self.seqlen_q, self.seqlen_k, order, self._group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have the sources alone: they make tables anew, on the device where they are then."""
+        return BlockMask, (self._node, self.seqlen_q, self.seqlen_k, self._order, self._group)
 
     @property
     def _does_without_tables(self) -> bool:
@@ -574,12 +573,18 @@ class BlockMask:
         """
         if self.plain is None or self.plain.documents is None:
             return None
-        ids = self.plain.documents.ids_q
-        if ids.device not in self._offsets:
-            if _is_captured(ids.device):
-                raise RuntimeError(_UNBUILT)
-            self._offsets[ids.device] = Offsets.of(ids)
-        return self._offsets[ids.device]
+        ids, device = self.plain.documents.ids_q, self.plain.documents.ids_q.device
+        found: kept.Kept[Offsets | None] | None = kept.found(self._offsets, device)
+        if found is not None:
+            return found.get()
+        if self._is_traced(device):
+            raise RuntimeError(_UNBUILT)
+
+        def find() -> Offsets | None:
+            self._node.use()
+            return Offsets.of(ids)
+
+        return kept.made(self._offsets, device, device, find)
 
     def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
         """What backends read: made when first asked for, on the mask's device, and kept.
@@ -590,28 +595,57 @@ class BlockMask:
 
         Raises:
             RuntimeError: they have not been made, and torch.compile or a CUDA graph is recording what waits for none.
+            ValueError: what they are to be made of has been written to.
         """
-        tables = self._tables.get(device)
-        if tables is None or (backward and tables.columns is None):
-            is_captured = _is_captured(device)
-            if is_captured and (not isinstance(self._node, Indices) or (backward and self._is_searched)):
-                raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
-            rows = self._rows.get(device)
-            if rows is None and isinstance(self._node, Indices):
-                rows = self._node.rows()
-            elif rows is None:
-                rows = plan.build(self._node, self.sizes, device)
-            columns = None
-            if backward:
-                order, walks, waits_little = launch.of(self._order, rows, self.sizes, self._group)
-                columns = plan.columns(rows, order, self.sizes, walks)
-                if self._is_searched:  # told before other threads can see the tables
-                    object.__setattr__(self, "_turns", _Turns(waits_little, walks is not None))
-            real = plan.real_rows(self._node, rows, self.sizes) if tables is None else tables.real
-            tables = BlockTables(rows, columns, real)
-            if not is_captured:
-                self._rows[device], self._tables[device] = rows, tables
-        return tables
+        there = self._tables.get(device)
+        if there is None and not backward:
+            there = self._rows.get(device)
+        if isinstance(there, kept.Kept):
+            tables: BlockTables = there.get()
+            return tables
+        return (self._traced if self._is_traced(device) else self._made)(device, backward)
+
+    def _is_traced(self, device: torch.device) -> bool:
+        """Whether what is computed now belongs to a program or a graph, and is not to be kept."""
+        return torch.compiler.is_compiling() or kept.is_captured(device) or not self._node.is_real
+
+    def _traced(self, device: torch.device, backward: bool) -> BlockTables:
+        """The tables as part of a program, which has to do without waiting for the device."""
+        there = kept.found(self._rows, device)
+        node = self._node
+        if not isinstance(node, Indices) or (backward and self._is_searched):
+            raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
+        if there is None:
+            node.use(checked=False)
+        rows = node.rows() if there is None else there.get().rows
+        return BlockTables(rows, self._columns(rows)[0] if backward else None)
+
+    def _made(self, device: torch.device, backward: bool) -> BlockTables:
+        node = self._node
+
+        def without_columns() -> BlockTables:
+            node.use()
+            rows = node.rows() if isinstance(node, Indices) else plan.build(node, self.sizes, device)
+            return BlockTables(rows, None, plan.real_rows(node, rows, self.sizes))
+
+        def with_columns() -> BlockTables:
+            tables = kept.made(self._rows, device, device, without_columns)
+            columns, turns = self._columns(tables.rows)
+            if turns is not None:  # told before other threads can see the tables
+                object.__setattr__(self, "_turns", turns)
+            return tables._replace(columns=columns)
+
+        if backward:
+            return kept.made(self._tables, device, device, with_columns)
+        return kept.made(self._rows, device, device, without_columns)
+
+    def _columns(self, rows: BlockRows) -> tuple[BlockColumns, _Turns | None]:
+        """The columns of rows, and what a search has found of turns."""
+        if self._sources is not None and isinstance(self._order, Tensor):
+            self._sources.use({"order": [self._order]})
+        order, walks, waits_little = launch.of(self._order, rows, self.sizes, self._group)
+        turns = _Turns(waits_little, walks is not None) if self._is_searched else None
+        return plan.columns(rows, order, self.sizes, walks), turns
 
     def _any_tables(self) -> BlockTables:
         """On the device where there are some already, if any."""
@@ -621,19 +655,12 @@ class BlockMask:
     @property
     def statistics(self) -> Statistics:
         """How many blocks there are, and of which kind; builds the mask, and waits for the device."""
-        rows = self._any_tables().rows
-        _, is_used = plan.owners(rows)
-        tile = rows.entries[is_used, 1]
-        full = int((tile == FULL).sum())
-        sizes = self.sizes
-        blocks = sizes.batch * sizes.heads * sizes.blocks_q * sizes.blocks_k
-        return Statistics(blocks, full, len(tile) - full, len(tile[tile != FULL].unique()))
+        return Statistics.of(self._any_tables().rows, self.sizes)
 
     @property
     def sparsity(self) -> float:
         """The share of blocks of 128 x 128 that nobody sees; builds the mask, and waits for the device."""
-        told = self.statistics
-        return 1 - (told.full + told.partial) / told.blocks if told.blocks else 0.0
+        return 1 - self.statistics.share_seen
 
     def plot(self, *, batch: int = 0, head: int = 0) -> Any:
         """A picture of one batch entry and head: blocks, their turns, and the timeline of a model.
@@ -658,27 +685,9 @@ class BlockMask:
         if not self._rows:
             parts.append("no tables")
         else:
-            told = self.statistics
-            seen = told.full + told.partial
-            share = seen / told.blocks if told.blocks else 0.0
-            parts.append(f"{seen} of {told.blocks} blocks ({share:.1%})")
-            parts.append(f"{told.partial} partial ({told.tiles} distinct)")
+            parts.append(str(self.statistics))
         parts.append(f"order {'of its own' if isinstance(self._order, Tensor) else self._order}")
         return f"BlockMask({', '.join(parts)})"
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Whether what is launched now does not run now: what it computes belongs to a program, and is not to be kept."""
-    if torch.compiler.is_compiling():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _ids_of(offsets: Tensor, length: int) -> Tensor:
-    """The document of each row, -1 where there is none."""
-    row = torch.arange(length, device=offsets.device)
-    document = torch.searchsorted(offsets.long().contiguous(), row, right=True) - 1
-    return torch.where(row < offsets[-1], document, -1)
 
 
 def _sizes_told(sizes: Sizes) -> str:

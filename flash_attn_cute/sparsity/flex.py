@@ -27,7 +27,7 @@ def node_of(mask: Any) -> tuple[Node, int, int]:
     blocks_k = -(-seqlen_k // block_k)
     partial = _map_of(mask.kv_num_blocks, mask.kv_indices, blocks_k)
     sets = (partial.shape[0], partial.shape[1])
-    node: Node = And(BlockMap(partial, block_q, block_k), Function(mask.mask_mod, sets, partial.device))
+    node: Node = And(BlockMap(partial, block_q, block_k), Function(mask.mask_mod, sets, partial.new_empty(0)))
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         full = _map_of(mask.full_kv_num_blocks, mask.full_kv_indices, blocks_k)
         node = Or(BlockMap(full, block_q, block_k), node)
@@ -48,8 +48,8 @@ def mask_of(sizes: Sizes, rows: BlockRows) -> BlockMask:
     lists: list[Tensor] = []
     for kept in (tile != FULL, tile == FULL):
         # As wide as there are key blocks: FlexAttention takes the width for their number when it transposes the lists.
-        visible = torch.zeros(sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k, device=row.device)
-        visible[row[kept], block[kept]] = 1.0
+        visible = rows.spans.new_zeros(sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k)
+        visible[row[kept], block[kept]] = 1
         visible = visible.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
         lists += [visible.sum(-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int()]
     absent = len(rows.tiles)  # FULL, which is -1, is before it

@@ -6,12 +6,12 @@ then one of fifteen patterns of quarters, or all of them.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flash_attn_cute import kept
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import FULL, HALF, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import BlockMap, Blocks, Node, Sizes
@@ -47,8 +47,11 @@ class Indices(Node):
         """Blocks of keys, of their own size."""
         return -(-self.sizes.seqlen_k // self.block_k)
 
-    @functools.cached_property
+    @property
     def _map(self) -> BlockMap:
+        return kept.made(self._kept, "map", self.indices.device, self._find_map)
+
+    def _find_map(self) -> BlockMap:
         visible = self.indices.new_zeros(*self.indices.shape[:-1], self.blocks_k + 1, dtype=torch.bool)
         is_block = (self.indices >= 0) & (self.indices < self.blocks_k)  # others stand for nothing, as in ``rows``
         visible.scatter_(-1, torch.where(is_block, self.indices, self.blocks_k), True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute import kept
 from flash_attn_cute.sparsity import plan
 from flash_attn_cute.sparsity.nodes import Sizes
 from flash_attn_cute.sparsity.order import last_first, shortest_first
@@ -76,7 +77,7 @@ def _found(
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
-    """An order given as a tensor: (batch or 1, heads or 1, blocks_k), int32.
+    """An order given as a tensor, copied: (batch or 1, heads or 1, blocks_k), int32.
 
     Raises:
         TypeError: another dtype.
@@ -84,6 +85,7 @@ def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
     """
     if order.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"order: expected dtype torch.int32 or torch.int64, got {order.dtype}")
+    order = kept.copied(order)
     whole = order[(None,) * (3 - order.ndim)] if 1 <= order.ndim <= 3 else order
     fits = whole.ndim == 3 and whole.shape[2] == blocks_k
     if not fits or whole.shape[0] not in (1, batch) or whole.shape[1] not in (1, heads):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.sparsity import bits
+from flash_attn_cute import kept
+from flash_attn_cute.sparsity import bits, lookups
 from flash_attn_cute.sparsity.bits import ALL, SOME, TILE
 
 _ELEMENTS_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
@@ -109,14 +110,66 @@ def _positions(block: Tensor, length: int) -> Tensor:
     return (block[:, None] * TILE + torch.arange(TILE, device=block.device)).clamp(max=length - 1)
 
 
+@dataclass(eq=False, repr=False)
 class Node:
-    """One part of an expression.
+    """One part of an expression. Its tensors are those of dataclass fields.
 
     Attributes:
         is_regular: whether each query sees a few runs of keys, which move on with it.
     """
 
-    is_regular: bool = False
+    is_regular: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Notes what its tensors are; those that PyTorch counts no writes to become copies."""
+        self._kept: kept.Store = {}
+        self._sources: kept.Sources | None = None  # None in a program that is compiled
+        if torch.compiler.is_compiling():
+            return
+        copies: dict[int, Tensor] = {}
+        for name, x in self._tensors().items():
+            if x.is_inference():
+                setattr(self, name, copies.setdefault(id(x), kept.copied(x)))
+        self._sources = kept.Sources(self._named())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles carry: fields, with tensors of their own size."""
+        self.use()
+        return {f.name: _own_size(getattr(self, f.name)) for f in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy works all else out anew."""
+        self.__dict__.update(state)
+        Node.__post_init__(self)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+
+    def _named(self) -> dict[str, list[Tensor]]:
+        """What it is made of, by the names of arguments."""
+        return {name: [x] for name, x in self._tensors().items()}
+
+    @property
+    def is_real(self) -> bool:
+        """Whether its tensors hold numbers that do not depend on what a traced program is given."""
+        return self._sources is None or self._sources.are_real
+
+    def use(self, *, checked: bool = True) -> None:
+        """Has the current stream read its tensors, see ``kept.Sources``."""
+        if self._sources is not None:
+            self._sources.use(self._named(), checked=checked)
+
+    def to(self, device: torch.device) -> Node:
+        """The same with its tensors on a device.
+
+        Raises:
+            ValueError: they have been written to, or cannot be moved.
+        """
+        self.use()
+        moved: dict[int, Any] = {}
+        for x in self._tensors().values():
+            moved.setdefault(id(x), x.to(device))
+        return replace(self, **{name: moved[id(x)] for name, x in self._tensors().items()})
 
     @property
     def batch(self) -> int:
@@ -166,6 +219,13 @@ class Node:
         raise NotImplementedError
 
 
+def _own_size(x: Any) -> Any:
+    """A tensor that is a part of a larger one as a copy: pickles of views carry all of it."""
+    if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.numel() * x.element_size():
+        return x.clone()
+    return x
+
+
 def _kinds(no: Tensor, all_: Tensor) -> Tensor:
     some = ~no  # NONE, SOME and ALL are 0, 1 and 2
     return some.to(torch.int8) + (some & all_)
@@ -175,7 +235,7 @@ def _kinds(no: Tensor, all_: Tensor) -> Tensor:
 class Band(Node):
     """Query i sees key j when ``lower <= j - i <= upper``; None is unbounded."""
 
-    is_regular = True
+    is_regular: ClassVar[bool] = True
 
     lower: int | None = None
     upper: int | None = None
@@ -225,7 +285,7 @@ class Band(Node):
 class Dilation(Node):
     """Query i sees key j when ``j - i - shift`` is a multiple of ``step``."""
 
-    is_regular = True
+    is_regular: ClassVar[bool] = True
 
     step: int
     shift: int
@@ -251,7 +311,7 @@ class Dilation(Node):
 class Prefix(Node):
     """All queries see the first ``lengths[b]`` keys: (batch,) int64 on any device."""
 
-    is_regular = True
+    is_regular: ClassVar[bool] = True
 
     lengths: Tensor | int
 
@@ -296,7 +356,7 @@ class Prefix(Node):
 class Documents(Node):
     """Query i sees key j when they are of the same document; negative ids are padding, which nobody sees."""
 
-    is_regular = True
+    is_regular: ClassVar[bool] = True
 
     ids_q: Tensor  # (batch, seqlen_q), int64
     ids_k: Tensor  # (batch, seqlen_k), int64
@@ -316,17 +376,23 @@ class Documents(Node):
         """Rows of negative ids."""
         return self.ids_q < 0, self.ids_k < 0
 
-    @functools.cached_property
+    @property
     def _ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The least and the largest id of each block of queries and of keys, (batch, blocks) each."""
+        return kept.made(self._kept, "ranges", self.ids_q.device, self._find_ranges)
+
+    def _find_ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return _range_of_blocks(self.ids_q), _range_of_blocks(self.ids_k)
 
-    @functools.cached_property
+    @property
     def _runs(self) -> tuple[Tensor, Tensor]:
         """Of each block of queries and of keys the first one of its run, (batch, blocks) each, int64.
 
         A run are neighbours that have one document, the same; any other block is one alone.
         """
+        return kept.made(self._kept, "runs", self.ids_q.device, self._find_runs)
+
+    def _find_runs(self) -> tuple[Tensor, Tensor]:
         return _first_of_runs(*self._ranges[0]), _first_of_runs(*self._ranges[1])
 
     def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -484,7 +550,21 @@ class Function(Node):
 
     mask_mod: MaskMod
     sets: tuple[int, int]  # batch entries and heads
-    on: torch.device
+    on: Tensor  # an empty one, which moves where pickles are loaded to
+
+    def _named(self) -> dict[str, list[Tensor]]:
+        return {"mask_mod": list(lookups.tensors_of(self.mask_mod))}
+
+    def to(self, device: torch.device) -> Node:
+        """See ``Node``.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"device: expected {self.device}, as a mask_mod may look tensors up there, which cannot be moved, "
+            f"got {device}: make it anew by from_function(..., device=...)"
+        )
 
     @property
     def batch(self) -> int:
@@ -499,7 +579,7 @@ class Function(Node):
     @property
     def device(self) -> torch.device:
         """As given."""
-        return self.on
+        return self.on.device
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``. One vmap a dimension, as functions may reduce what they look up."""
@@ -517,6 +597,20 @@ class Pair(Node):
 
     a: Node
     b: Node
+
+    @property
+    def is_real(self) -> bool:
+        """Of both."""
+        return self.a.is_real and self.b.is_real
+
+    def use(self, *, checked: bool = True) -> None:
+        """See ``Node``."""
+        self.a.use(checked=checked)
+        self.b.use(checked=checked)
+
+    def to(self, device: torch.device) -> Node:
+        """See ``Node``."""
+        return type(self)(self.a.to(device), self.b.to(device))
 
     @property
     def is_regular(self) -> bool:  # type: ignore[override]

@@ -71,7 +71,10 @@ def turns_of_window(
     Returns:
         (blocks_q, blocks_k), int32: the turn of a tile of keys at a block of queries; -1 where they do not meet.
     """
-    m, n = torch.arange(-(-seqlen_q // tile_m))[:, None], torch.arange(-(-seqlen_k // tile_n))
+    m, n = (
+        torch.arange(-(-seqlen_q // tile_m), device="cpu")[:, None],
+        torch.arange(-(-seqlen_k // tile_n), device="cpu"),
+    )
     shift = seqlen_k - seqlen_q
     start, visible_to_last = torch.zeros_like(m), torch.full_like(m, seqlen_k)
     if left is not None:

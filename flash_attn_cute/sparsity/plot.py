@@ -90,7 +90,8 @@ class _Lane:
 
     def __init__(self, blocks: Any, timeline: Any, visible: Tensor, head: int, told: Timeline, name: str) -> None:
         self.blocks, self.timeline, self.visible, self.told, self.name = blocks, timeline, visible, told, name
-        by_block = torch.tensor([[told.n[i], told.start[i], told.end[i]] for i, h in enumerate(told.head) if h == head])
+        listed = [[told.n[i], told.start[i], told.end[i]] for i, h in enumerate(told.head) if h == head]
+        by_block = torch.tensor(listed, device="cpu")
         by_block = by_block[by_block[:, 0].argsort()]
         self.start, self.end = by_block[:, 1], by_block[:, 2]  # (blocks_k,), of the head whose blocks are shown
 
@@ -98,7 +99,7 @@ class _Lane:
         """Draws all that does not move; time goes up to ``latest``."""
         told, self.latest = self.told, latest
         # (CTAs, time): 0 nothing, 1 waiting, and beyond that heads in turn.
-        self.doing = torch.zeros(max(told.cta, default=0) + 1, _STEPS, dtype=torch.int64)
+        self.doing = torch.zeros(max(told.cta, default=0) + 1, _STEPS, dtype=torch.int64, device="cpu")
         for head, cta, *times, waited in zip(told.head, told.cta, told.start, told.end, told.waited, strict=True):
             start, end, waits = (round(at / latest * _STEPS) for at in (*times, times[1] - waited))
             self.doing[cta, start:waits] = 2 + head % 8
@@ -155,7 +156,7 @@ def _draw_blocks(axes: Any, mask: BlockMask, tables: BlockTables, batch: int, he
 def _blocks_of(mask: BlockMask, tables: BlockTables, batch: int, head: int) -> tuple[Tensor, Tensor]:
     """(blocks_q, blocks_k): 0, 1 or 2 for empty, partial or full blocks, and their turns, -1 where there are none."""
     sizes = mask.sizes
-    kinds = torch.zeros(sizes.blocks_q, sizes.blocks_k, dtype=torch.int64)
+    kinds = torch.zeros(sizes.blocks_q, sizes.blocks_k, dtype=torch.int64, device="cpu")
     turns = torch.full_like(kinds, -1)
     assert tables.columns is not None
     entries = tables.columns.entries.cpu()

@@ -239,6 +239,7 @@ def test_bits() -> None:
     assert torch.equal(bits.unpack(tiles), elements.transpose(1, 2))
 
 
+@pytest.mark.usefixtures("made_in_modes")
 def test_functions_see_only_what_is_partial() -> None:
     """And what is not ruled out; a full block of one side of an "or" is not asked about either."""
     asked = set()
@@ -296,6 +297,7 @@ class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("made_in_modes")
 def test_few_operators() -> None:
     """Each is a launch, which a layer that selects blocks in every step has to pay."""
     for block, most in ((128, 107), (64, 111)):

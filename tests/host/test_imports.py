@@ -18,7 +18,7 @@ LEVELS = [
     {"dispatch"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
-    {"flops", "lengths", "profiling", "spec", "settings"},
+    {"flops", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

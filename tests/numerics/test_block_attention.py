@@ -295,7 +295,7 @@ def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
     causal = listed(BlockMask.causal(384, 384))
     q = torch.randn(1, 384, 2, 16)
-    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
     first = flash_attn_func(q, q, q, block_mask=indices)
     assert not indices._rows
     assert not indices._tables
@@ -308,7 +308,7 @@ def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
     indices.build()
     causal.build("cpu")
-    monkeypatch.setattr("flash_attn_cute.sparsity.blocks._is_captured", lambda device: True)
+    monkeypatch.setattr("flash_attn_cute.kept.is_captured", lambda device: True)
     flash_attn_func(q, q, q, block_mask=causal)
     assert bitwise_equal(first, flash_attn_func(q, q, q, block_mask=indices))
 
@@ -320,6 +320,7 @@ def test_unbuilt_masks_do_not_compile() -> None:
         step(q, q, q, listed(BlockMask.causal(300, 300)))
 
 
+@pytest.mark.usefixtures("made_in_modes")
 def test_indices_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns of indices follow on the device: not one number goes to the host."""
     indices = torch.rand(2, 3, 4, 4).argsort(-1)
@@ -346,6 +347,7 @@ def test_indices_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
         listed(BlockMask.causal(300, 300)).build("cpu")
 
 
+@pytest.mark.usefixtures("made_in_modes")
 def test_indices_bring_no_constants_of_the_host() -> None:
     """Which would be copied to the device, and waited for."""
     indices = torch.rand(2, 3, 4, 4).argsort(-1)

@@ -1,10 +1,11 @@
 """The counters from which the CTAs of a kernel take their tiles, one set a stream, device and thread."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from flash_attn_cute import kept
 
 _NUM_COUNTERS = 2  # of tiles, and in the backward pass of blocks to round
 
@@ -27,18 +28,14 @@ def next_tile() -> Tensor:
     """
     device = torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))
+        return _new(device)
     key = device, torch._C._cuda_getCurrentRawStream(device)  # without making a Stream of it
     counters = _counters.kept.get(key)
     if counters is None:
-        # By another thread: this one's memory may come from a pool, under torch.cuda.use_mem_pool or in torch.compile's
-        # warm-up for CUDA graphs, which then gives it to others, whoever holds it. A pool is entered by one thread.
-        with ThreadPoolExecutor(1) as executor:
-            counters = executor.submit(_new, torch.cuda.current_stream()).result()
-        _counters.kept[key] = counters
+        # On this stream, whose kernels come behind the zero, and in memory of no pool.
+        counters = _counters.kept[key] = kept.apart(lambda: _new(device), torch.device("cuda", device))
     return counters
 
 
-def _new(stream: torch.cuda.Stream) -> Tensor:
-    with torch.cuda.stream(stream):  # whose kernels come behind the zero
-        return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=stream.device)
+def _new(device: int) -> Tensor:
+    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))

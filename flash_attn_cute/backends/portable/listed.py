@@ -73,7 +73,7 @@ class Lists:
         merged = merged[(merged * TILE < high) & ((merged + 1) * TILE > low)]
         if not len(merged):
             return slice(0, 0), None
-        positions = (merged[:, None] * TILE + torch.arange(TILE)).flatten()
+        positions = (merged[:, None] * TILE + torch.arange(TILE, device="cpu")).flatten()
         # Ascending, so that only the first and the last block can stick out.
         clip = slice(max(0, low - int(positions[0])), len(positions) - max(0, int(positions[-1]) + 1 - high))
         positions = positions[clip] - self.key
