@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,15 @@ from flash_attn_cute.jit import disk, key
 _lock = threading.Lock()
 _kernels: dict[Any, Callable[..., None]] = {}
 _compiles = 0
+
+
+def _begin_as_child() -> None:
+    """After a fork: a thread of the parent's that was compiling is not here to unlock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_as_child)
 
 
 class NotKeptWarning(RuntimeWarning):

@@ -75,6 +75,32 @@ def violations(room: str, modules: set[str], inside: str) -> list[str]:
     return wrong
 
 
+# They take the default device of the thread that calls, which users may have set to any.
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "frombuffer",
+    "full",
+    "linspace",
+    "logspace",
+}
+FACTORIES |= {"normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices"}
+FACTORIES |= {"triu_indices", "zeros"}
+
+
+def made_on_any_device(source: str) -> list[str]:
+    """The calls of PyTorch's factories that name no device."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = {id(call): ast.unparse(call.func) for call in calls}
+    of_torch = [call for call in calls if names[id(call)].removeprefix("torch.") in FACTORIES]
+    of_torch = [call for call in of_torch if names[id(call)].startswith("torch.")]
+    return [ast.unparse(call) for call in of_torch if not {"device", None} & {each.arg for each in call.keywords}]
+
+
 def violates_kernels(area: str, module: str) -> bool:
     """Whether a part of the kernels must not import a module: a folder, or a file beside the folders."""
     top = module.split(".")[0]
@@ -97,6 +123,15 @@ def test_imports_go_down_only() -> None:
         assert not violations(room, imported_modules(path), inside), inside
         checked += 1
     assert checked > 10
+
+
+def test_tensors_are_made_on_devices_that_are_named() -> None:
+    """Under a default device of the user's, too. The demo is a program of its own, which sets one."""
+    for path in ROOT.rglob("*.py"):
+        if path.name != "demo.py":
+            assert not made_on_any_device(path.read_text()), path
+    assert made_on_any_device("x = torch.zeros(2, dtype=torch.int32)") == ["torch.zeros(2, dtype=torch.int32)"]
+    assert not made_on_any_device("x = torch.zeros(2, device=y.device)\nx.zeros(2)\ntorch.ones(1, **options)")
 
 
 def test_the_rule_can_fail() -> None:
