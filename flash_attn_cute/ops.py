@@ -208,9 +208,9 @@ def is_watched(tensors: tuple[Any, ...]) -> bool:
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are surely equal, as views of the same memory are; none is read, and many equal ones are not.
+    """Whether two tensors are views of the same memory, and so equal; nothing is read.
 
-    Autograd and checkpoints hand out views, so that ``is`` would be another question.
+    Autograd and checkpoints hand out views of a tensor, for which ``is`` is False.
     """
     return a is b or (not is_watched((a, b)) and a.dtype == b.dtype and a.is_set_to(b))
 

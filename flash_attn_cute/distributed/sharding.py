@@ -204,7 +204,7 @@ class Sharding:
         )
 
     def with_lengths(self, *, seqused_q: Numbers | None = None, seqused_k: Numbers | None = None) -> "Sharding":
-        """The same layout for calls with padding, whose real lengths are tensors on a GPU.
+        """This layout for calls with padding, whose real lengths are tensors on a GPU.
 
         Ranks plan what they exchange on the host. A call whose seqused is on a GPU takes the numbers given here in its
         place. ``balanced`` keeps those that it is given.

@@ -156,7 +156,7 @@ def compiled() -> None:
 
 
 def block_masks() -> None:
-    """Of all heads and entries, and of each: with tables that a rank has made, sharded as heads and entries are."""
+    """Each rank makes the tables of a mask; they are sharded as heads and entries are."""
     base, lengths = leaves(3, 8, 4, packed=False), (6, 9)
     by_heads, by_entries = dict.fromkeys(DENSE, Shard(2)), dict.fromkeys(DENSE, Shard(0))
     heads, entries = {"out": Shard(2), "lse": Shard(1)}, {"out": Shard(0), "lse": Shard(0)}

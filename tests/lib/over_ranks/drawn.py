@@ -1,8 +1,8 @@
 """Plain calls drawn with every option, and the same over the ranks: by the functions, and within context_parallel.
 
-All ranks draw the same. What is drawn follows from a seed and a number, which a failure names. Memory that nobody has
-written is NaN, and so is the padding of all inputs and of the gradients of results; padding of results has to be zero,
-and -inf in lse. Values are compared, never flags: with those of one process in float64, within what is allowed for the
+All ranks draw the same. What is drawn follows from a seed and a number, which a failure names. Unwritten memory is
+NaN, and so is the padding of all inputs and of the gradients of results; padding of results has to be zero, and -inf in
+lse. Values are compared, never flags: with those of one process in float64, within what is allowed for the
 error that one process makes at the lower precision.
 """
 
@@ -169,7 +169,7 @@ def padding(call: Drawn, cu: list[int], used: list[int] | None, shape: tuple[int
 
 
 def laid_out(x: Tensor, strides: str) -> Tensor:
-    """The same numbers in other memory, a leaf."""
+    """A leaf with these numbers in other memory."""
     if strides == "slice":
         x = torch.cat((x, torch.full_like(x, torch.nan)), -1)[..., : x.shape[-1]]
     elif strides == "heads first":
@@ -264,7 +264,7 @@ def ways_of(call: Drawn, draw: random.Random, meshes: list[Any]) -> Iterator[dic
 
 @contextmanager
 def nothing_unwritten() -> Iterator[None]:
-    """Memory that nobody has written is NaN."""
+    """Unwritten memory is NaN meanwhile."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -326,7 +326,7 @@ def check(call: Drawn, draw: random.Random, device: str, meshes: list[Any]) -> i
 
 
 def assert_same(call: Drawn, got: Results, true: Results, low: Results) -> None:
-    """Of the sink's gradient the sum over the ranks."""
+    """Compares results; the sink's gradient is first summed over the ranks."""
     size = max((y.double().nan_to_num(0, 0, 0).abs().max().item() for y in low.values() if y.numel()), default=0.0)
     for name, y in got.items():
         if name == "dsink":
@@ -364,5 +364,5 @@ def drawn_calls(device: str = "cpu") -> None:
 
 
 def drawn_calls_on_a_gpu() -> None:
-    """The same by kernels, seqused on the device."""
+    """``drawn_calls`` by kernels, seqused on the device."""
     drawn_calls("cuda")

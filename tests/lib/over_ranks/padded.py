@@ -46,7 +46,7 @@ def rows_of(*shape: int, device: str) -> Tensor:
 
 
 def padded_documents(device: str = "cpu") -> None:
-    """Of packed calls and of Transformer Engine's thd, offsets of lengths in one tensor or in two."""
+    """Packed calls and Transformer Engine's thd, offsets of lengths in one tensor or in two."""
     torch.manual_seed(0)  # all ranks draw the same
     size = dist.get_world_size()
     memory, used, true = int32(MEMORY, device), int32(LENGTHS, device), int32([0, *accumulate(LENGTHS)], device)
@@ -108,7 +108,7 @@ def padded_documents(device: str = "cpu") -> None:
 
 
 def padded_batch(device: str = "cpu") -> None:
-    """Of a dense batch, whose entries end at different rows."""
+    """A dense batch, whose entries end at different rows."""
     torch.manual_seed(0)
     used = int32([31, 0, 50], device)
     x = rows_of(3, 50, 3, 12, 16, device=device)
@@ -126,7 +126,7 @@ def padded_batch(device: str = "cpu") -> None:
 
 
 def padded_on_a_gpu() -> None:
-    """The same by kernels, lengths being on the device; compared with those of the sharding by request."""
+    """Both by kernels, lengths on the device; compared with those of the sharding by request."""
     for check in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(settings, "check_data", lambda check=check: check)
