@@ -10,12 +10,12 @@ import torch
 from flash_attn_cute import BlockMask
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.sparsity import launch, plan
-from tests.blackwell import test_sm100_backward
-from tests.blackwell.test_sm100 import EMPTY, Memory, at, spread, table_argument, tensor_argument, tensors_of
-from tests.blackwell.test_sm100_backward import NO_ENTRY, NO_LIST, Interpreted, Pass, check, execute, program
-from tests.blackwell.test_sm100_masks import drawn, with_block_mask
 from tests.lib import oracle
-from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
+from tests.lib.checks import bitwise_equal, drawn, poisoned_dout, random_call
+from tests.lib.interpreted import backward
+from tests.lib.interpreted.backward import NO_ENTRY, NO_LIST, Interpreted, Pass, check, execute, program
+from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensor_argument, tensors_of
+from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
@@ -189,6 +189,6 @@ def test_tables(kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> No
     else:
         call.mask[..., 20:128, 64:128] = False
         call.mask[:, :64] = True
-    monkeypatch.setattr(test_sm100_backward, "Pass", KernelsAhead)
+    monkeypatch.setattr(backward, "Pass", KernelsAhead)
     out, lse = oracle.attention(call.to(torch.float64))
     execute(call, Interpreted(random.Random(0)), lse.detach().float(), torch.zeros_like(out, dtype=call.q.dtype), None)

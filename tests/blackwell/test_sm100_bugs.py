@@ -14,12 +14,13 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
-from tests.blackwell import test_sm100, test_sm100_backward
-from tests.blackwell.test_sm100_backward import Interpreted, execute
-from tests.blackwell.test_sm100_backward_bias import WithGradient, check_dbias
-from tests.compile.test_sm100_code import forward_paired, paired
 from tests.lib import masks, ptx, sm100_bugs
 from tests.lib.checks import random_call
+from tests.lib.compiled import code_for
+from tests.lib.configurations import forward_paired, paired
+from tests.lib.interpreted import backward, common, forward
+from tests.lib.interpreted.backward import Interpreted, execute
+from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.oracle import Call
 from tests.lib.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
 from tools.ptx_lint import lint
@@ -73,18 +74,18 @@ class Forward:
         """That of a configuration."""
         from flash_attn_cute.kernels.sm100.forward_shared import Rings
 
-        return Code(test_sm100.text_of(config), self.kernel, where_barriers_are(Rings.stages(config)))
+        return Code(code_for(config).ptx, self.kernel, where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
-        config = test_sm100.planned(call)[0]
+        config = forward.planned(call)[0]
         return forward_paired(config) if self.by_pairs else config
 
     def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
         """The results of a call."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(test_sm100, "NUM_SMS", 1 + self.by_pairs)
-            test_sm100.check(call, draw, program, lags, by_pairs=self.by_pairs)
+            patch.setattr(forward, "NUM_SMS", 1 + self.by_pairs)
+            forward.check(call, draw, program, lags, by_pairs=self.by_pairs)
 
 
 class Backward:
@@ -101,11 +102,11 @@ class Backward:
         from flash_attn_cute.kernels.sm100.backward.pair_shared import PairRings
 
         stages = (PairRings if self.by_pairs else Rings).stages(config)
-        return Code(test_sm100.text_of(config), self.kernel, where_barriers_are(stages))
+        return Code(code_for(config).ptx, self.kernel, where_barriers_are(stages))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""
-        inputs, spec = test_sm100.as_given(call)
+        inputs, spec = common.as_given(call)
         layout = cute_backend._layout(over_scores(inputs), inputs.bias)
         shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
         config = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
@@ -114,7 +115,7 @@ class Backward:
     def check(self, name: str, call: Call, draw: random.Random, program: ptx.Program, lags: ptx.Lagging) -> None:
         """The results of a call."""
         num_ctas = (1 + self.by_pairs) * (1 + (name == "turns"))
-        test_sm100_backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
+        backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
 
 
 class BiasGradient:
@@ -129,7 +130,7 @@ class BiasGradient:
         """That of a configuration."""
         from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
 
-        return Code(test_sm100.text_of(config), "BiasGradient", where_barriers_are(Rings.stages(config)))
+        return Code(code_for(config).ptx, "BiasGradient", where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
         """Of a call."""

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blackwell import test_sm100
-from tests.blackwell.test_sm100 import EVERYTHING, check, execute
 from tests.lib.checks import bitwise_equal, draws, random_call
+from tests.lib.interpreted import forward
+from tests.lib.interpreted.common import EVERYTHING
+from tests.lib.interpreted.forward import check, execute
 
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d256": ([300], [400], {"packed": False, "nheads": 1}),
@@ -55,6 +56,6 @@ def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> 
     call = random_call([300], [200], packed=False, nheads=2, head_dim=256, dtype=torch.bfloat16)
     results = []
     for seed, num_sms in enumerate((2, 5)):
-        monkeypatch.setattr(test_sm100, "NUM_SMS", num_sms)
+        monkeypatch.setattr(forward, "NUM_SMS", num_sms)
         results.append(execute(call, random.Random(seed), by_pairs=True))
     assert all(bitwise_equal(a, b) for a, b in zip(*results, strict=True))

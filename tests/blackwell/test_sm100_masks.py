@@ -1,9 +1,6 @@
 """Masks and block masks in the Blackwell forward kernel, executed on the CPU from its PTX, against the oracle."""
 
-import itertools
 import random
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,22 +9,11 @@ import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments
-from tests.blackwell import test_sm100
-from tests.blackwell.test_sm100 import (
-    EMPTY,
-    Memory,
-    Pass,
-    at,
-    check,
-    execute,
-    program,
-    spread,
-    table_argument,
-    tensors_of,
-)
-from tests.lib.checks import random_call
-from tests.lib.masks import KINDS, random_mask
-from tests.lib.oracle import Call
+from tests.lib.checks import drawn, random_call
+from tests.lib.interpreted import forward
+from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensors_of
+from tests.lib.interpreted.forward import Pass, check, execute, program
+from tests.lib.masks import with_block_mask
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
 BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -38,29 +24,6 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d192-dv128": ([270], [300], {"packed": False, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}),
     "d256-packed": ([140, 60], [200, 130], {"head_dim": 256, "nheads": 1, "causal": True}),
 }
-
-
-def drawn(case: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
-    """Sources of randomness and their numbers, for so many seconds, and one at the least: calls take seconds here."""
-    stop = time.monotonic() + seconds
-    for count in itertools.count():
-        yield count, random.Random(f"{case} {count}")
-        if time.monotonic() > stop:
-            break
-
-
-def with_block_mask(call: Call, draw: random.Random, kind: str | None = None, *, least: float = 0.0) -> Call:
-    """The call with a mask for each batch entry and head, one for all, or anything between.
-
-    It shows ``least`` of all scores, at least.
-    """
-    (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
-    batch = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
-    while True:
-        sets = draw.choice([1, batch]), draw.choice([1, nheads, nheads_k])
-        made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
-        if made.shown.float().mean() >= least:
-            return replace(call, block_mask=made.mask, shown=made.shown)
 
 
 @pytest.mark.parametrize("case", BLOCK_MASKS)
@@ -125,7 +88,7 @@ def test_tables_of_masks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call.mask is not None
     call.mask[..., 20:128, 64:128] = False
     call.mask[:, :64] = True
-    monkeypatch.setattr(test_sm100, "Pass", KernelsAhead)
+    monkeypatch.setattr(forward, "Pass", KernelsAhead)
     execute(call, random.Random(0))
 
 

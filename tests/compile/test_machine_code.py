@@ -1,9 +1,6 @@
 """What the Hopper kernels are compiled to, on any machine: no spills, products in flight together, TMA."""
 
 import re
-import shutil
-import subprocess
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,8 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
-from tools import ptx
+from tests.lib.compiled import check_before_and_after, machine_code
+from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED
 
 
 def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
@@ -29,8 +27,6 @@ def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardCo
     return forward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), group=group)
 
 
-EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
-MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
 CONFIGS = {
     **{f"d{d}": config(d) for d in HEAD_DIMS},
     **{f"d{d}-causal": config(d, right=True) for d in HEAD_DIMS},
@@ -54,46 +50,6 @@ CONFIGS = {
     },
     **{f"d{d}-block-mask-strided-bias": config(d, block_mask=True, bias=True, strided_bias=True) for d in (96, 192)},
 }
-
-
-def machine_code(chosen: Any, folder: Path, spilled: int = 0) -> dict[str, list[str]]:
-    """The disassembled kernels of a configuration, by the names of their classes.
-
-    None may spill, or ``spilled`` bytes a thread at the most.
-    """
-    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
-    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
-    compile_module = pytest.importorskip("flash_attn_cute.jit.compile", reason="needs nvidia-cutlass-dsl")
-    kernel = compile_module.compile_kernel(chosen, cute.KeepCUBIN, cute.KeepPTX, compiler.DumpDir(str(folder)))
-    assert ".local" not in kernel.artifacts.PTX
-    tool = cuobjdump()
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.artifacts.CUBIN)
-    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    for line in re.findall(r"REG:.*", usage):
-        stack = re.search(r"STACK:(\d+) .*LOCAL:0", line)
-        assert stack, usage
-        assert int(stack[1]) <= spilled, usage
-    at_launch = {name: int(count) for name, count in re.findall(r"Function (\S+):\s+REG:(\d+)", usage)}
-    for parsed in ptx.parse(kernel.artifacts.PTX).functions:
-        if any(x.is_a("setmaxnreg") for x in parsed.instructions):
-            assert at_launch[parsed.name] == parsed.registers
-    sass = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout
-    functions = re.split(r"\bFunction : ", sass)[1:]
-    assert len(functions) == len(re.findall("REG:", usage))
-    found = defaultdict(list)
-    for function in functions:
-        found[class_name(function)].append(function)
-    return found
-
-
-def class_name(function: str) -> str:
-    """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
-    names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoPass|BackwardPair|BackwardPairTwoPass"
-    names += "|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists|PieceTiles|BlockTiles"
-    found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)
-    assert found, function[:200]
-    return found[1]
 
 
 @pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
@@ -120,7 +76,6 @@ def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> Backwar
     return backward_config(options.pop("dtype", "bfloat16"), tile_d, tile_dv or tile_d, Features(**options))
 
 
-BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
 BACKWARD_CONFIGS = {
     **{f"d{d}": backward(d) for d in HEAD_DIMS},
     **{f"d{d}-packed-causal": backward(d, right=True, packed=True) for d in HEAD_DIMS},
@@ -249,23 +204,3 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
     assert "UTMALDG" in sass
     assert ("LDGSTS" in sass) == (chosen.bias_pitch > 0)
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
-
-
-def check_before_and_after(kernels: dict[str, list[str]], *, zeroes: bool, num_after: int) -> None:
-    """The kernels around the backward kernel move 16 bytes a thread at a time."""
-    (before,), after = kernels["Preprocess"], kernels["Postprocess"]
-    assert re.search(r"\bLDG\.E\.128", before)
-    assert bool(re.search(r"\bSTG\.E\.128", before)) == zeroes
-    assert len(after) == num_after
-    for sass in after:
-        assert re.search(r"\bLDG\.E\.128", sass)
-        assert re.search(r"\bSTG\.E\.128", sass)
-
-
-def cuobjdump() -> str:
-    """The disassembler of a CUDA toolkit, or the one that triton brings."""
-    found = shutil.which("cuobjdump")
-    if found is None:
-        triton = pytest.importorskip("triton", reason="the machine code needs cuobjdump, of a CUDA toolkit or triton")
-        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    return found

@@ -14,6 +14,7 @@ from flash_attn_cute.kernels.sm90.config import (
     forward_config,
 )
 from flash_attn_cute.kernels.sm100 import config as sm100
+from tests.lib.compiled import code_for
 from tools.ptx_lint import lint
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -246,15 +247,6 @@ def test_findings_say_where() -> None:
     assert "st.shared" in lines[int(origin[1]) - 1]
 
 
-def ptx_of(config: Any, folder: Path) -> str:
-    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
-    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
-    from flash_attn_cute.jit.compile import compile_kernel
-
-    text: str = compile_kernel(config, cute.KeepPTX, compiler.DumpDir(str(folder))).artifacts.PTX
-    return text
-
-
 # The kinds of Hopper kernels, and how many fences make their stores seen by TMA and tensor cores.
 HOPPER = {
     "forward": (forward_config("bfloat16", 128, 128, Features(right=True)), 1),
@@ -264,9 +256,9 @@ HOPPER = {
 
 
 @pytest.mark.parametrize(("config", "num_fences"), HOPPER.values(), ids=HOPPER)
-def test_hopper_kernels(config: Any, num_fences: int, tmp_path: Path) -> None:
+def test_hopper_kernels(config: Any, num_fences: int) -> None:
     """They keep all rules, and would not without any one of their fences, or with other counts or registers."""
-    text = ptx_of(config, tmp_path)
+    text = code_for(config).ptx
     assert lint(text) == []
     fences = list(re.finditer(r"fence\.proxy\.async\.shared::cta;", text))
     assert len(fences) == num_fences
@@ -288,9 +280,9 @@ HOPPER_LISTS = {
 
 
 @pytest.mark.parametrize("config", HOPPER_LISTS.values(), ids=HOPPER_LISTS)
-def test_hopper_kernels_under_masks(config: Any, tmp_path: Path) -> None:
+def test_hopper_kernels_under_masks(config: Any) -> None:
     """They keep all rules, those that make tables included, and would not with a count too high."""
-    text = ptx_of(config, tmp_path)
+    text = code_for(config).ptx
     assert lint(text) == []
     counts = re.compile(r"(mbarrier\.init\.shared\.b64\s+\[%r\d+\+16\]), %r\d+")
     assert rules(counts.sub(r"\1, 13", text, count=1)) == {"arrivals"}
@@ -333,9 +325,9 @@ PAIRS = {
 }
 
 
-def test_pairs_of_ctas(tmp_path: Path) -> None:
+def test_pairs_of_ctas() -> None:
     """Arrivals from the other CTA are counted, and tell what they tell within a CTA."""
-    text = ptx_of(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192), tmp_path)
+    text = code_for(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192)).ptx
     assert lint(text) == []
     start = text.index(".entry", text.index("BackwardPair"))
     for rule, pattern in BLACKWELL.items():

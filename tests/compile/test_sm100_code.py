@@ -17,7 +17,6 @@ from flash_attn_cute import explain, flash_attn_func
 from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
 from flash_attn_cute.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
-from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -30,41 +29,24 @@ from flash_attn_cute.kernels.sm100.config import (
     BackwardConfig,
     BiasGradientConfig,
     ForwardConfig,
-    backward_config,
-    bias_gradient_config,
 )
-from flash_attn_cute.kernels.sm100.config import forward_config as config
-from tests.compile.test_machine_code import (
+from tests.lib.compiled import check_before_and_after, code_for, machine_code
+from tests.lib.configurations import (
+    B200,
+    B300,
     BACKWARD_EVERYTHING,
     EVERYTHING,
+    LONG,
     MASKED,
-    check_before_and_after,
-    machine_code,
+    backward,
+    bias_gradient,
+    chosen,
+    forward_pair,
+    pair,
 )
-from tests.compile.test_ptx_lint import ptx_of
-from tests.host.test_cute_plan import DENSE, spec_of
+from tests.lib.specs import DENSE, spec_of
 from tools.ptx_lint import lint
 from tools.sm100_on_hopper.translate import translate
-
-B200, B300 = TARGETS.values()
-LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any
-
-
-def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
-    given = {name: options.pop(name) for name in ("queries", "target") if name in options}
-    return config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
-
-
-def forward_paired(c: ForwardConfig) -> ForwardConfig:
-    """The same for pairs of CTAs, also of features with which none are chosen."""
-    chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
-    assert chosen.ctas_a_tile == 2
-    return dataclasses.replace(chosen, features=c.features)
-
-
-def forward_pair(d: int, d_v: int, **options: Any) -> ForwardConfig:
-    return forward_paired(chosen(d, d_v, **options))
-
 
 # Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
 LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}
@@ -113,22 +95,6 @@ ALL = {
     for (d, d_v), mask in itertools.product(((256, 256), (256, 128), (192, 128)), WITHOUT_TENSORS)
     for dtype, target in itertools.product(("bfloat16", "float16"), TARGETS.values())
 }
-
-
-def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
-    given = {name: options.pop(name) for name in ("keys", "target") if name in options}
-    return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
-
-
-def paired(c: BackwardConfig) -> BackwardConfig:
-    """The same for pairs of CTAs, also of features with which none are chosen."""
-    chosen = backward(c.tile_d, c.tile_dv, keys=LONG)
-    assert chosen.ctas_a_tile == 2
-    return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
-
-
-def pair(d: int = 128, d_v: int = 128, **options: Any) -> BackwardConfig:
-    return paired(backward(d, d_v, **options))
 
 
 LISTED_BACKWARD = LISTED | {"dlse": True, "grouped": True}
@@ -208,11 +174,6 @@ BIAS_GRADIENTS = {
 }
 
 
-def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradientConfig:
-    given = {name: options.pop(name) for name in ("split", "target") if name in options}
-    return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
-
-
 FEW_BIAS_GRADIENTS = {
     "d64-split-b300": bias_gradient(64, packed=True, split=True, target=B300),
     "d128-strided-float16": bias_gradient(128, strided_bias=True, dtype="float16"),
@@ -252,7 +213,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     """No spills; products, weights, loads and stores as they should be; tensor memory is allocated and freed."""
     c, pair = compiled, compiled.ctas_a_tile == 2
     (sass,) = machine_code(c, tmp_path)["ForwardPair" if pair else "Forward"]
-    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    ptx = code_for(c).ptx
     assert not lint(ptx)
     assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
@@ -306,7 +267,7 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     pair = c.ctas_a_tile == 2
     names_of_one, names_of_two = ("BackwardCta", "BackwardPair"), ("BackwardTwoPass", "BackwardPairTwoPass")
     (sass,) = kernels[(names_of_one if c.num_passes == 1 else names_of_two)[pair]]
-    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    ptx = code_for(c).ptx
     assert not lint(ptx)
     assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
@@ -363,7 +324,7 @@ def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_
     sass, *adding_up = machine_code(c, tmp_path, spilled)["BiasGradient"]
     if "UTCHMMA" not in sass:
         (sass,), adding_up = adding_up, [sass]
-    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    ptx = code_for(c).ptx
     assert not lint(ptx)
     assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
     assert len(adding_up) == c.split
@@ -512,11 +473,9 @@ SAME_ON_BOTH = {
 
 
 @pytest.mark.parametrize("config_of_b200", SAME_ON_BOTH.values(), ids=SAME_ON_BOTH)
-def test_targets_differ_in_the_forward_pass_alone(config_of_b200: Any, tmp_path: Path) -> None:
+def test_targets_differ_in_the_forward_pass_alone(config_of_b200: Any) -> None:
     """Other kernels are the same PTX: what tests find out about one target holds for the other."""
-    of_b200, of_b300 = (
-        ptx_of(dataclasses.replace(config_of_b200, target=target), tmp_path) for target in TARGETS.values()
-    )
+    of_b200, of_b300 = (code_for(dataclasses.replace(config_of_b200, target=target)).ptx for target in TARGETS.values())
     assert of_b200.count(f".target {B200}") == 1
     assert of_b300 == of_b200.replace(f".target {B200}", f".target {B300}")
 

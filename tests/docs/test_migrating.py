@@ -17,9 +17,8 @@ from torch import Tensor
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface, sdpa, transformer_engine, varlen
 from tests.lib import oracle
 from tests.lib.checks import assert_close
+from tests.lib.integrations import SIGNATURES, alibi_truth, top_left
 from tests.lib.oracle import Call
-from tests.numerics.test_flash_attn_calls import alibi_truth
-from tests.numerics.test_integrations import SIGNATURES, top_left
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 

@@ -14,9 +14,8 @@ from flash_attn_cute import plan as plans
 from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
 from flash_attn_cute.spec import Options
-from tests.host.test_order import Backward, backward, uneven
 from tests.lib.masks import columns_spelled_out, launch_order, random_mask, tables_of
-from tests.lib.simulation import Addition, DeadlockError, Machine, simulate
+from tests.lib.simulation import Addition, Backward, DeadlockError, Machine, backward, simulate, uneven
 from tests.lib.simulations import Cases, Shape, random_cases, worked_off
 
 

@@ -127,6 +127,16 @@ def f():
     assert names(["torch>=2.11", "a.b-c[x,y]<4; os_name == 'nt'", "flash-attn-cute[demo]"]) == {"torch", "a.b-c"}
 
 
+def test_tests_share_by_way_of_their_library() -> None:
+    """No test module is another one's library: what several need is in tests/lib."""
+    folders = [path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))]
+    assert len(folders) > 5
+    borrows = re.compile(rf"^\s*(?:from|import) tests\.(?:{'|'.join(folders)})\b", re.MULTILINE)
+    assert borrows.search("from tests.host.test_project import names")
+    borrowing = [str(path) for path in (ROOT / "tests").rglob("*.py") if borrows.search(path.read_text())]
+    assert not borrowing
+
+
 def ci_checks(script: str) -> list[str]:
     """The commands of .ci/run that check the sources: all that it names itself and does not read from the README."""
     return re.findall(r"^\.venv/bin/(.*)$", script, re.MULTILINE)

@@ -1,5 +1,6 @@
 """Random calls, running them through the public functions, and comparing with the oracle."""
 
+import itertools
 import random
 import time
 import warnings
@@ -485,3 +486,33 @@ def synchronisations(function: Any) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def drawn(case: str, seconds: float) -> Iterator[tuple[int, random.Random]]:
+    """Sources of randomness and their numbers, for so many seconds, and one at the least: calls take seconds here."""
+    stop = time.monotonic() + seconds
+    for count in itertools.count():
+        yield count, random.Random(f"{case} {count}")
+        if time.monotonic() > stop:
+            break
+
+
+Case = dict[str, Any]
+
+
+def each_on(cases: dict[str, Case], one_in: int = 1) -> pytest.MarkDecorator:
+    """Parametrises with all cases on a GPU and, on a CPU, with one in so many."""
+    portable = itertools.islice(cases.items(), 0, None, one_in)
+    return pytest.mark.parametrize(
+        ("backend", "case"),
+        [
+            *(pytest.param("portable", case, id=f"portable-{name}") for name, case in portable),
+            *(pytest.param("sm90", case, id=f"sm90-{name}", marks=needs_kernels) for name, case in cases.items()),
+        ],
+    )
+
+
+def call_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> Call:
+    """A random call on the device of a backend, in the dtype that is usual there."""
+    given: Case = {"dtype": DTYPES[backend], "device": DEVICES[backend], "nheads": 4, "head_dim": 64}
+    return random_call(lengths_q, lengths_k, **given | options)

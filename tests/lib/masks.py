@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.spec import BlockTables
+from tests.lib.oracle import Call
 
 TILE = 128
 
@@ -262,3 +264,17 @@ def columns_spelled_out(tables: BlockTables, block_q: int) -> dict[tuple[int, in
 def tables_of(mask: BlockMask, **options: Any) -> BlockTables:
     """Those on the CPU."""
     return mask.tables(torch.device("cpu"), backward=True, **options)
+
+
+def with_block_mask(call: Call, draw: random.Random, kind: str | None = None, *, least: float = 0.0) -> Call:
+    """The call with a mask for each batch entry and head, one for all, or anything between.
+
+    It shows ``least`` of all scores, at least.
+    """
+    (rows_q, nheads), (rows_k, nheads_k) = (x.shape[-3:-1] for x in (call.q, call.k))
+    batch = 1 if call.cu_seqlens_q is not None else call.q.shape[0]
+    while True:
+        sets = draw.choice([1, batch]), draw.choice([1, nheads, nheads_k])
+        made = random_mask(rows_q, rows_k, draw, sets) if kind is None else KINDS[kind](rows_q, rows_k, draw, sets)
+        if made.shown.float().mean() >= least:
+            return replace(call, block_mask=made.mask, shown=made.shown)

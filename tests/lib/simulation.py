@@ -6,11 +6,14 @@ pass on.
 
 import heapq
 import itertools
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Addition(NamedTuple):
@@ -130,3 +133,59 @@ class _Simulation:
     def draw(self) -> int:
         self.next_ticket += 1
         return self.next_ticket - 1
+
+
+class Backward(NamedTuple):
+    """The tiles of a backward pass, and which tile of keys of which query head each of them is."""
+
+    tiles: list[list[Addition]]
+    tickets: list[tuple[int, int]]  # (head, n)
+
+
+def backward(
+    turns: Tensor,
+    launch: Tensor,
+    *,
+    group: int = 1,
+    section: int = 1,
+    walk: Sequence[int] | None = None,
+    walks: Tensor | None = None,
+    ordered: bool = True,
+) -> Backward:
+    """The tiles that a kernel draws.
+
+    Args:
+        turns: (heads, blocks_q, blocks_k).
+        launch: (heads, blocks_k).
+        group: query heads of a key head; more than one add to dK and dV.
+        section: so many heads, one after the other, draw each their next tile; then all of the next section.
+        walk: blocks of queries in the order in which a tile meets them; None is from the first.
+        walks: (heads, blocks_q, blocks_k), their places in the walk of each tile, in the place of ``walk``.
+        ordered: whether additions wait for their turns.
+    """
+    heads, blocks_q, blocks_k = turns.shape
+    table, order = turns.tolist(), launch.tolist()
+    tickets = [
+        (head, order[head][rank])
+        for first in range(0, heads, section)
+        for rank in range(blocks_k)
+        for head in range(first, min(first + section, heads))
+    ]
+    tiles = []
+    places = None if walks is None else walks.tolist()
+    for head, n in tickets:
+        of_tile = range(blocks_q) if walk is None else walk
+        if places is not None:
+            of_tile = sorted(of_tile, key=lambda m: places[head][m][n])
+        additions = [
+            Addition(("dQ", head, m), table[head][m][n] if ordered else None) for m in of_tile if table[head][m][n] >= 0
+        ]
+        if group > 1:
+            additions.append(Addition(("dKV", head // group, n), head % group if ordered else None))
+        tiles.append(additions)
+    return Backward(tiles, tickets)
+
+
+def uneven(rng: random.Random) -> Callable[[float], float]:
+    """Durations between nothing and thirty times the mean."""
+    return lambda mean: mean * rng.choice((0.0, rng.random(), 30 * rng.random()))

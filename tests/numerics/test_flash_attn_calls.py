@@ -1,6 +1,5 @@
 """Calls as flash-attn 2 and 3 write them, ALiBi among them: results and gradients."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from torch import Tensor
 from flash_attn_cute.integrations import flash_attn, flash_attn_interface
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, gradients, random_call
+from tests.lib.integrations import Attend, alibi_truth, assert_served, recorded
 from tests.lib.oracle import Call
-from tests.numerics.test_integrations import Attend, assert_served, recorded
 
 # For calls by position from tuples, and for wrong ones, which no type checker would let pass.
 fa: Any = flash_attn
@@ -108,21 +107,6 @@ def test_flash_attn_returns_out_alone_unless_asked() -> None:
     assert isinstance(out, Tensor)
     assert bitwise_equal(out, with_flash_attn(call)[0])
     assert isinstance(fa.flash_attn_func(call.q, call.k, call.v, alibi_slopes=torch.rand(4)), Tensor)
-
-
-def alibi_truth(call: Call, slopes: Tensor) -> Call:
-    """The same call with all of ``-slope * |i + seqlen_k - seqlen_q - j|`` as its bias."""
-    packed = call.cu_seqlens_q is not None
-    longest = max(rows.stop - rows.start for _, _, rows in call.sequences())
-    nheads, rows = call.q.shape[-2], call.q.shape[-3]
-    shape = (nheads, rows, longest) if packed else (call.q.shape[0], nheads, rows, call.k.shape[1])
-    bias = torch.zeros(shape, dtype=torch.float64)
-    for b, rows_q, rows_k in call.sequences():
-        seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
-        distance = (torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)).abs()
-        of_heads = slopes if slopes.ndim == 1 else slopes[b]
-        (bias if b is None else bias[b])[:, rows_q, :seqlen_k] = -of_heads.detach().double()[:, None, None] * distance
-    return replace(call, bias=bias.to(call.q.dtype))
 
 
 WINDOWS = [

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -13,118 +13,13 @@ from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_cute import api
-from flash_attn_cute.integrations import (
-    bert_padding,
-    flash_attn,
-    flash_attn_interface,
-    sdpa,
-    transformer_engine,
-    varlen,
-)
-from tests.lib import oracle
-from tests.lib.checks import assert_close, gradients, offsets, poisoned_dout, random_call
+from flash_attn_cute.integrations import bert_padding
+from tests.lib.checks import offsets, random_call
+from tests.lib.integrations import SIGNATURES, Attend, assert_served, dot, fa, fa3, packed_attn, recorded, te, top_left
 from tests.lib.oracle import Call
-
-# For calls by position from tuples, and for wrong ones, which no type checker would let pass.
-fa: Any = flash_attn
-fa3: Any = flash_attn_interface
-dot: Any = sdpa
-packed_attn: Any = varlen
-te: Any = transformer_engine
-
-# Runs a call by an integration; gives out and lse (None if it has none) in the shapes of the oracle.
-Attend: TypeAlias = Callable[[Call], tuple[Tensor, Tensor | None]]
-
-
-def assert_served(call: Call, attend: Attend, truth: Call | None = None, *, through_lse: bool = False) -> None:
-    """Both passes of a call equal the oracle's of ``truth``, which is the call as its oracle knows it."""
-    truth = call if truth is None else truth
-    out, lse = attend(call)
-    dout = poisoned_dout(call, out)
-    dlse = torch.randn_like(lse) if lse is not None and through_lse else None
-    results = {"out": out, **gradients(call, out, out if lse is None else lse, dout, dlse)}
-    if lse is not None:
-        results["lse"] = lse
-
-    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
-        copy = truth.to(dtype)
-        out, lse = oracle.attention(copy)
-        return {"out": out, "lse": lse, **gradients(copy, out, lse, dout, dlse)}
-
-    expected, low = reference(torch.float64), reference(call.q.dtype)
-    for name, got in results.items():
-        finite = expected[name][expected[name].isfinite()]
-        size = finite.abs().max().item() if finite.numel() else 0.0
-        assert_close(name, got, expected[name], low[name], 3.0 if call.softcap else 2.0, max(1.0, size))
-    real_q, real_k = call.real_rows()
-    for name, real in (("out", real_q), ("dq", real_q), ("dk", real_k), ("dv", real_k)):
-        assert (results[name][~real] == 0).all(), name
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
-    """The arguments of every call of a function of the API from now on."""
-    calls: list[dict[str, Any]] = []
-    function = getattr(api, name)
-
-    def record(*args: Any, **options: Any) -> Any:
-        calls.append(inspect.signature(function).bind(*args, **options).arguments)
-        return function(*args, **options)
-
-    monkeypatch.setattr(api, name, record)
-    return calls
-
 
 # Signatures: positional arguments with their defaults, then keywords. Those of flash-attn are of its release 2.8.4 and,
 # for flash-attn 3, of its hopper/flash_attn_interface.py in August 2026.
-
-FA2 = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "deterministic=False, return_attn_probs=False"
-)
-FA3 = (
-    "qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, num_splits=1, pack_gqa=None, "
-    "sm_margin=0"
-)
-DESCALE = "q_descale=None, k_descale=None, v_descale=None"
-OWN_FA3 = (
-    f"softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
-)
-PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-SIGNATURES = [
-    (fa.flash_attn_func, f"q, k, v, {FA2}, *, {FA3}"),
-    (fa.flash_attn_kvpacked_func, f"q, kv, {FA2}"),
-    (fa.flash_attn_qkvpacked_func, f"qkv, {FA2}"),
-    (
-        fa.flash_attn_varlen_func,
-        f"q, k, v, {PACKED}, {FA2}, block_table=None, *, seqused_q=None, seqused_k=None, {FA3}",
-    ),
-    (fa.flash_attn_varlen_kvpacked_func, f"q, kv, {PACKED}, {FA2}"),
-    (fa.flash_attn_varlen_qkvpacked_func, f"qkv, cu_seqlens, max_seqlen, {FA2}"),
-    (fa3.flash_attn_func, f"q, k, v, {OWN_FA3}"),
-    (
-        fa3.flash_attn_qkvpacked_func,
-        f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-        "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
-    ),
-    (fa3.flash_attn_varlen_func, f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {OWN_FA3}"),
-    (
-        dot.scaled_dot_product_attention,
-        "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False",
-    ),
-    (
-        packed_attn.varlen_attn,
-        "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None, "
-        "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
-    ),
-    (
-        te.thd_attention,
-        "query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=None, "
-        "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type='padding_causal', "
-        "window_size=None, *, softmax_scale=None, learnable_sink=None, deterministic=False",
-    ),
-]
 
 
 @pytest.mark.parametrize(("function", "expected"), SIGNATURES, ids=lambda x: getattr(x, "__name__", ""))
@@ -274,15 +169,6 @@ def test_varlen_attn_seqused() -> None:
 
 
 # Transformer Engine.
-
-
-def top_left(call: Call, left: int | None = None) -> Call:
-    """The same packed call under a causal mask aligned to the top left of each sequence, all of it in memory."""
-    mask = torch.zeros(1, call.q.shape[0], max(rows.stop - rows.start for _, _, rows in call.sequences()))
-    for _, rows_q, rows_k in call.sequences():
-        ones = torch.ones(rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
-        mask[0, rows_q, : ones.shape[1]] = ones.tril() if left is None else ones.tril().triu(-left)
-    return replace(call, mask=mask.bool(), causal=False, window_size=(None, None))
 
 
 def with_te(call: Call, lengths_q: list[int], lengths_k: list[int], mask: str, **options: Any) -> Tensor:

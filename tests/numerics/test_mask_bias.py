@@ -19,47 +19,27 @@ from flash_attn_cute.backends.base import Gradients
 from tests.lib import oracle
 from tests.lib.checks import (
     DEVICES,
-    DTYPES,
     LAYOUTS,
+    Case,
     assert_blind_queries_reach_nothing,
     assert_close,
     assert_matches_oracle,
     bitwise_equal,
     both_passes,
+    call_on,
     differing,
     drawn_call,
     draws,
+    each_on,
     gradients,
-    needs_kernels,
     on_each_backend,
     packed_or_dense,
     padded_results,
     poisoned_dout,
-    random_call,
     refilled,
     run,
 )
 from tests.lib.oracle import Call
-
-Case = dict[str, Any]
-
-
-def each_on(cases: dict[str, Case], one_in: int = 1) -> pytest.MarkDecorator:
-    """Parametrises with all cases on a GPU and, on a CPU, with one in so many."""
-    portable = itertools.islice(cases.items(), 0, None, one_in)
-    return pytest.mark.parametrize(
-        ("backend", "case"),
-        [
-            *(pytest.param("portable", case, id=f"portable-{name}") for name, case in portable),
-            *(pytest.param("sm90", case, id=f"sm90-{name}", marks=needs_kernels) for name, case in cases.items()),
-        ],
-    )
-
-
-def call_on(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, **options: Any) -> Call:
-    """A random call on the device of a backend, in the dtype that is usual there."""
-    given: Case = {"dtype": DTYPES[backend], "device": DEVICES[backend], "nheads": 4, "head_dim": 64}
-    return random_call(lengths_q, lengths_k, **given | options)
 
 
 def in_pairs(axes: dict[str, Sequence[Any]], apart: Collection[frozenset[str]] = ()) -> list[Case]:

@@ -10,9 +10,12 @@ from torch import Tensor
 from benchmarks.memory import peak_extra_bytes
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from tests.lib.checks import (
+    Case,
     assert_matches_oracle,
     bitwise_equal,
     both_passes,
+    call_on,
+    each_on,
     gradients,
     hopper_alone,
     needs_kernels,
@@ -22,7 +25,6 @@ from tests.lib.checks import (
     synchronisations,
 )
 from tests.lib.oracle import Call
-from tests.numerics.test_mask_bias import Case, call_on, each_on
 
 # --- Places in memory.
 

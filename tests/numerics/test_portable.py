@@ -7,8 +7,8 @@ import pytest
 
 from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.tile import Band
-from tests.host.test_cute_plan import spec_of
 from tests.lib.checks import random_call, run
+from tests.lib.specs import spec_of
 
 
 @pytest.mark.parametrize("seqlen_q", range(1, 6))

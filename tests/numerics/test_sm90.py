@@ -14,11 +14,8 @@ from torch._dynamo.utils import counters
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import (
-    HEAD_DIMS,
-)
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-from tests.blackwell.test_sm100 import as_given
 from tests.lib import oracle
 from tests.lib.checks import (
     assert_blind_queries_reach_nothing,
@@ -33,6 +30,7 @@ from tests.lib.checks import (
     random_call,
     run,
 )
+from tests.lib.interpreted.common import as_given
 from tests.lib.oracle import Call
 
 LENGTHS = ([300, 1, 0, 128, 517], [200, 5, 7, 0, 900])

@@ -1,0 +1,59 @@
+"""Configurations of kernels that tests compile: features together, and those of Blackwell kernels by few words."""
+
+import dataclasses
+from typing import Any
+
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm100.config import (
+    TARGETS,
+    BackwardConfig,
+    BiasGradientConfig,
+    ForwardConfig,
+    backward_config,
+    bias_gradient_config,
+)
+from flash_attn_cute.kernels.sm100.config import forward_config as config
+
+EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
+MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
+BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
+
+B200, B300 = TARGETS.values()
+LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any
+
+
+def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
+    given = {name: options.pop(name) for name in ("queries", "target") if name in options}
+    return config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
+
+
+def forward_paired(c: ForwardConfig) -> ForwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features)
+
+
+def forward_pair(d: int, d_v: int, **options: Any) -> ForwardConfig:
+    return forward_paired(chosen(d, d_v, **options))
+
+
+def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
+    given = {name: options.pop(name) for name in ("keys", "target") if name in options}
+    return backward_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(**options), **given)
+
+
+def paired(c: BackwardConfig) -> BackwardConfig:
+    """The same for pairs of CTAs, also of features with which none are chosen."""
+    chosen = backward(c.tile_d, c.tile_dv, keys=LONG)
+    assert chosen.ctas_a_tile == 2
+    return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)
+
+
+def pair(d: int = 128, d_v: int = 128, **options: Any) -> BackwardConfig:
+    return paired(backward(d, d_v, **options))
+
+
+def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradientConfig:
+    given = {name: options.pop(name) for name in ("split", "target") if name in options}
+    return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
