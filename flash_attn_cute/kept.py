@@ -39,12 +39,12 @@ _MOST = 64  # things of an owner; shardings may be asked for new plans with ever
 class Kept(Generic[T]):
     """A value that many calls read, and on a GPU the stream on which it was made.
 
-    Other streams wait for it once. The allocator is told of them, so that memory which they read is not given away
-    while they do. A CUDA graph that reads it keeps it alive.
+    Other streams wait for it once. The allocator knows them (``record_stream``), so that memory which they
+    read is not given away while they do. A CUDA graph that reads it keeps it alive.
     """
 
     def __init__(self, value: T, device: torch.device, *, is_new: bool = True) -> None:
-        """Of the current stream of a device.
+        """Notes the current stream of a device.
 
         Args:
             value: tensors, or tuples, lists, dictionaries and objects of this package that hold some.
@@ -149,7 +149,7 @@ def _versions(named: dict[str, list[Tensor]]) -> dict[str, list[tuple[int, int]]
 
 
 def made(store: Store, key: Hashable, device: torch.device, make: Callable[[], T], *, in_thread: bool = False) -> T:
-    """What an owner keeps under a key, ready for the current stream; made now if it has not been.
+    """Finds what an owner keeps under a key, ready for the current stream, or makes it now.
 
     Threads that ask at the same time get one thing. Nothing is kept of what fails.
 
@@ -174,7 +174,7 @@ def made(store: Store, key: Hashable, device: torch.device, make: Callable[[], T
 
 
 def found(store: Store, key: Hashable) -> Kept[Any] | None:
-    """What an owner keeps under a key, if anything."""
+    """Finds what an owner keeps under a key, if anything."""
     there = store.get(key)
     return there if isinstance(there, Kept) else None
 
@@ -205,7 +205,7 @@ def _make(unfinished: _Unfinished, device: torch.device, make: Callable[[], T], 
 
 
 def outside(make: Callable[[], T], device: torch.device) -> T:
-    """What a function makes in none of PyTorch's modes, on the current stream of a device, and without gradients.
+    """Runs a function in none of PyTorch's modes, on the current stream of a device, and without gradients.
 
     Modes are of threads: inference, autocast, fake tensors, transforms of torch.func, a default device. In a thread
     that is in any of them another one runs it.
@@ -217,10 +217,10 @@ def outside(make: Callable[[], T], device: torch.device) -> T:
 
 
 def apart(make: Callable[[], T], device: torch.device) -> T:
-    """The same, always in another thread, where this one's memory may come from a pool.
+    """Runs a function as ``outside`` does, but always in another thread, as this one's memory may come from a pool.
 
     So it is under torch.cuda.use_mem_pool, and while torch.compile warms up for CUDA graphs, which then gives it to
-    others, whoever holds it. A pool is entered by one thread.
+    others even if a tensor holds it. A pool is entered by one thread.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -233,7 +233,7 @@ def apart(make: Callable[[], T], device: torch.device) -> T:
 
 
 def copied(x: Tensor) -> Tensor:
-    """A copy that nobody else writes to, made in none of PyTorch's modes; in a traced program, as a part of it."""
+    """A copy that only the package writes to, made in none of PyTorch's modes; in a traced program, a part of it."""
     if torch.compiler.is_compiling() or not _is_real(x):
         return x.clone()
     return outside(lambda: x.detach().clone(), x.device)
@@ -327,7 +327,7 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 
 
 def _modes() -> tuple[int, int, bool]:
-    """Those of this thread, but whether it records gradients."""
+    """Modes of this thread, but whether it records gradients."""
     keys = _dispatch_tls_local_include_set().raw_repr(), _dispatch_tls_local_exclude_set().raw_repr()
     return *keys, _is_torch_function_mode_enabled()
 

@@ -535,7 +535,7 @@ class BlockMask:
         return self
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask for calls on another device: itself, if its tensors are there or it has none.
+        """Moves the mask to another device: itself, if its tensors are there or it has none.
 
         Its sources are moved, and tables are made of them anew.
 
@@ -617,8 +617,8 @@ class BlockMask:
             raise RuntimeError(_UNBUILT if self.plain is None else _UNBUILT_TABLES)
         if there is None:
             node.use(checked=False)
-        rows = node.rows() if there is None else there.get().rows
-        return BlockTables(rows, self._columns(rows)[0] if backward else None)
+        tables = BlockTables(node.rows(), None) if there is None else there.get()
+        return tables._replace(columns=self._columns(tables.rows)[0]) if backward else tables
 
     def _made(self, device: torch.device, backward: bool) -> BlockTables:
         node = self._node

@@ -52,7 +52,7 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _attributes(x: Any, function: Any) -> Iterator[Any]:
-    """Those of an object that a function names, buffers of modules among them."""
+    """Attributes of an object that a function names, buffers of modules among them."""
     own = getattr(x, "__dict__", {})
     for name in getattr(getattr(function, "__code__", None), "co_names", ()):
         for attributes in (own, own.get("_buffers"), own.get("_parameters")):

@@ -133,7 +133,7 @@ class Node:
         self._sources = kept.Sources(self._named())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles carry: fields, with tensors of their own size."""
+        """State for copies and pickles: fields, with tensors of their own size."""
         self.use()
         return {f.name: _own_size(getattr(self, f.name)) for f in fields(self)}
 
@@ -146,7 +146,7 @@ class Node:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
     def _named(self) -> dict[str, list[Tensor]]:
-        """What it is made of, by the names of arguments."""
+        """Tensors that it is made of, by the names of arguments."""
         return {name: [x] for name, x in self._tensors().items()}
 
     @property
@@ -160,7 +160,7 @@ class Node:
             self._sources.use(self._named(), checked=checked)
 
     def to(self, device: torch.device) -> Node:
-        """The same with its tensors on a device.
+        """Moves its tensors to a device, in another node.
 
         Raises:
             ValueError: they have been written to, or cannot be moved.

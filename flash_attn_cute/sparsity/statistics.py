@@ -1,4 +1,4 @@
-"""What a mask comes to, counted in its tables."""
+"""Counts of a mask's blocks, from its tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash_attn_cute.spec import BlockRows
 
 
 class Statistics(NamedTuple):
-    """What a mask comes to, in blocks of 128 x 128, over all its batch entries and heads."""
+    """Counts of blocks of 128 x 128, over all its batch entries and heads."""
 
     blocks: int
     full: int
@@ -20,7 +20,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, rows: BlockRows, sizes: Sizes) -> Statistics:
-        """Those of rows; waits for the device."""
+        """Counts the blocks of rows; waits for the device."""
         _, is_used = plan.owners(rows)
         tile = rows.entries[is_used, 1]
         full = int((tile == FULL).sum())
@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
         return (self.full + self.partial) / self.blocks if self.blocks else 1.0
 
     def __str__(self) -> str:
-        """How a mask tells them."""
+        """The counts in a line."""
         seen = self.full + self.partial
         share = seen / self.blocks if self.blocks else 0.0
         return f"{seen} of {self.blocks} blocks ({share:.1%}), {self.partial} partial ({self.tiles} distinct)"
