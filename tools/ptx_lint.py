@@ -19,6 +19,10 @@ What must lie between two instructions is looked for on every path from the one 
                      .inc from the count at launch on, .dec up to it and ahead of all waits
     arrivals         an mbarrier's count is that of the threads that arrive at it, in both CTAs of a pair
     expected-bytes   TMA loads signal mbarriers that expect bytes, and only those
+    scope            loads of a loop that waits: acquire.gpu; integer red: release.gpu, or behind fence.acq_rel.gpu;
+                     arrivals at another CTA's mbarrier: release.cluster (of Blackwell's kernels)
+    cluster          CTAs meet; one reaches another one's memory and mbarriers; they meet again; a CTA ends
+    offset           32-bit products of sizes reach no address in global memory (of Blackwell's kernels)
 
 Not seen: which barrier guards which memory, beyond what fence-after needs; bytes that a tensor map moves; phases and
 stages. Emulation (``tools.sm100_on_hopper``) sees those.
@@ -33,11 +37,13 @@ from typing import NamedTuple
 
 from tools import ptx
 from tools.ptx import Function, Instruction
+from tools.ptx_global import WIDE_SCOPES, offsets_that_may_wrap, polls
 from tools.ptx_threads import WARP, Program, Thread, Value
 
 MOST_REGION = 32768  # bytes behind an address that TMA or tensor cores read, unless something else begins before
 _STEP = 8  # of setmaxnreg, and bytes of an mbarrier
 _CTAS = 2  # of a cluster
+_NOT_OF_HOPPER = ("scope", "offset")
 _ByRing = dict[tuple[int, int], dict[tuple[int, int], set[int]]]  # by CTA and ring, and by CTA and warp: arrivals
 
 
@@ -58,7 +64,10 @@ def lint(text: str) -> list[Finding]:
     Raises:
         PtxError: it is not PTX as ``tools.ptx`` knows it.
     """
-    found = {finding for function in ptx.parse(text).functions for finding in check(function)}
+    module = ptx.parse(text)
+    found = {finding for function in module.functions for finding in check(function)}
+    if module.target.startswith("sm_90"):  # whose clusters have been measured as they are
+        found = {finding for finding in found if finding.rule not in _NOT_OF_HOPPER}
     return sorted(found, key=lambda finding: (finding.line, finding.rule, finding.text))
 
 
@@ -67,7 +76,7 @@ def check(function: Function) -> Iterator[Finding]:
     program = Program(function)
     kernel = _Kernel(program)
     yield from _paths(kernel)
-    for rule in (_election, _group, _columns, _registers, _arrivals, _expected_bytes):
+    for rule in (_election, _group, _columns, _registers, _arrivals, _expected_bytes, _polls, _offsets):
         yield from rule(kernel)
 
 
@@ -244,7 +253,7 @@ class _Scan:
         self.uses_tensor_memory = _executes_any(thread, "tcgen05")
 
     def run(self) -> None:
-        states: dict[int, _State] = {0: {}}
+        states: dict[int, _State] = {0: {"alone": 0, "unreleased": 0}}
         waiting = [0]
         while waiting:
             number = waiting.pop()
@@ -254,6 +263,9 @@ class _Scan:
             if self.thread.executes(number):
                 self.step(number, after)
             for successor in self.thread.next_ones[number]:
+                if successor == len(self.kernel.instructions) and after.keys() & {"remote", "leaving"}:
+                    origin = after.get("remote", after.get("leaving", 0))
+                    self.report("cluster", number, origin, "ends without meeting the other CTA behind")
                 joined = after if successor not in states else _joined(states[successor], after)
                 if successor not in states or joined != states[successor]:
                     states[successor] = joined
@@ -271,6 +283,8 @@ class _Scan:
             self.check_telling(number, x, state)
         self.warp(number, x, state)
         self.turn(number, x, state)
+        self.cluster(number, x, state)
+        self.release(number, x, state)
         if x.is_a("setmaxnreg.dec") and "awaited" in state:
             self.report("registers", number, state["awaited"], "gives registers back only behind the wait of")
         if x.is_a("mbarrier.try_wait", "mbarrier.test_wait"):
@@ -298,6 +312,33 @@ class _Scan:
                     self.unfenced(number, state, read.number)
         if self.uses_tensor_memory:
             self.tensor_memory(number, x, state)
+
+    def cluster(self, number: int, x: Instruction, state: _State) -> None:
+        """The other CTA has begun before its memory is reached, and ends when it is reached no more."""
+        if _reaches_others(x) or (is_bulk_load(x) and reads_by_bulk(x)):
+            state["remote"] = number
+            if "alone" in state:
+                self.report("cluster", number, number, "without meeting the other CTA ahead of")
+            if x.is_a("mbarrier.arrive") and not x.parts >= {"release", "cluster"}:
+                self.report("scope", number, number, "releases nothing to the other CTA: expected .release.cluster in")
+        elif x.is_a("barrier.cluster.arrive"):
+            state.pop("remote", None)
+            state["leaving"] = number
+            if "relaxed" in x.parts:
+                self.report("scope", number, number, "releases nothing to the other CTA: expected no .relaxed in")
+        elif x.is_a("barrier.cluster.wait"):
+            state.pop("leaving", None)
+            state.pop("alone", None)
+
+    def release(self, number: int, x: Instruction, state: _State) -> None:
+        """What a thread has stored, or knows to be stored, is released by its counting of it in global memory."""
+        if x.is_a("fence.acq_rel", "fence.sc", "membar") and x.parts & WIDE_SCOPES:
+            state.pop("unreleased", None)
+        elif x.is_a("red") and "global" in x.parts and x.parts & {"s32", "u32", "s64", "u64"}:
+            if "unreleased" in state and not ("release" in x.parts and x.parts & WIDE_SCOPES):
+                self.report("scope", number, state["unreleased"], "without .release.gpu or fence.acq_rel.gpu behind")
+        elif tells_others(x) or x.is_a("st", "red", "cp", "mbarrier.try_wait", "mbarrier.test_wait", "barrier"):
+            state.setdefault("unreleased", number)
 
     def warp(self, number: int, x: Instruction, state: _State) -> None:
         """What all threads of the warp have stored, before one of them arrives for all.
@@ -592,6 +633,18 @@ def _told(thread: Thread, x: Instruction, address: Value | None, rank: int) -> t
 def _is_remote(x: Instruction) -> bool:
     """Whether it arrives at a barrier that a thread has mapped to another CTA."""
     return x.is_a("mbarrier.arrive") and "shared::cluster" in x.parts
+
+
+def _polls(kernel: _Kernel) -> Iterator[Finding]:
+    for x in polls(kernel.program):
+        if not ("acquire" in x.parts and x.parts & WIDE_SCOPES):
+            yield Finding("scope", x.line, f"{x.opcode} in a loop that waits: expected ld.acquire.gpu")
+
+
+def _offsets(kernel: _Kernel) -> Iterator[Finding]:
+    for x, widened in offsets_that_may_wrap(kernel.program.function):
+        text = f"{widened.opcode} of a product of sizes in 32 bits, an offset of {x.opcode} in line {x.line}"
+        yield Finding("offset", widened.line, text)
 
 
 def _expected_bytes(kernel: _Kernel) -> Iterator[Finding]:

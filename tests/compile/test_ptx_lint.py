@@ -132,6 +132,8 @@ def test_a_kernel_that_keeps_all_rules() -> None:
     assert lint(KERNEL) == []
 
 
+_MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+_REMOTE = "mapa.shared::cluster.u32 %r35, %r1, 1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r35];"
 PLANTED = {
     "no fence behind initialisation": ("init-fence", r"fence\.mbarrier_init[^;]*;", ""),
     "no barrier of the warp": ("warp", r"bar\.warp\.sync -1;", ""),
@@ -193,6 +195,33 @@ PLANTED = {
     "an arrival by a whole warp": ("arrivals", r"(elect\.sync _\|%p4, -1;)\s+@!%p4 bra END;(\s+mbarrier)", r"\2"),
     "an arrival too many": ("arrivals", r"(@%p11 bra LOADS;)", r"\1 mbarrier.arrive.shared.b64 _, [%r1+8];"),
     "bytes that nobody expects": ("expected-bytes", r"arrive\.expect_tx([^;]*), 16384", r"arrive\1"),
+    "a turn that is polled without acquiring": ("scope", r"ld\.acquire\.gpu", "ld.relaxed.gpu"),
+    "a turn that is acquired from the CTA alone": ("scope", r"ld\.acquire\.gpu", "ld.acquire.cta"),
+    "a turn that is passed on without releasing": ("scope", r"red\.release\.gpu", "red.relaxed.gpu"),
+    "a turn that is released to the CTA alone": ("scope", r"red\.release\.gpu", "red.release.cta"),
+    "an addition behind the fence that releases": (
+        "scope",
+        r"red\.release\.gpu",
+        "fence.acq_rel.gpu; red.global.add.f32 [%rd7+64], %r9; red.relaxed.gpu",
+    ),
+    "an offset in 32 bits": (
+        "offset",
+        r"(red\.release)",
+        r"ld.param.u32 %r36, [map]; shl.b32 %r37, %r36, 14; mul.wide.s32 %rd6, %r37, 4; add.s64 %rd6, %rd8, %rd6; "
+        r"st.global.b32 [%rd6], %r9; \1",
+    ),
+    "an arrival before CTAs meet": ("cluster", r"(@%p18 bra END;)", r"\1 " + _REMOTE + " " + _MEET),
+    "an arrival behind the last meeting": ("cluster", r"(@%p18 bra END;)", r"\1 " + _MEET + " " + _REMOTE),
+    "an end between arrival and wait": (
+        "cluster",
+        r"(@%p18 bra END;)",
+        r"\1 " + _MEET + _REMOTE + _MEET.replace("barrier.cluster.wait;", ""),
+    ),
+    "an arrival of the CTA's scope": (
+        "scope",
+        r"(@%p18 bra END;)",
+        r"\1 " + _MEET + _REMOTE.replace(".release.cluster", "") + _MEET,
+    ),
     "bytes for another barrier": ("expected-bytes", r"(%r6\}\]), \[%r33\+16\]", r"\1, [%r1+8]"),
 }
 
@@ -206,6 +235,14 @@ def test_most_planted_bugs_break_one_rule() -> None:
     """What one rule finds is not merely what another one finds, too."""
     alone = {rule for rule, *change in PLANTED.values() if rules(changed(KERNEL, *change)) == {rule}}
     assert alone == {rule for rule, *_ in PLANTED.values()}
+
+
+def test_what_is_released_and_wide_enough() -> None:
+    """A fence ahead of several turns, a product in 64 bits, an arrival between two meetings."""
+    assert rules(changed(KERNEL, r"red\.release\.gpu", "fence.acq_rel.gpu; red.relaxed.gpu")) == set()
+    wide = "ld.param.u32 %r36, [map]; mul.wide.s32 %rd6, %r36, 65536; st.global.b32 [%rd6], %r9; "
+    assert rules(changed(KERNEL, r"(red\.release)", wide + r"\1")) == set()
+    assert rules(changed(KERNEL, r"(@%p18 bra END;)", r"\1 " + _MEET + _REMOTE + _MEET)) == set()
 
 
 def test_a_commit_tells_of_stores() -> None:

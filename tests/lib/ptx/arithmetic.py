@@ -183,7 +183,7 @@ def _elect(s: Statement) -> Effect:
 
     def elect(warp: Warp, mask: Mask) -> None:
         converged(mask)
-        write(warp, LANES == 0, mask)
+        write(warp, warp.elected == LANES, mask)
 
     return elect
 

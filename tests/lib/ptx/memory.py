@@ -134,7 +134,7 @@ def arrive_at_barrier(s: Statement) -> Effect:
     def arrive(warp: Warp, at: int, n: int) -> None:
         barrier = warp.cta.barrier(at, of_cluster=of_cluster)
         if ".expect_tx." in s.name:
-            barrier.bytes += n
+            barrier.expect(n)
             barrier.arrive()
         else:
             barrier.arrive(n)

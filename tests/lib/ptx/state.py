@@ -75,6 +75,12 @@ class Barrier:
         self.bytes -= num_bytes
         self._check()
 
+    def expect(self, num_bytes: int) -> None:
+        """Bytes are announced; hardware counts up to 2^20 - 1 of them."""
+        self.bytes += num_bytes
+        if abs(self.bytes) >= 1 << 20:
+            raise FaultError(f"an mbarrier that {self.bytes} bytes are to come to")
+
     def _check(self) -> None:
         if self.pending < 0:
             raise FaultError("more arrivals than a phase has")
@@ -166,6 +172,11 @@ class Warp:
     open_group: list["Copy"] = field(default_factory=list)  # of stores
     groups: list[list["Copy"]] = field(default_factory=list)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
+
+    @property
+    def elected(self) -> int:
+        """The lane that hardware chooses, which is any, and always the same."""
+        return (5 + 7 * self.index) % len(LANES)
 
     def __post_init__(self) -> None:
         for name, value in {

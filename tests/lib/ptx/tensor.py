@@ -129,7 +129,9 @@ def _multiply(cta: Cta, p: Product) -> None:
     rows, columns = (i >> 24 & 31) * 16 // len(ctas), (i >> 17 & 63) * 8
     # Of 128 rows that a pair has, the second half of the columns is in the lanes behind those of the first.
     halves = 2 if rows == 64 and p.by_pair else 1
-    if rows * halves != 128 or i >> 4 & 3 != 1:  # float32 sums
+    # Neither sparsity, saturation, negation nor shifts; float32 sums; two operands of one kind.
+    is_known = not i & _UNUSED and i >> 4 & 3 == 1 and i >> 7 & 7 == i >> 10 & 7
+    if rows * halves != 128 or not is_known or not 16 <= columns <= 256 or columns % 16:
         raise FaultError(f"a product of another kind: {i:#x}")
     is_transposed = bool(i >> 16 & 1)
     b = [_operand(each, p.b, columns // len(ctas), is_transposed=is_transposed) for each in ctas]
@@ -157,7 +159,7 @@ def _left(cta: Cta, p: Product, rows: int) -> Array:
 def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Array:
     """16 of the columns that are summed over, of some rows, from where a descriptor says."""
     start, leading, stride = (descriptor >> bits << 4 & 0x3FFF0 for bits in (0, 16, 32))
-    if (descriptor >> 46 & 3, descriptor >> 49 & 7) != (1, 0) or descriptor >> 61 not in _ROW_BYTES:
+    if descriptor & _FIXED != 1 << 46 or descriptor >> 61 not in _ROW_BYTES:
         raise FaultError(f"another layout: {descriptor:#x}")
     row, k, row_bytes = np.arange(rows)[:, None], np.arange(16), _ROW_BYTES[descriptor >> 61]
     if is_transposed:
@@ -168,6 +170,8 @@ def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Ar
     return cta.shared.view("u2")[swizzled(start + offsets, row_bytes)]
 
 
+_UNUSED = 0b1110_0000_1000_0000_0110_0000_0100_1111  # bits of an instruction's descriptor
+_FIXED = 0x1FFF_C000_C000_C000  # of an operand's, whose other bits are addresses, distances and the swizzle
 _ROW_BYTES = {2: 128, 4: 64}  # of a swizzled layout, by its kind in descriptors
 
 

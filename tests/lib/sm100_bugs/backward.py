@@ -485,6 +485,48 @@ BACKWARD: Bugs = {
             "d64",
         ),
     ),
+    "memory order": (
+        Bug(
+            "a turn is polled without acquiring",
+            _POLL.rewritten("acquire", "relaxed"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+        Bug(
+            "compute warps poll for all turns at the scope of the CTA",
+            find(_COMPUTE, "ld.acquire", 2).rewritten("gpu", "cta"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+        Bug(
+            "a turn is passed on without releasing",
+            find(_ADD, "red.release").rewritten("release", "relaxed"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+        Bug(
+            "a turn is passed on at the scope of the CTA",
+            find(_ADD, "red.release").rewritten("gpu", "cta"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+    ),
+    "offset": (
+        Bug(
+            "the offset of a block of dQ is computed in 32 bits",
+            find(_ADD, "mul.wide", having=", 32768;").rewritten(
+                r"mul\.wide\.s32\s+(%rd\d+), (%r\d+), 32768;",
+                r"{ .reg .b32 t; mul.lo.s32 t, \2, 32768; cvt.s64.s32 \1, t; }",
+            ),
+            "d64",
+            lint="offset",
+            shows=False,
+        ),
+    ),
     "registers": (
         Bug(
             "compute warps take more registers than others have given",

@@ -246,6 +246,31 @@ PAIR: Bugs = {
             FIRST_LAGS,
         ),
     ),
+    "memory order": (
+        Bug(
+            "compute warps arrive at the leader's barriers at the scope of the CTA",
+            find(_SENDS, "mbarrier.arrive.release.cluster", 6)[:1].rewritten(r"\.release\.cluster", ""),
+            "one",
+            lint="scope",
+            shows=False,
+        ),
+    ),
+    "leaving": (
+        Bug(
+            "a warp arrives at the other CTA's barrier behind the last meeting",
+            find(_DRAIN, "mbarrier.arrive.release.cluster", 2)[1].moved_behind(meetings(_DRAIN)[3]),
+            "one",
+            lint="cluster",
+            shows=False,
+        ),
+        Bug(
+            "a warp arrives at the other CTA's barrier ahead of the first meeting",
+            meetings(_DRAIN)[1].moved_behind(meetings(_DRAIN)[2]),
+            "one",
+            lint="cluster",
+            shows=False,
+        ),
+    ),
     "registers": (
         Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
     ),

@@ -275,7 +275,7 @@ class BiasGradientSm100:
         if const_expr(c.split):
             fours = cute.make_tensor(sums.iterator, cute.make_layout((4, c.keys // 4)))
             for i in cutlass.range_constexpr(c.keys // 4):
-                cute.autovec_copy(fours[None, i], partial_sums[cute.arch.block_idx()[0], i, thread, None])
+                cute.autovec_copy(fours[None, i], partial_sums[Int64(cute.arch.block_idx()[0]), i, thread, None])
         else:
             self._write(a, owner, sums, shared.tile, thread)
 
@@ -367,7 +367,7 @@ class BiasGradientSm100:
         sums.fill(0.0)
         four = cute.make_rmem_tensor(4, Float32)
         for split in cutlass.range(a.numbers.splits, unroll=1):
-            part = partial_sums[split * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0], None, thread, None]
+            part = partial_sums[Int64(split * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]), None, thread, None]
             for i in cutlass.range_constexpr(c.keys // 4):
                 cute.autovec_copy(part[i, None], four)
                 for j in cutlass.range_constexpr(4):
