@@ -36,6 +36,28 @@ def registers(direction: str, count: int) -> str:
     return f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
 
 
+ELECT = "elect.sync %r4|%p2, -1;\n@%p2 mbarrier.init.shared.b64 [%r3], 3;\n"
+EXPECT = "@%p2 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], 600000;\n"
+
+
+def test_bytes_that_an_mbarrier_counts() -> None:
+    """Of a phase they are fewer than 2^20."""
+    run(ELECT + EXPECT, "", 0)
+    with pytest.raises(ptx.FaultError, match="that 1200000 bytes are to come to"):
+        run(ELECT + 2 * EXPECT, "", 0)
+
+
+def test_any_lane_is_elected() -> None:
+    """Code that takes the first one for the elected one is refused."""
+    only_first = "elect.sync %r4|%p2, -1;\nsetp.eq.s32 %p3, %r1, 0;\nand.pred %p2, %p2, %p3;\n"
+    with pytest.raises(ptx.FaultError, match="no mbarrier"):
+        run(
+            only_first + "@%p2 mbarrier.init.shared.b64 [%r3], 1;\nmbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0;",
+            "",
+            0,
+        )
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_registers_that_others_give_back(seed: int) -> None:
     run(registers("inc", 200), registers("dec", 56), seed)

@@ -101,7 +101,7 @@ class Product:
         case, n = self.case, self.case.n
         pair = case.pair
         thread, _, _ = cute.arch.thread_idx()
-        rank, _, _ = cute.arch.block_idx()
+        rank = cute.arch.block_idx_in_cluster()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         sA = allocator.allocate_tensor(self.dtype, sA_layout.outer, 1024, sA_layout.inner)

@@ -165,6 +165,9 @@ FORWARD: Bugs = {
         Bug("a step multiplies the 16 columns of Q that are the next one's", _OF_S.flipped(A, 2), "one"),
         Bug("V is said to have keys contiguous", _OF_O.flipped(KIND, 1 << 16), "one"),
         Bug("weights are said to be float16", _OF_O.flipped(KIND, 1 << 7), "one"),
+        Bug("K is negated", _OF_S.flipped(KIND, 1 << 14), "one"),
+        Bug("sums are saturated", _OF_O.flipped(KIND, 1 << 3), "one"),
+        Bug("V is said to have two of four numbers", _OF_O.flipped(KIND, 1 << 2), "one"),
         Bug("products of scores are said to have half the keys", _OF_S.flipped(KIND, (16 ^ 8) << 17), "one"),
     ),
     "wrong column": (
