@@ -32,13 +32,13 @@ def _expanded(inputs: AttentionInputs, x: Tensor | None) -> Tensor | None:
     return x.expand(batch[0] if batch else 1, nheads, rows, keys)
 
 
-def dense_has_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
-    """Whether some query of a dense batch without padding sees no key; see ``with_blind_apart``."""
+def dense_has_fully_masked(inputs: AttentionInputs, window_right: int | None) -> bool:
+    """Whether some query of a dense batch without padding sees no key; see ``split_fully_masked``."""
     return window_right is not None and inputs.q.shape[1] - inputs.k.shape[1] > window_right
 
 
-def may_have_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
-    """Whether ``with_blind_apart`` makes two sequences of each."""
+def may_have_fully_masked(inputs: AttentionInputs, window_right: int | None) -> bool:
+    """Whether ``split_fully_masked`` makes two sequences of each."""
     cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     if window_right is None or cu_q is None or cu_k is None:
         return False
@@ -46,7 +46,7 @@ def may_have_blind(inputs: AttentionInputs, window_right: int | None) -> bool:
     return q is not k and (q.is_meta or not q.is_set_to(k))
 
 
-def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> AttentionInputs:
+def split_fully_masked(inputs: AttentionInputs, window_right: int | None) -> AttentionInputs:
     """The packed sequences, each in two: its queries that see no key, and no keys; and all else.
 
     Blind are the first seqlen_q - seqlen_k - right queries of a sequence under a window bounded to the right, and all
@@ -58,17 +58,17 @@ def with_blind_apart(inputs: AttentionInputs, window_right: int | None) -> Atten
     left as they are. The host reads nothing else; what it cannot rule out costs it some small launches.
     """
     cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
-    if window_right is None or cu_q is None or cu_k is None or not may_have_blind(inputs, window_right):
+    if window_right is None or cu_q is None or cu_k is None or not may_have_fully_masked(inputs, window_right):
         return inputs
     # No more than a sequence owns, or the offsets between its two parts would lie behind its end.
     lengths_q = cu_q.diff() if used_q is None else torch.minimum(used_q, cu_q.diff())
     lengths_k = cu_k.diff() if used_k is None else used_k
     right = min(window_right, inputs.q.shape[0])  # no sequence is longer, and the difference stays within 32 bits
-    blind = (lengths_q - lengths_k - right).clamp_(min=0)
+    fully_masked = (lengths_q - lengths_k - right).clamp_(min=0)
     cu_q, cu_k = (_in_turn(cu, cu)[:-1] for cu in (cu_q, cu_k))
-    cu_q[1::2] += blind
+    cu_q[1::2] += fully_masked
     if used_q is not None:
-        used_q = _in_turn(blind, lengths_q - blind)
+        used_q = _in_turn(fully_masked, lengths_q - fully_masked)
     if used_k is not None:
         used_k = _in_turn(torch.zeros_like(used_k), used_k)
     return inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k)

@@ -125,7 +125,7 @@ class ForwardArguments(NamedTuple):
     mWorkspace: Annotated[Any, Argument(BYTES, when="features.mask")]  # room for what is made of a mask
     mNextTile: Annotated[Any, Argument(INTS, when="persistent")]  # counters of a stream; takes the first
     blocks: BlockArguments
-    mSeen: Annotated[Any, _SEEN]  # (batch, query, first key and that behind the last), flattened
+    mIntervals: Annotated[Any, _SEEN]  # (batch, query, first key and that behind the last), flattened
     numbers: ForwardNumbers
 
 
@@ -179,7 +179,7 @@ class BackwardArguments(NamedTuple):
     # how many tiles add to each block of queries, of lists that differ.
     mLaunchOrder: Annotated[Any, _TABLE]
     mContributors: Annotated[Any, replace(_TABLE, kind=replace(INTS, strided=True))]
-    mSeen: Annotated[Any, _SEEN]  # (batch, key, first query and that behind the last), flattened
+    mIntervals: Annotated[Any, _SEEN]  # (batch, key, first query and that behind the last), flattened
     numbers: BackwardNumbers
 
 

@@ -22,7 +22,7 @@ class BackwardSizes:
     tile_n: ClassVar[int]  # keys a tile
 
     @property
-    def counters(self) -> tuple[int, int]:
+    def semaphores(self) -> tuple[int, int]:
         """Counters of additions a block of queries, and of keys."""
         raise NotImplementedError
 
@@ -58,13 +58,13 @@ class BackwardSizes:
             num_n_blocks: tiles of keys a head.
             mask: what there is of the tables that are made of a mask; None without one.
         """
-        counters, counters_k = self.counters
+        semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
             "mStats": (2, heads, num_m_blocks, self.tile_m),
             "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
         }
         if self.counts_additions:
-            parts["mTurnsQ"] = counters, heads, num_m_blocks * sums
+            parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks * sums
         if mask is not None:
             rows = mask.sets * mask.rows
             parts |= self.mask_parts(rows, mask.blocks)
@@ -73,7 +73,7 @@ class BackwardSizes:
             parts["mLists"] = mask.sets * mask.key_tiles, 2
             parts["mEntries"] = mask.sets * mask.blocks * mask.m_blocks, 3
         if self.features.grouped:
-            parts["mTurnsK"] = counters_k, heads_k, num_n_blocks
+            parts["mSemaphoresK"] = semaphores_k, heads_k, num_n_blocks
             parts["mdKVaccum"] = 2, heads_k, num_n_blocks, self.tile_n * self.tile_d
         return parts
 

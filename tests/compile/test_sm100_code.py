@@ -235,8 +235,8 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     assert count["LDTM"] == pieces * (3 + changes) + c.features.bias + c.tile_dv // 32 + c.tile_dv // 16
     # Weights are stored at two places, in pieces of at most 32 columns, the last 16 apart, and zeros at a third, but
     # under a mask.
-    weights, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
-    assert count["STTM"] == 2 * weights + zeros + pieces * changes + c.features.bias + c.tile_dv // 32
+    P, zeros = -(-(c.tile_n // 2 - 16) // 32) + 1, 0 if c.features.listed else c.tile_n // 64
+    assert count["STTM"] == 2 * P + zeros + pieces * changes + c.features.bias + c.tile_dv // 32
     # Pairs of weights at two places, fused, so that bits never depend on the place; four more of a polynomial.
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
@@ -393,10 +393,10 @@ def test_backward_sizes(d: int, keys: int) -> None:
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
         if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
             first, columns = parts.pop()
-            weights = c.queries // 2 if c.num_passes == 1 else 0
-            assert first == c.first_S + weights
-            assert columns == c.tile_m - 2 * weights
-            assert c.num_passes == 2 or c.weights_apart == weights + columns
+            P = c.queries // 2 if c.num_passes == 1 else 0
+            assert first == c.first_S + P
+            assert columns == c.tile_m - 2 * P
+            assert c.num_passes == 2 or c.P_stride == P + columns
         parts.sort()
         assert all(first + columns <= behind for (first, columns), (behind, _) in itertools.pairwise(parts))
         assert sum(parts[-1]) <= TENSOR_COLUMNS

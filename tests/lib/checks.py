@@ -280,13 +280,13 @@ def rounding_over_keys(shape: torch.Size, error: Tensor, dout: Tensor) -> float:
     return 4.0 * squares.max().sqrt().item() if squares.numel() else 0.0
 
 
-def assert_blind_queries_reach_nothing(call: Call, *, through_lse: bool = False, **options: Any) -> None:
+def assert_fully_masked_queries_reach_nothing(call: Call, *, through_lse: bool = False, **options: Any) -> None:
     """``assert_rows_reach_nothing`` of the queries that the window lets see no key, if these are some of all."""
-    blind = call.blind_rows().to(call.q.device)
-    assert blind.any()
-    assert not blind.all()
-    keys = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=blind.device)
-    assert_rows_reach_nothing(call, blind, keys, through_lse=through_lse, **options)
+    fully_masked = call.fully_masked_rows().to(call.q.device)
+    assert fully_masked.any()
+    assert not fully_masked.all()
+    keys = torch.zeros(call.k.shape[:-2], dtype=torch.bool, device=fully_masked.device)
+    assert_rows_reach_nothing(call, fully_masked, keys, through_lse=through_lse, **options)
 
 
 def assert_rows_reach_nothing(

@@ -93,13 +93,13 @@ class Call:
                 real = real.sum(dim, keepdim=True)
         return (real == 0).expand(shape).reshape(x.shape)
 
-    def blind_rows(self) -> Tensor:
+    def fully_masked_rows(self) -> Tensor:
         """A boolean map over the leading dimensions of q: real queries that the window lets see no key."""
-        blind = torch.zeros(self.q.shape[: 1 if self.cu_seqlens_q is not None else 2], dtype=torch.bool)
+        fully_masked = torch.zeros(self.q.shape[: 1 if self.cu_seqlens_q is not None else 2], dtype=torch.bool)
         for b, rows_q, rows_k in self.sequences():
             visible = window(self, rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
-            (blind if b is None else blind[b])[rows_q] = ~visible.any(1)
-        return blind
+            (fully_masked if b is None else fully_masked[b])[rows_q] = ~visible.any(1)
+        return fully_masked
 
 
 def window(call: Call, seqlen_q: int, seqlen_k: int) -> Tensor:

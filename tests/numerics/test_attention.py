@@ -174,35 +174,35 @@ def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink:
     """As merging two lse of -inf makes them. They reach nothing but the sink's gradient, which lse has a part in."""
     shape: dict[str, Any] = {} if hidden_by == "causal" else {hidden_by: (1, 1, 1)}
     call = random_call([12], [12], sink=sink, device=device, **shape)
-    blind = torch.zeros(12, dtype=torch.bool, device=device)
+    fully_masked = torch.zeros(12, dtype=torch.bool, device=device)
     if hidden_by == "mask":
         assert call.mask is not None
         call.mask[:, :, 0] = True
         call.mask[:, 5] = False
-        blind[5] = True
+        fully_masked[5] = True
     elif hidden_by == "bias":
         assert call.bias is not None
         with torch.no_grad():
             call.bias[:, 5] = -torch.inf
-        blind[5] = True
+        fully_masked[5] = True
     else:
         call = random_call([12], [9], sink=sink, causal=True, device=device)
-        blind[:3] = True
+        fully_masked[:3] = True
     names = ["q", "k", "v", *(["learnable_sink"] if sink else [])]
     leaves = [getattr(call, name) for name in names]
     out, lse = run(call, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    dlse[:, blind] = 0
+    dlse[:, fully_masked] = 0
     expected = torch.autograd.grad(
-        (out, lse), leaves, (dout.masked_fill(blind[:, None, None], 0), dlse), retain_graph=True
+        (out, lse), leaves, (dout.masked_fill(fully_masked[:, None, None], 0), dlse), retain_graph=True
     )
-    dout[blind] = torch.nan
+    dout[fully_masked] = torch.nan
     if not sink:
-        dlse[:, blind] = torch.nan
+        dlse[:, fully_masked] = torch.nan
     got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     for name, a, b in zip(names, got, expected, strict=True):
         torch.testing.assert_close(a, b, msg=name)
-    assert (got[0][blind] == 0).all()
+    assert (got[0][fully_masked] == 0).all()
 
 
 def test_hidden_bias_may_hold_anything(device: str) -> None:

@@ -153,17 +153,17 @@ def test_rows_and_columns_that_see_nothing(sink: bool) -> None:
     call = masked(random_call([length], packed=False, sink=sink), Made(BlockMask.from_dense(shown), shown[None, None]))
     assert_matches_oracle(call, through_lse=not sink)
     out, lse = run(call, return_lse=True)
-    blind = ~shown.any(1)
-    assert (out[0, blind] == 0).all()
+    fully_masked = ~shown.any(1)
+    assert (out[0, fully_masked] == 0).all()
     if not sink:
-        assert lse[0, :, blind].isneginf().all()
+        assert lse[0, :, fully_masked].isneginf().all()
     dout = torch.randn_like(out)
-    expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.index_fill(1, blind.nonzero()[:, 0], 0.0))
-    dout[:, blind] = torch.nan
+    expected = torch.autograd.grad(out, (call.q, call.k, call.v), dout.index_fill(1, fully_masked.nonzero()[:, 0], 0.0))
+    dout[:, fully_masked] = torch.nan
     again = run(call)
     got = torch.autograd.grad(again, (call.q, call.k, call.v), dout)
     assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert (got[0][:, blind] == 0).all()
+    assert (got[0][:, fully_masked] == 0).all()
     assert (got[1][:, 256:390] == 0).all()
     assert (got[2][:, 256:390] == 0).all()
 

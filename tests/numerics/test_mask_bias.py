@@ -21,8 +21,8 @@ from tests.lib.checks import (
     DEVICES,
     LAYOUTS,
     Case,
-    assert_blind_queries_reach_nothing,
     assert_close,
+    assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
     bitwise_equal,
     both_passes,
@@ -235,11 +235,11 @@ def test_queries_that_the_window_lets_see_no_key(backend: str, options: Case, pa
     kept = (1, 1, 1) if packed else (1, 1, 1, 1)
     call = call_on(backend, *lengths, packed=packed, mask=kept, bias=kept, **options)
     assert call.bias is not None
-    blind = call.blind_rows().to(call.bias.device)
+    fully_masked = call.fully_masked_rows().to(call.bias.device)
     by_row = call.bias.detach().movedim(-3, -2)  # batch, queries, heads, keys
-    by_row[blind] = torch.nan
+    by_row[fully_masked] = torch.nan
     assert_matches_oracle(call, through_lse=through_lse, backend=backend)
-    assert_blind_queries_reach_nothing(call, through_lse=through_lse, backend=backend)
+    assert_fully_masked_queries_reach_nothing(call, through_lse=through_lse, backend=backend)
 
 
 # --- What is hidden, and what sees nothing.

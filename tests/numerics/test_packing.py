@@ -54,7 +54,7 @@ def visible_pairs(call: Call) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_blind_queries_apart(form: dict[str, Any]) -> None:
+def test_fully_masked_queries_apart(form: dict[str, Any]) -> None:
     """Blind queries, found by looking at every pair, are the first of each two sequences, and none of the others."""
     seen = 0
     for seed in range(300):
@@ -66,21 +66,21 @@ def test_blind_queries_apart(form: dict[str, Any]) -> None:
         if not form["packed"]:
             if not form["seqused"]:
                 has_keys = call.k.shape[1] > 0  # else no kernel is asked
-                blind = call.blind_rows().any().item()
-                assert packing.dense_has_blind(inputs, right) == blind or not has_keys
+                fully_masked = call.fully_masked_rows().any().item()
+                assert packing.dense_has_fully_masked(inputs, right) == fully_masked or not has_keys
             inputs = packing.as_packed(inputs)
             assert torch.equal(visible_pairs(retold(call, inputs)), visible_pairs(call))
-        apart = retold(call, packing.with_blind_apart(inputs, right))
+        apart = retold(call, packing.split_fully_masked(inputs, right))
         assert torch.equal(visible_pairs(apart), visible_pairs(call))
         for real, original in zip(apart.real_rows(), call.real_rows(), strict=True):
             assert torch.equal(real, original.flatten())
-        blind_rows, sequences = call.blind_rows().flatten(), apart.sequences()
+        fully_masked_rows, sequences = call.fully_masked_rows().flatten(), apart.sequences()
         assert len(sequences) == 2 * len(lengths_q)
-        for (_, blind_q, no_keys), (_, seeing_q, keys) in zip(sequences[::2], sequences[1::2], strict=True):
+        for (_, masked_q, no_keys), (_, seeing_q, keys) in zip(sequences[::2], sequences[1::2], strict=True):
             assert no_keys.start == no_keys.stop == keys.start
-            assert blind_rows[blind_q].all()
-            assert not blind_rows[seeing_q].any() or keys.start == keys.stop
-            seen += blind_q.stop - blind_q.start
+            assert fully_masked_rows[masked_q].all()
+            assert not fully_masked_rows[seeing_q].any() or keys.start == keys.stop
+            seen += masked_q.stop - masked_q.start
     assert seen > 100
 
 
@@ -94,10 +94,10 @@ def test_equal_lengths_are_left_alone() -> None:
     same_used = padded._replace(seqused_k=padded.seqused_q.detach())
     dense = inputs_of(random_call([5], [3], packed=False))
     for inputs in (same_offsets, same_used, dense):
-        assert packing.with_blind_apart(inputs, 0) is inputs
-    assert packing.with_blind_apart(bare, None) is bare
+        assert packing.split_fully_masked(inputs, 0) is inputs
+    assert packing.split_fully_masked(bare, None) is bare
     for inputs in (bare, padded, same_offsets._replace(seqused_k=padded.seqused_k)):
-        assert packing.with_blind_apart(inputs, 0) is not inputs
+        assert packing.split_fully_masked(inputs, 0) is not inputs
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -108,7 +108,7 @@ def test_backends_agree_on_what_is_told(form: dict[str, Any]) -> None:
         inputs = inputs_of(call)
         packed = inputs if form["packed"] else packing.as_packed(inputs)
         results = []
-        for told in (packed, packing.with_blind_apart(packed, 0)):
+        for told in (packed, packing.split_fully_masked(packed, 0)):
             spec = AttentionSpec.of(told, Options(None, None, 0, 0.0, True, True))
             out, lse = BACKENDS["portable"].forward(spec, told)
             needs: Any = {"need_dbias": False, "need_dsink": False}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.lib.checks import (
-    assert_blind_queries_reach_nothing,
+    assert_fully_masked_queries_reach_nothing,
     assert_matches_oracle,
     bitwise_equal,
     padded_results,
@@ -102,7 +102,7 @@ def test_queries_that_see_no_key(
 ) -> None:
     lengths = ([150, 40, 3, 20], [60, 5, 0, 30]) if packed or seqused else ([150] * 2, [60] * 2)
     call = random_call(*lengths, packed=packed, seqused=seqused, dtype=dtype, device=device, **options)
-    assert_blind_queries_reach_nothing(call, through_lse=through_lse)
+    assert_fully_masked_queries_reach_nothing(call, through_lse=through_lse)
 
 
 @pytest.mark.parametrize("kept", [slice(1, -1), slice(2, 3)], ids=["between them", "no sequences"])

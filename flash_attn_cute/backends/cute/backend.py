@@ -18,12 +18,12 @@ from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.packing import (
     as_one_batch,
     as_packed,
-    dense_has_blind,
-    may_have_blind,
+    dense_has_fully_masked,
+    may_have_fully_masked,
     needs_intervals,
     over_scores,
     sees,
-    with_blind_apart,
+    split_fully_masked,
     without_padding,
     without_padding_of_queries,
     zeroed,
@@ -135,7 +135,7 @@ class CuteBackend:
             layout = _layout(inputs, bias, is_repacked=repacked, blocks=blocks)._replace(intervals=intervals)
             given = as_packed(inputs) if repacked else inputs
             num_sequences = _num_sequences(given)
-            if may_have_blind(given, spec.window_right):
+            if may_have_fully_masked(given, spec.window_right):
                 num_sequences *= 2
             shapes = plan.Shapes(given.q.shape, given.k.shape, num_sequences, given.max_seqlen_q, False, layout)
             backward = _for_people(plan.plan_backward(self.architecture, spec, shapes, num_sms))
@@ -279,7 +279,7 @@ class CuteBackend:
                 mWorkspace=workspace,
                 mNextTile=next_tile() if launch.takes_tiles else None,
                 blocks=_rows_of(inputs, launch.plan.config),
-                mSeen=_seen(inputs, 0),
+                mIntervals=_seen(inputs, 0),
                 numbers=launch.plan.numbers,
             )
         )
@@ -298,7 +298,7 @@ class CuteBackend:
         dv: Tensor,
     ) -> "_Backward":
         """Fills dq, dk and dv, and returns what is left to others."""
-        inputs = with_blind_apart(inputs, spec.window_right)
+        inputs = split_fully_masked(inputs, spec.window_right)
         q, k = inputs.q, inputs.k
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         launch = self._prepare_backward(
@@ -498,7 +498,7 @@ def _num_sequences(inputs: AttentionInputs) -> int:
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
     """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
-    return spec.packed or spec.has_seqused or dense_has_blind(inputs, spec.window_right)
+    return spec.packed or spec.has_seqused or dense_has_fully_masked(inputs, spec.window_right)
 
 
 def _layout(
@@ -552,7 +552,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
     """From the side of keys, with the configuration's blocks of queries; and what else a backward pass needs of it."""
     tables = inputs.block_mask
     if tables is None:
-        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mSeen": None}
+        return {"blocks": _NO_BLOCKS, "mLaunchOrder": None, "mContributors": None, "mIntervals": None}
     columns = tables.columns
     assert columns is not None, "block_mask: has no columns, though gradients are wanted"
     is_half = config.tile_m == HALF
@@ -560,7 +560,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
         "blocks": _blocks(columns.spans[0 if is_half else 1], columns.entries, tables.rows.tiles, config),
         "mLaunchOrder": columns.order.flatten(),
         "mContributors": columns.contributors.flatten() if is_half else tables.rows.spans.flatten()[1::2],
-        "mSeen": _seen(inputs, 1),
+        "mIntervals": _seen(inputs, 1),
     }
 
 

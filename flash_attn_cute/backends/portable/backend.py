@@ -99,15 +99,15 @@ def _runs(spec: AttentionSpec, rows_q: list[Rows], rows_k: list[Rows]) -> list[R
 def _forward(
     spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, out: Tensor, lse: Tensor
 ) -> None:
-    blind, band = _window(spec, run)
+    num_fully_masked, band = _window(spec, run)
     out, lse = view_rows(out, run, run.q, spec.packed), view_lse(lse, run, spec.packed)
-    out[:, :, :blind], lse[:, :, :blind] = 0.0, -torch.inf
-    if blind < run.q.length:
-        tile = _tile(spec, inputs, lists, run, blind, band)
+    out[:, :, :num_fully_masked], lse[:, :, :num_fully_masked] = 0.0, -torch.inf
+    if num_fully_masked < run.q.length:
+        tile = _tile(spec, inputs, lists, run, num_fully_masked, band)
         if fused.serves(tile):
-            fused.forward(tile, out[:, :, blind:], lse[:, :, blind:])
+            fused.forward(tile, out[:, :, num_fully_masked:], lse[:, :, num_fully_masked:])
         else:
-            blockwise.forward(tile, out[:, :, blind:], lse[:, :, blind:])
+            blockwise.forward(tile, out[:, :, num_fully_masked:], lse[:, :, num_fully_masked:])
     if inputs.learnable_sink is not None:
         sink = inputs.learnable_sink.to(lse.dtype)[:, None]
         merged = torch.logaddexp(lse, sink)
@@ -126,23 +126,23 @@ def _backward(
     dlse: Tensor | None,
     grads: Gradients,
 ) -> None:
-    blind, band = _window(spec, run)
+    num_fully_masked, band = _window(spec, run)
     out, dout, dq = (view_rows(x, run, run.q, spec.packed) for x in (out, dout, grads.dq))
     dk, dv = (view_rows(x, run, run.k, spec.packed) for x in (grads.dk, grads.dv))
     lse = view_lse(lse, run, spec.packed)
     dlse = None if dlse is None else view_lse(dlse, run, spec.packed)
-    dq[:, :, :blind] = 0
-    if blind == run.q.length:
+    dq[:, :, :num_fully_masked] = 0
+    if num_fully_masked == run.q.length:
         dk.zero_()
         dv.zero_()
     else:
-        tile = _tile(spec, inputs, lists, run, blind, band)
-        seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, blind:] for x in (out, lse, dout, dq))
+        tile = _tile(spec, inputs, lists, run, num_fully_masked, band)
+        seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, num_fully_masked:] for x in (out, lse, dout, dq))
         if dlse is None and fused.serves_backward(tile):
             fused.backward(tile, seen_out, seen_lse, seen_dout, seen_dq, dk, dv)
         else:
-            delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, blind:])
-            dbias = view_scores(grads.dbias, run, blind, spec.packed)
+            delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, num_fully_masked:])
+            dbias = view_scores(grads.dbias, run, num_fully_masked, spec.packed)
             blockwise.backward(tile, seen_lse, seen_dout, delta, seen_dq, dk, dv, dbias)
     if grads.dsink is not None and inputs.learnable_sink is not None:
         weight = (inputs.learnable_sink.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse.isneginf(), 0)
@@ -164,19 +164,21 @@ def _window(spec: AttentionSpec, run: Run) -> tuple[int, Band]:
     band = Band.of(spec, run.q.length, run.k.length)
     if not run.k.length:
         return run.q.length, band
-    blind = 0 if band.upper is None else min(run.q.length, max(0, -band.upper))
-    return blind, Band(*(None if edge is None else edge + blind for edge in band))
+    num_fully_masked = 0 if band.upper is None else min(run.q.length, max(0, -band.upper))
+    return num_fully_masked, Band(*(None if edge is None else edge + num_fully_masked for edge in band))
 
 
-def _tile(spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, blind: int, band: Band) -> Tile:
+def _tile(
+    spec: AttentionSpec, inputs: AttentionInputs, lists: Lists | None, run: Run, num_fully_masked: int, band: Band
+) -> Tile:
     if lists is not None:
-        lists = lists.at(0 if spec.packed else run.first, run.q.start + blind, run.k.start)
+        lists = lists.at(0 if spec.packed else run.first, run.q.start + num_fully_masked, run.k.start)
     return Tile(
-        q=view_rows(inputs.q, run, run.q, spec.packed)[:, :, blind:],
+        q=view_rows(inputs.q, run, run.q, spec.packed)[:, :, num_fully_masked:],
         k=view_rows(inputs.k, run, run.k, spec.packed),
         v=view_rows(inputs.v, run, run.k, spec.packed),
-        mask=view_scores(inputs.mask, run, blind, spec.packed),
-        bias=view_scores(inputs.bias, run, blind, spec.packed),
+        mask=view_scores(inputs.mask, run, num_fully_masked, spec.packed),
+        bias=view_scores(inputs.bias, run, num_fully_masked, spec.packed),
         lists=lists,
         band=band,
         spec=spec,

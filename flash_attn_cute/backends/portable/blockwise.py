@@ -143,8 +143,8 @@ def backward(
             row_delta = block.take(delta).flatten(2, 3).flatten(0, 1)[..., None]
             if tile.mask is not None or tile.bias is not None or block.hidden is not None:
                 # These can leave a query nothing to see. Its weights are 0, its gradients may be NaN.
-                blind = scores.amax(-1, keepdim=True).isneginf()
-                do, row_delta = do.masked_fill(blind, 0), row_delta.masked_fill(blind, 0)
+                fully_masked = scores.amax(-1, keepdim=True).isneginf()
+                do, row_delta = do.masked_fill(fully_masked, 0), row_delta.masked_fill(fully_masked, 0)
             weights = scores.sub_(row_lse.masked_fill(row_lse.isneginf(), torch.inf)).exp_()
             sum_dv[:, block.keys] += _product(weights.to(q.dtype).mT, do)
             dscores = _product(do, v.mT).sub_(row_delta).mul_(weights)

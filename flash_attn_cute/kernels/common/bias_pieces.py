@@ -40,7 +40,7 @@ class Piece:
     first_query: Int32
     first_key: Int32
     first_block: Int32  # of its sequence, in the workspace
-    blind: Int32  # so many first queries are not in the workspace: they see no key
+    num_fully_masked: Int32  # so many first queries are not in the workspace: they see no key
     seen: Boolean  # by some query
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
     code: Int32  # under a mask: where the bits are that say what is hidden
@@ -48,7 +48,7 @@ class Piece:
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory."""
         flags = Int32(self.seen) | Int32(self.hides) << 1
-        where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.blind
+        where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.num_fully_masked
         rows = self.q.start, self.q.length, self.k.start, self.k.length
         for i, value in enumerate((flags, self.code, *where, *rows)):
             fields[i] = value
@@ -56,7 +56,7 @@ class Piece:
     @staticmethod
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
         """From shared memory."""
-        flags, code, head, batch, first_query, first_key, first_block, blind, *rows = (
+        flags, code, head, batch, first_query, first_key, first_block, num_fully_masked, *rows = (
             fields[i] for i in range(_PIECE_FIELDS)
         )
         q_start, q_length, k_start, k_length = rows
@@ -68,7 +68,7 @@ class Piece:
             first_query=first_query,
             first_key=first_key,
             first_block=first_block,
-            blind=blind,
+            num_fully_masked=num_fully_masked,
             seen=flags & 1 != 0,
             hides=flags & 2 != 0,
             code=code,
@@ -212,7 +212,7 @@ class PieceMap:
         _, rows = self.queries_of(a)
         rows_in = rows if n.sums_queries > 0 else Int32(1)
         entry, block = owner.entry + nth // rows_in, owner.block + nth % rows_in
-        batch, q, k, first_query, first_block, blind = self.sequence(a, entry, block)
+        batch, q, k, first_query, first_block, num_fully_masked = self.sequence(a, entry, block)
         window = Window.of(f, a, q.length, k.length)
         row = entry * rows + block if const_expr(f.packed) else block
         num_queries, code = cutlass.min(q.length - first_query, c.tile_m), Int32(EMPTY)
@@ -235,7 +235,7 @@ class PieceMap:
             first_query=first_query,
             first_key=n_block * c.tile_n,
             first_block=first_block,
-            blind=blind,
+            num_fully_masked=num_fully_masked,
             seen=seen,
             hides=hides,
             code=code,
@@ -310,7 +310,7 @@ class PieceMap:
     ) -> tuple[Int32 | int, SeqRows, SeqRows, Int32, Int32, Int32]:
         """Where a tile of queries of an entry is: batch, queries and keys, first query, first block, blind ones."""
         c, f, n = self.config, self.config.features, a.numbers
-        first_query, first_block, blind = block * c.tile_m, Int32(0), Int32(0)
+        first_query, first_block, num_fully_masked = block * c.tile_m, Int32(0), Int32(0)
         if const_expr(f.packed):
             batch = 0
             q, k = SeqRows(Int32(0), Int32(0), Int32(0)), SeqRows(Int32(0), Int32(0), Int32(0))
@@ -319,8 +319,8 @@ class PieceMap:
                 sequence = (entry + 1) * n.sequences_an_entry - 1
                 last = rows_of(a.mQ, a.mCuSeqlensQ, a.mSeqUsedQ, sequence)
                 start = entry * n.rows_a_slot
-                blind = last.start - start
-                q, k = SeqRows(start, blind + last.length, n.rows_a_slot), keys_of(a, sequence)
+                num_fully_masked = last.start - start
+                q, k = SeqRows(start, num_fully_masked + last.length, n.rows_a_slot), keys_of(a, sequence)
                 first_block = packed_block(last.start, sequence, c.stats_m)
             else:
                 order = tiles.Order(last_first=False)
@@ -335,7 +335,7 @@ class PieceMap:
             batch = entry
             q, k = rows_of(a.mQ, None, None, batch), rows_of(a.mK, None, None, batch)
             first_block = batch * cute.ceil_div(q.length, c.stats_m)
-        return batch, q, k, first_query, first_block, blind
+        return batch, q, k, first_query, first_block, num_fully_masked
 
     @cute.jit
     def rows_of_bias(self, a: BiasGradientArguments, owner: Owner) -> RowsOfScores:

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common import semaphores, tiles
 from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.key_lists import num_adding_of
 from flash_attn_cute.kernels.common.key_tiles import key_tiles_of
@@ -67,10 +67,12 @@ def round_blocks(
                 sums = sums_of(c, a)
                 first, num_sums = work.block * sums, cutlass.min(sums, num_adding)
                 for i in cutlass.range(num_sums, unroll=1):
-                    turns.wait_for_all(ws.mTurnsQ, work.head, first + i, cute.ceil_div(num_adding - i, sums))
+                    semaphores.wait_for_all_parts(
+                        ws.mSemaphoresQ, work.head, first + i, cute.ceil_div(num_adding - i, sums)
+                    )
                 round_block(ws.mdQaccum[work.head, first, None], *place, num_sums=num_sums)
             else:
-                turns.wait_for_all(ws.mTurnsQ, work.head, work.block, num_adding)
+                semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, num_adding)
                 round_block(ws.mdQaccum[work.head, work.block, None], *place)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)

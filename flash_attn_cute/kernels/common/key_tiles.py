@@ -6,14 +6,14 @@ added. If there are several tiles of the same keys, all but the last one leave d
 the last one is taken later than any of them, and takes what is there. (Above d = 128 it adds to it as well.)
 
 Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
-(``common.turns``), and they are taken from the last keys to the first (under a block mask in its own order). Under a
-causal mask a tile's walk begins where its keys do, so the tile before has been at each block ``tile_n / tile_m`` steps
-ago. A tile only ever waits for tiles that were taken before it, by CTAs that are running, so the earliest unfinished
-one never waits: however few CTAs are resident, there is no deadlock (``sparsity.order`` has the argument for any mask
-and order). The order is that of FlashAttention's "shortest processing time first"; DASH, arXiv 2601.21824, models such
-orders. Under a right bound it would leave the longest tiles to the end, so the heads of a dense batch's last section go
-the other way round: their tiles are taken from the first keys to the last, and walk from the last query to the first.
-(Packed sequences and grouped heads lose by it.)
+    (``common.semaphores``), and they are taken from the last keys to the first (under a block mask in its own order).
+    Under a causal mask a tile's walk begins where its keys do, so the tile before has been at each block ``tile_n /
+    tile_m`` steps ago. A tile only ever waits for tiles that were taken before it, by CTAs that are running, so the
+    earliest unfinished one never waits: however few CTAs are resident, there is no deadlock (``sparsity.order`` has the
+    argument for any mask and order). The order is that of FlashAttention's "shortest processing time first"; DASH,
+    arXiv 2601.21824, models such orders. Under a right bound it would leave the longest tiles to the end, so the heads
+    of a dense batch's last section go the other way round: their tiles are taken from the first keys to the last, and
+    walk from the last query to the first. (Packed sequences and grouped heads lose by it.)
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import tiles, turns
+from flash_attn_cute.kernels.common import semaphores, tiles
 from flash_attn_cute.kernels.common.assembly import opaque
 from flash_attn_cute.kernels.common.blocks import Blocks, Window
 from flash_attn_cute.kernels.common.key_lists import launched, list_of
@@ -56,8 +56,8 @@ class KeyTile:
     # Of queries; all tiles of a head walk in the same direction. Under a mask these are entries of lists instead, those
     # of all heads of the tile, one head after the other.
     blocks: Blocks
-    earlier: Int32 | int  # tiles of the same keys and of other heads that are taken before, and are seen, too,
-    later: Int32 | int  # and that are taken after: none, if not grouped
+    tiles_before: Int32 | int  # tiles of the same keys and of other heads that are taken before, and are seen, too,
+    tiles_after: Int32 | int  # and that are taken after: none, if not grouped
 
     def write(self, fields: cute.Tensor) -> None:
         """Into shared memory, for warps that neither load nor write padding."""
@@ -65,7 +65,7 @@ class KeyTile:
         # Only dense tiles have a direction, and only packed ones a first query row: they share a field.
         shared = self.q.start if isinstance(self.blocks.direction, int) else self.blocks.direction
         lengths = self.q.length, self.k.start, self.k.length
-        for i, value in enumerate((*which, shared, self.earlier, self.later, *lengths, *self.blocks.fields)):
+        for i, value in enumerate((*which, shared, self.tiles_before, self.tiles_after, *lengths, *self.blocks.fields)):
             if not isinstance(value, int):  # which reading knows by itself
                 fields[i] = value
 
@@ -73,8 +73,8 @@ class KeyTile:
     def read(config: Any, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
         """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
         values = [fields[i] for i in range(NUM_FIELDS)]
-        first_key, head, head_k, batch, block, first_block, shared, earlier, later, *lengths = values[:_BLOCKS]
-        q_length, k_start, k_length = lengths
+        first_key, head, head_k, batch, block, first_block, shared, *others = values[:_BLOCKS]
+        tiles_before, tiles_after, q_length, k_start, k_length = others
         f = config.features
         return KeyTile(
             first_key=first_key,
@@ -87,8 +87,8 @@ class KeyTile:
             first_block=first_block,
             window=Window.of(f, a, q_length, k_length).transposed,
             blocks=Blocks(*values[_BLOCKS:], direction=shared if config.reverses_last else 1),
-            earlier=earlier if f.grouped else 0,
-            later=later if f.grouped else 0,
+            tiles_before=tiles_before if f.grouped else 0,
+            tiles_after=tiles_after if f.grouped else 0,
         )
 
     @cute.jit
@@ -132,22 +132,22 @@ class KeyTile:
     @property
     def is_last(self) -> Boolean | bool:
         """Whether it is the last one of its keys: dK and dV are whole at its end."""
-        return self.later == 0
+        return self.tiles_after == 0
 
     @property
-    def is_unseen(self) -> Boolean | bool:
+    def is_fully_masked(self) -> Boolean | bool:
         """Whether nobody sees its keys, by any head."""
-        return self.blocks.num + self.earlier + self.later == 0
+        return self.blocks.num + self.tiles_before + self.tiles_after == 0
 
     @cute.jit
-    def await_turn(self, config: cutlass.Constexpr, counter: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
+    def wait_turn(self, config: cutlass.Constexpr, semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
         """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first tile.
 
         Returns whether it is the first one, which overwrites.
         """
-        earlier = self.earlier if const_expr(config.features.deterministic) else cutlass.min(self.earlier, 1)
-        turns.wait_as_warpgroup(counter, earlier, barrier)
-        return self.earlier == 0
+        turn = self.tiles_before if const_expr(config.features.deterministic) else cutlass.min(self.tiles_before, 1)
+        semaphores.wait_as_warpgroup(semaphore, turn, barrier)
+        return self.tiles_before == 0
 
 
 class WorkTileBroadcast:
@@ -248,9 +248,9 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
     direction = 1
     if const_expr(c.reverses_last):
         direction = Int32(-1) if work.in_last else Int32(1)
-    earlier, later = nth, parts - 1 - nth
+    tiles_before, tiles_after = nth, parts - 1 - nth
     if const_expr(f.listed):
-        blocks, earlier, later = _listed(c, a, ws, work.head, batch, block, num_keys, nth, parts)
+        blocks, tiles_before, tiles_after = _listed(c, a, ws, work.head, batch, block, num_keys, nth, parts)
     else:
         blocks = _in_window(c, Blocks.of(first_key, num_keys, q.length, window, c.tile_m), num_keys, direction)
     return KeyTile(
@@ -264,8 +264,8 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
         first_block=first_block,
         window=window,
         blocks=blocks,
-        earlier=earlier,
-        later=later,
+        tiles_before=tiles_before,
+        tiles_after=tiles_after,
     )
 
 
@@ -297,7 +297,7 @@ def _listed(
     parts: Int32 | int,
 ) -> tuple[Blocks, Int32, Int32]:
     """As many blocks as the lists of the nth tile of some keys have, and how many of the others are seen."""
-    own, earlier, later = Int32(0), Int32(0), Int32(0)
+    own, tiles_before, tiles_after = Int32(0), Int32(0), Int32(0)
     if num_keys > 0:
         seen, heads = Int32(0), heads_a_tile(config, a)
         for i in cutlass.range(parts * heads, unroll=1):
@@ -307,10 +307,10 @@ def _listed(
                 if other == 0:
                     own = seen
                 elif seen > 0:
-                    earlier += Int32(other < 0)
-                    later += Int32(other > 0)
+                    tiles_before += Int32(other < 0)
+                    tiles_after += Int32(other > 0)
                 seen = Int32(0)
-    return Blocks(Int32(0), Int32(0), own, own), earlier, later
+    return Blocks(Int32(0), Int32(0), own, own), tiles_before, tiles_after
 
 
 def key_tiles_of(
@@ -324,7 +324,7 @@ def key_tiles_of(
 
 
 @cute.jit
-def zero_unseen_keys(
+def zero_fully_masked_keys(
     config: cutlass.Constexpr,
     a: BackwardArguments,
     ws: Workspace,
@@ -342,7 +342,7 @@ def zero_unseen_keys(
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
             first = cutlass.max(tile.first_key, tile.k.length)
-            if tile.is_unseen if const_expr(c.features.listed) else tile.blocks.num == 0:
+            if tile.is_fully_masked if const_expr(c.features.listed) else tile.blocks.num == 0:
                 first = tile.first_key
             stop = tile.k.slot if const_expr(c.features.packed and c.features.zero_padding) else tile.k.length
             num_rows = cutlass.min(tile.first_key + c.tile_n, stop) - first

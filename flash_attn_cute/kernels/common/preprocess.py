@@ -89,17 +89,17 @@ class Preprocess:
         if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
-        if const_expr(ws.mTurnsQ is not None):
-            counters, sums = ws.mTurnsQ.shape[0], sums_of(self.config, a)
+        if const_expr(ws.mSemaphoresQ is not None):
+            counters, sums = ws.mSemaphoresQ.shape[0], sums_of(self.config, a)
             if thread < counters * sums:
-                ws.mTurnsQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(0)
+                ws.mSemaphoresQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(0)
         if const_expr(not self.has_order):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             sums = ws.mdQaccum[work.head, work.block, None]
             for i in cutlass.range(thread, sums.shape[0] // 4, _THREADS):
                 cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
-        if const_expr(ws.mTurnsK is not None):
-            turns = cute.make_tensor(ws.mTurnsK.iterator, cute.make_layout(cute.size(ws.mTurnsK)))
+        if const_expr(ws.mSemaphoresK is not None):
+            turns = cute.make_tensor(ws.mSemaphoresK.iterator, cute.make_layout(cute.size(ws.mSemaphoresK)))
             for i in cutlass.range(index * _THREADS + thread, cute.size(turns), cute.arch.grid_dim()[0] * _THREADS):
                 turns[i] = Int32(0)

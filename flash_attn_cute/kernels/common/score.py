@@ -43,7 +43,7 @@ class ScoreScales(NamedTuple):
         return ScoreScales(tanh, Float32(1.0), rest * LOG2_E)
 
 
-def weight_of(score: Float32, lse: Float32, scales: ScoreScales, has_bias: bool) -> Float32:
+def probability(score: Float32, lse: Float32, scales: ScoreScales, has_bias: bool) -> Float32:
     """A weight from a score that is yet to be scaled and its row's lse as the backward pass keeps it.
 
     Without a bias that is in base 2. A bias can be so large that the rounding of its product with log2(e) alone makes a

@@ -61,8 +61,8 @@ class Workspace(NamedTuple):
     mLists: cute.Tensor | None  # (list, first entry and how many)
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
     # (parts, heads, sums): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
-    mTurnsQ: cute.Tensor | None
-    mTurnsK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
+    mSemaphoresQ: cute.Tensor | None
+    mSemaphoresK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 
     @staticmethod
     def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":

@@ -302,7 +302,7 @@ class BackwardConfig(BackwardSizes):
         return BackwardRegisters(drain=152, compute=160, others=40)
 
     @property
-    def counters(self) -> tuple[int, int]:
+    def semaphores(self) -> tuple[int, int]:
         """One a CTA, which has some rows of a block of queries, or some columns.
 
         Of keys one a warpgroup that computes, and a walk, at whose end they are added.
@@ -401,7 +401,7 @@ class BackwardConfig(BackwardSizes):
         return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
 
     @property
-    def weights_apart(self) -> int:
+    def P_stride(self) -> int:
         """Columns of tensor memory from the first warpgroup's weights to the second's."""
         return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.num_passes == 1 else self.queries
 

@@ -265,7 +265,7 @@ class ForwardSm100:
                 if const_expr(part == 0):
                     rings.v.wait_full(v)  # from the producer
                 unit = c.q_parts * v + part
-                rings.weights.wait_full(unit)  # from softmax warps: most weights are in the place of scores
+                rings.p.wait_full(unit)  # from softmax warps: most weights are in the place of scores
                 if position == 0:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
@@ -344,8 +344,8 @@ class ForwardSm100:
                     self._softmax_step(rows, step, i, block_step)
                     block_step += 1
                 rings.stats.wait_empty(stats_step)  # from the epilogue
-                shared.stats[thread, 0, part] = rows.softmax.total[0]
-                shared.stats[thread, 1, part] = rows.softmax.reference[0]
+                shared.stats[thread, 0, part] = rows.softmax.row_sum[0]
+                shared.stats[thread, 1, part] = rows.softmax.row_max[0]
                 rings.stats.arrive(stats_step)  # to it
                 stats_step += c.q_parts
             rings.tiles.release(step)  # to the producer
@@ -493,7 +493,7 @@ class _Rows:
         ring.release(block_step)  # to it
         words = words_of(self.tables.mBits, code, 0, self.thread)
         if const_expr(config.features.intervals):
-            tile, m = self.tile(config, step), self.arguments.mSeen
+            tile, m = self.tile(config, step), self.arguments.mIntervals
             row = tile.first_query + PART_ROWS * self.part + self.thread
             words = within_interval(words, m, tile.batch, tile.q.length, row, block * config.tile_n)
         return block, code, words
@@ -528,14 +528,14 @@ class _Rows:
         edges, first_column = Edges(left=f.left, right=True), block * config.tile_n
         hide_in_memory(place, config.tile_n, self.scales.log2, row, first_column, tile.k.length, window, edges)
 
-    def store(self, place: Int32, piece: int, weights: list[Int32]) -> None:
+    def store(self, place: Int32, piece: int, P: list[Int32]) -> None:
         """Puts weights, in pairs, where those of a piece of the scores begin."""
-        tensor_memory.store(place + piece * _COLUMNS // 2, weights)
+        tensor_memory.store(place + piece * _COLUMNS // 2, P)
 
     def hand_over(self, unit: Int32) -> None:
         """Tells the mma warp that all weights but those of the last piece are there."""
         tensor_memory.before_sync()
-        self.shared.rings.weights.arrive(unit)
+        self.shared.rings.p.arrive(unit)
 
     def rescale(self, config: ForwardConfig, unit: Int32, factor: Float32) -> None:
         """Multiplies the row's O, to which all blocks before this one have been added."""

@@ -22,7 +22,7 @@ class PairRings(Rings):
     def at(cls, config: ForwardConfig, barriers: cute.Pointer) -> "PairRings":
         """One after the other."""
         rings = super().at(config, barriers)
-        led = {name: getattr(rings, name) for name in ("tiles", "scores", "weights", "outputs")}
+        led = {name: getattr(rings, name) for name in ("tiles", "scores", "p", "outputs")}
         return replace(rings, **{name: LedRing(ring.barriers, ring.stages) for name, ring in led.items()})
 
     def init(self, config: ForwardConfig) -> None:
@@ -33,7 +33,7 @@ class PairRings(Rings):
         for ring in (self.q, self.k, self.v):
             ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
         self.scores.init(full=1, empty=CTAS * 4)  # a commit; the warps of a part
-        self.weights.init(full=CTAS * 4, empty=1)
+        self.p.init(full=CTAS * 4, empty=1)
         self.outputs.init(full=1, empty=CTAS * epilogue)  # a commit
         self.stats.init(full=4, empty=epilogue)
         if self.added is not None:

@@ -50,7 +50,7 @@ class Rings(RingSet):
     k: Ring
     v: Ring
     scores: Ring
-    weights: Ring
+    p: Ring
     outputs: Ring
     stats: Ring
     added: Ring | None = None  # with one part
@@ -68,7 +68,7 @@ class Rings(RingSet):
             "k": c.k_stages,
             "v": c.v_stages,
             "scores": 2,
-            "weights": 2,
+            "p": 2,
             "outputs": c.q_parts,
             "stats": c.q_parts,
             **added,
@@ -83,7 +83,7 @@ class Rings(RingSet):
             ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
         self.q.init(full=1, empty=2 if config.o_in_q else 1)  # likewise; and O has left
         self.scores.init(full=1, empty=4)  # a commit; the warps of a part
-        self.weights.init(full=4, empty=1)
+        self.p.init(full=4, empty=1)
         self.outputs.init(full=1, empty=epilogue)  # a commit
         self.stats.init(full=4, empty=epilogue)
         if self.added is not None:

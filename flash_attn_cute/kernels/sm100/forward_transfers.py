@@ -11,8 +11,8 @@ from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.rows import store_columns, zero_rows
+from flash_attn_cute.kernels.common.softmax import finalize
 from flash_attn_cute.kernels.common.tma import RowTiles
-from flash_attn_cute.kernels.common.weights import finished
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
@@ -178,15 +178,15 @@ class Epilogue:
         c, rings, tile = self.config, shared.rings, self._tile(shared, step)
         first_row = tile.first_query + PART_ROWS * part
         stop = cutlass.min(first_row + PART_ROWS, tile.q.length)
-        total, reference = Float32(0.0), -Float32.inf
+        row_sum, row_max = Float32(0.0), -Float32.inf
         if has_keys:
             rings.stats.wait_full(o_step)  # from the part's softmax warps
-            total, reference = shared.stats[thread, 0, part], shared.stats[thread, 1, part]
+            row_sum, row_max = shared.stats[thread, 0, part], shared.stats[thread, 1, part]
             rings.stats.release(o_step)  # to them
         sink = None
         if const_expr(a.mSink is not None):
             sink = a.mSink[tile.head].to(Float32)
-        factor, lse = finished(total, reference, sink, is_natural=c.features.bias)
+        factor, lse = finalize(row_sum, row_max, sink, is_natural=c.features.bias)
         if first_row + thread < stop:
             mLSE[tile.q.start + first_row + thread, tile.head, tile.batch] = lse
         if has_keys:
@@ -233,7 +233,7 @@ class Epilogue:
                 rO = cute.make_rmem_tensor(_COLUMNS, self.dtype)
                 packed = cute.recast_tensor(rO, Int32)
                 for i in cutlass.range_constexpr(_COLUMNS // 2):
-                    pair = (self._finished(x, factor) for x in some[2 * i : 2 * i + 2])
+                    pair = (self._scaled(x, factor) for x in some[2 * i : 2 * i + 2])
                     packed[i] = pack(*pair, self.dtype)
                 write_row(rO, sO, thread, first)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -279,7 +279,7 @@ class Epilogue:
             some = tensor_memory.load(address + first, _COLUMNS)
             rO = cute.make_rmem_tensor(_COLUMNS, Float32)
             for i in cutlass.range_constexpr(_COLUMNS):
-                rO[i] = self._finished(some[i], factor)
+                rO[i] = self._scaled(some[i], factor)
             store_columns(rO, gO, first, end)
         tensor_memory.before_sync()
         rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
@@ -287,7 +287,7 @@ class Epilogue:
             if thread < 32:
                 rings.q.release(o_step)  # to the producer
 
-    def _finished(self, x: Float32, factor: Float32) -> Float32:
+    def _scaled(self, x: Float32, factor: Float32) -> Float32:
         """An element of O, times the factor of its row."""
         if self.config.leaves_out:  # nothing may have been multiplied: anything may stand there
             x = cutlass.select_(factor != 0.0, x, Float32(0.0))

@@ -71,13 +71,13 @@ def words_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32 | int, thread: In
 
 
 def within_interval(
-    words: list[Int32], mSeen: cute.Tensor, entry: Int32 | int, length: Int32, row: Int32, first_column: Int32
+    words: list[Int32], mIntervals: cute.Tensor, entry: Int32 | int, length: Int32, row: Int32, first_column: Int32
 ) -> list[Int32]:
     """Bits of a row, but those that are not in the interval of columns that it sees.
 
     Args:
         words: of 32 columns each.
-        mSeen: the first and the one behind the last, of all rows of all entries of the batch, flattened.
+        mIntervals: the first and the one behind the last, of all rows of all entries of the batch, flattened.
         entry: which.
         length: its rows; rows behind the last one see what that does.
         row: its number among them.
@@ -85,7 +85,7 @@ def within_interval(
     """
     seen = cute.make_rmem_tensor(2, Int32)
     number = entry * length + cutlass.min(row, length - 1)
-    cute.autovec_copy(cute.local_tile(mSeen, (2,), (number,)), seen)
+    cute.autovec_copy(cute.local_tile(mIntervals, (2,), (number,)), seen)
     found = []
     for w, word in enumerate(words):
         first, end = (seen[j] - (first_column + _COLUMNS * w) for j in range(2))

@@ -25,7 +25,7 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_attn_cute.kernels.common.assembly import pack
 from flash_attn_cute.kernels.common.score import LOG2_E
-from flash_attn_cute.kernels.common.weights import MAX_SUM, to_base_2
+from flash_attn_cute.kernels.common.softmax import MAX_SUM, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
@@ -42,13 +42,13 @@ class RowSoftmax:
         self.scale_log2 = scale_log2
         self.is_natural = is_natural  # the reference; the scale is positive then
         self.polynomial_every = polynomial_every  # as many pairs of weights; 0: none
-        self.reference = cute.make_rmem_tensor(1, Float32)
-        self.total = cute.make_rmem_tensor(1, Float32)
+        self.row_max = cute.make_rmem_tensor(1, Float32)
+        self.row_sum = cute.make_rmem_tensor(1, Float32)
 
     def reset(self) -> None:
         """Before the first block: nothing seen."""
-        self.reference.fill(-Float32.inf)
-        self.total.fill(0.0)
+        self.row_max.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
 
     @cute.jit
     def step(
@@ -70,40 +70,40 @@ class RowSoftmax:
             dtype: of weights.
         """
         *most, last = scores
-        has_seen = cute.arch.vote_any_sync(self.reference[0] != -Float32.inf)
+        has_keys = cute.arch.vote_any_sync(self.row_max[0] != -Float32.inf)
         added, fits, is_done = Float32(0.0), Boolean(False), Boolean(False)
-        if has_seen:
+        if has_keys:
             # A row that has seen nothing, its reference being -inf, has no finite weights here.
-            weights, added = self._weigh(self._exponents(most, self.reference[0], in_advance=True), dtype)
-            exponents = list(self._exponents([last], self.reference[0], in_advance=True))
+            P, added = self._compute_P(self._exponents(most, self.row_max[0], in_advance=True), dtype)
+            exponents = list(self._exponents([last], self.row_max[0], in_advance=True))
             fits = added <= MAX_SUM and _largest(x for pair in exponents for x in pair) <= _MAX_EXPONENT
             is_done = cute.arch.vote_all_sync(fits)
             if is_done:
-                store(0, weights)
+                store(0, P)
                 hand_over()
-                others, added_last = self._weigh(exponents, dtype)
+                others, added_last = self._compute_P(exponents, dtype)
                 store(len(most), others)
                 added += added_last
         if not is_done:
-            earlier = self.reference[0]
-            reference = cutlass.select_(fits, earlier, self._peak(scores, earlier))
+            last_max = self.row_max[0]
+            row_max = cutlass.select_(fits, last_max, self._peak(scores, last_max))
             # A row that has still seen nothing gets weights of exp2(-inf - 0).
-            shift = cutlass.select_(reference != -Float32.inf, reference, Float32(0.0))
-            correction = cute.math.exp2(to_base_2(earlier - shift, self.is_natural), fastmath=True)
-            self._raise(reference, correction)
-            weights, added = self._weigh(self._exponents(most, shift), dtype)
-            store(0, weights)
-            others, added_last = self._weigh(self._exponents([last], shift), dtype)
+            shift = cutlass.select_(row_max != -Float32.inf, row_max, Float32(0.0))
+            correction = cute.math.exp2(to_base_2(last_max - shift, self.is_natural), fastmath=True)
+            self._raise_max(row_max, correction)
+            P, added = self._compute_P(self._exponents(most, shift), dtype)
+            store(0, P)
+            others, added_last = self._compute_P(self._exponents([last], shift), dtype)
             store(len(most), others)
-            if has_seen:
+            if has_keys:
                 rescale(correction)
             hand_over()
             added += added_last
-        self.total[0] += added
+        self.row_sum[0] += added
 
-    def _raise(self, reference: Float32, correction: Float32) -> None:
-        self.reference[0] = reference
-        self.total[0] *= correction
+    def _raise_max(self, row_max: Float32, correction: Float32) -> None:
+        self.row_max[0] = row_max
+        self.row_sum[0] *= correction
 
     def _peak(self, scores: list[Scores], peak: Float32) -> Float32:
         """The largest of the scores and another number."""
@@ -128,17 +128,17 @@ class RowSoftmax:
                     pair = cute.arch.add_packed_f32x2(pair, (first, first))
                 yield cute.arch.fma_packed_f32x2(pair, scale, (-shift, -shift))
 
-    def _weigh(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
+    def _compute_P(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
         """Weights, in pairs, and their sum: always by the same operations, so always the same."""
-        weights, total = [], (Float32(0.0), Float32(0.0))
+        P, row_sum = [], (Float32(0.0), Float32(0.0))
         for pair in exponents:
-            if self.polynomial_every and len(weights) % self.polynomial_every == self.polynomial_every - 1:
+            if self.polynomial_every and len(P) % self.polynomial_every == self.polynomial_every - 1:
                 low, high = exp2_pair(pair)
             else:
                 low, high = (cute.math.exp2(x, fastmath=True) for x in pair)
-            weights.append(pack(low, high, dtype))
-            total = cute.arch.add_packed_f32x2(total, (low, high))
-        return weights, total[0] + total[1]
+            P.append(pack(low, high, dtype))
+            row_sum = cute.arch.add_packed_f32x2(row_sum, (low, high))
+        return P, row_sum[0] + row_sum[1]
 
 
 def _largest(numbers: Iterable[Float32]) -> Float32:

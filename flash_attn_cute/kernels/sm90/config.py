@@ -295,7 +295,7 @@ class BackwardCtaConfig(BackwardConfig):
         return 4 if self.short_steps else 1
 
     @property
-    def counters(self) -> tuple[int, int]:
+    def semaphores(self) -> tuple[int, int]:
         """One a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
@@ -372,7 +372,7 @@ class BackwardClusterConfig(BackwardConfig):
         return self.tile_d // 2
 
     @property
-    def counters(self) -> tuple[int, int]:
+    def semaphores(self) -> tuple[int, int]:
         """Of queries one a CTA; of keys one a CTA and gradient, dK and dV."""
         return 2, 4
 

@@ -65,7 +65,14 @@ from flash_attn_cute.kernels.sm90.forward_shared import (
 )
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, store_row, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import add_bias_rows, cap, hide, hide_by_bits, hide_unseen, read_seen
+from flash_attn_cute.kernels.sm90.scores import (
+    add_bias_rows,
+    cap,
+    hide,
+    hide_by_bits,
+    load_row_interval,
+    mask_outside_interval,
+)
 from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
@@ -331,7 +338,7 @@ class ForwardSm90:
             if const_expr(f.intervals):
                 tile = QueryTile.read(self.config, work.shared.tiles[None, stage])
                 first_row = tile.first_query + self.queries * work.warpgroup
-                seen = read_seen(work.arguments.mSeen, tile.batch, tile.q.length, first_row, work.cS)
+                seen = load_row_interval(work.arguments.mIntervals, tile.batch, tile.q.length, first_row, work.cS)
             self._softmax_step(work, stage, entry, Edges(left=False, right=False), True, v_state.count, seen)
             for _ in cutlass.range(1, blocks.num, unroll=1):
                 self._step(work, stage, None, Edges(left=False, right=False), k_state, v_state, seen)
@@ -453,7 +460,7 @@ class ForwardSm90:
                 hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
         if const_expr(c.features.intervals):
             first_column = entry.block * c.tile_n
-            hide_unseen(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(work.scales.log2))
+            mask_outside_interval(work.acc_S, work.cS, seen, first_column, c.tile_n, hidden(work.scales.log2))
         work.softmax.step(work.acc_S, work.rP, work.acc_O, is_first)
 
     @cute.jit

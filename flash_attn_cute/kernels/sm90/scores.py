@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack, unpack
 from flash_attn_cute.kernels.common.blocks import Edges
-from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, visible_columns, weight_of
+from flash_attn_cute.kernels.common.score import ScoreScales, capped, capped_slope, hidden, probability, visible_columns
 from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
@@ -156,11 +156,13 @@ def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> No
 
 
 @cute.jit
-def read_seen(mSeen: cute.Tensor, entry: Int32, length: Int32, first_row: Int32, cS: cute.Tensor) -> cute.Tensor:
+def load_row_interval(
+    mIntervals: cute.Tensor, entry: Int32, length: Int32, first_row: Int32, cS: cute.Tensor
+) -> cute.Tensor:
     """(first and behind the last, row): which columns this thread's rows see of an entry of the batch.
 
     Args:
-        mSeen: of all rows of all entries, ``length`` each; rows behind the last one see what that does.
+        mIntervals: of all rows of all entries, ``length`` each; rows behind the last one see what that does.
         entry: which.
         length: its rows.
         first_row: the warpgroup's.
@@ -170,12 +172,12 @@ def read_seen(mSeen: cute.Tensor, entry: Int32, length: Int32, first_row: Int32,
     seen = cute.make_rmem_tensor((2, cute.size(coordinates, mode=[0])), Int32)
     for r in cutlass.range_constexpr(cute.size(coordinates, mode=[0])):
         row = cutlass.min(first_row + coordinates[r, 0][0], length - 1)
-        cute.autovec_copy(cute.local_tile(mSeen, (2,), (entry * length + row,)), seen[None, r])
+        cute.autovec_copy(cute.local_tile(mIntervals, (2,), (entry * length + row,)), seen[None, r])
     return seen
 
 
 @cute.jit
-def hide_unseen(
+def mask_outside_interval(
     acc_S: cute.Tensor, cS: cute.Tensor, seen: cute.Tensor, first_column: Int32, columns: int, nothing: Float32
 ) -> None:
     """Hides scores that are not in their row's interval, by selection.
@@ -183,7 +185,7 @@ def hide_unseen(
     Args:
         acc_S: a warpgroup's scores.
         cS: their (row, column) coordinates.
-        seen: see ``read_seen``.
+        seen: see ``load_row_interval``.
         first_column: of the block.
         columns: of the block.
         nothing: what hidden scores become.
@@ -312,7 +314,7 @@ def read_transposed(
 
 
 @cute.jit
-def weigh(
+def compute_P(
     config: cutlass.Constexpr,
     scores: Scores,
     hides: Boolean,
@@ -332,7 +334,7 @@ def weigh(
         lse: tells a group's lse, in base 2, or with a bias natural.
         elements: of a bias, ``Transposed``, or what reads it when those before it are not needed any more.
         words: bits that tell, under a mask, what is hidden.
-        seen: intervals of queries that keys see, if they have any (``read_seen``).
+        seen: intervals of queries that keys see, if they have any (``load_row_interval``).
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type
     scales, nothing = scores.scales, hidden(scores.scales.log2)
@@ -353,7 +355,7 @@ def weigh(
             edges = Edges(left=f.right, right=f.left)
             hide(acc_S, scores.cS, scales.log2, place(), edges, hides_rows=True)
     if const_expr(f.intervals):
-        hide_unseen(acc_S, scores.cS, seen, place().first_column, config.tile_m, nothing)
+        mask_outside_interval(acc_S, scores.cS, seen, place().first_column, config.tile_m, nothing)
     packed_P, packed_W = cute.recast_tensor(scores.rP, Int32), cute.recast_tensor(scores.rW, Int32)
     for i in cutlass.range_constexpr(0, cute.size(acc_S), 8):
         four = lse(i // 8)
@@ -371,7 +373,7 @@ def weigh(
                     )
                     for n, z in enumerate((x, y))
                 )
-            low, high = (weight_of(z, four[j // 4 * 2 + n], scales, f.bias) for n, z in enumerate((s, t)))
+            low, high = (probability(z, four[j // 4 * 2 + n], scales, f.bias) for n, z in enumerate((s, t)))
             packed_P[(i + j) // 2] = pack(low, high, dtype)
             if const_expr(f.softcap):  # x and y are infinite where the weights are 0
                 low = low * capped_slope(x) if low != 0.0 else Float32(0.0)
@@ -380,18 +382,18 @@ def weigh(
 
 
 @cute.jit
-def differentiate(acc_dP: cute.Tensor, weights: cutlass.Constexpr, delta: cutlass.Constexpr, rdS: cute.Tensor) -> None:
+def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constexpr, rdS: cute.Tensor) -> None:
     """Gradients of the scores, but for their scale, rounded into rdS.
 
     Args:
         acc_dP: gradients of the weights.
-        weights: tells a group's weights, times the derivative of a softcap, two a register.
+        P: tells a group's weights, times the derivative of a softcap, two a register.
         delta: tells a group's delta.
         rdS: laid out as acc_dP.
     """
     packed, dtype = cute.recast_tensor(rdS, Int32), rdS.element_type
     for i in cutlass.range_constexpr(0, cute.size(acc_dP), 8):
-        four, pairs = delta(i // 8), weights(i // 8)
+        four, pairs = delta(i // 8), P(i // 8)
         for j in cutlass.range_constexpr(0, 8, 2):
             low, high = (unpack(pairs[j // 2], n, dtype) * (acc_dP[i + j + n] - four[j // 4 * 2 + n]) for n in range(2))
             packed[(i + j) // 2] = pack(low, high, dtype)

@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.common.assembly import fma, pack
 from flash_attn_cute.kernels.common.score import LOG2_E
-from flash_attn_cute.kernels.common.weights import MAX_SUM, finished, to_base_2
+from flash_attn_cute.kernels.common.softmax import MAX_SUM, finalize, to_base_2
 from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
 _LARGE = 2.0**16  # of a maximum: up to it the rounding of its product with log2(e) is below 1 %, and cancels
@@ -51,15 +51,15 @@ class OnlineSoftmax:
         """Weighs a block of scores into rP, rounded, and brings O to the maxima if they have changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
         if const_expr(is_first):
-            self._raise_and_weigh(acc_S, rP, sums, None)
+            self._raise_max_and_compute_P(acc_S, rP, sums, None)
         else:
             # A row that has seen nothing, its maximum being -inf, has no finite weights here.
-            self._weigh(acc_S, rP, sums, self.row_max, in_advance=True)
+            self._compute_P(acc_S, rP, sums, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
                 fits = fits and sums[r] <= MAX_SUM
             if not cute.arch.vote_all_sync(fits):
-                corrections = self._raise_and_weigh(acc_S, rP, sums, [sums[r] for r in range(self.num_rows)])
+                corrections = self._raise_max_and_compute_P(acc_S, rP, sums, [sums[r] for r in range(self.num_rows)])
                 out = rows_and_columns(acc_O)
                 for r in cutlass.range_constexpr(self.num_rows):
                     correction = corrections[r]
@@ -69,8 +69,8 @@ class OnlineSoftmax:
             self.row_sum[r] += sums[r]
 
     @cute.jit
-    def _raise_and_weigh(
-        self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, earlier_sums: list[Float32] | None
+    def _raise_max_and_compute_P(
+        self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, first_sums: list[Float32] | None
     ) -> cute.Tensor:
         """Raises maxima first: all, or of rows whose earlier sums in this block do not fit.
 
@@ -81,8 +81,8 @@ class OnlineSoftmax:
         corrections = cute.make_rmem_tensor_like(self.row_max)
         for r in cutlass.range_constexpr(self.num_rows):
             fits = False
-            if const_expr(earlier_sums is not None):
-                fits = self._of_row(earlier_sums[r] <= MAX_SUM)
+            if const_expr(first_sums is not None):
+                fits = self._of_row(first_sums[r] <= MAX_SUM)
             factor = Float32(1.0) if const_expr(self.is_natural) else self.scale_log2
             peak = scores[r, 0] * factor
             for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
@@ -96,7 +96,7 @@ class OnlineSoftmax:
             corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max
             self.row_sum[r] *= corrections[r]
-        self._weigh(acc_S, rP, sums, shifts, in_advance=False)
+        self._compute_P(acc_S, rP, sums, shifts, in_advance=False)
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
@@ -105,7 +105,7 @@ class OnlineSoftmax:
         return lanes & 0b1111 == 0b1111
 
     @cute.jit
-    def _weigh(
+    def _compute_P(
         self,
         acc_S: cute.Tensor,
         rP: cute.Tensor,
@@ -158,6 +158,6 @@ class OnlineSoftmax:
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
             sink = sinks[r] if const_expr(sinks is not None) else None
-            factor, lse[r] = finished(total, self.row_max[r], sink, self.is_natural)
+            factor, lse[r] = finalize(total, self.row_max[r], sink, self.is_natural)
             for c in cutlass.range_constexpr(cute.size(out, mode=[1])):
                 out[r, c] = out[r, c] * factor

@@ -163,7 +163,7 @@ class Pass(Executed):
     def workspace(self, a: BackwardArguments, tables: dict[str, Tensor], at: dict[str, int]) -> list[bytes]:
         """``Workspace`` as every kernel of the pass gets it."""
         params, (parts, places) = [], self.parts(a)
-        for name in ("mStats", "mdQaccum", "mdKVaccum", *TABLES, "mTurnsQ", "mTurnsK"):
+        for name in ("mStats", "mdQaccum", "mdKVaccum", *TABLES, "mSemaphoresQ", "mSemaphoresK"):
             if name in tables and tables[name] is a.mContributors:
                 params.append(tensor_argument(at[name], tables[name].shape, tables[name].stride()))
             elif name in tables:
@@ -198,7 +198,7 @@ class Pass(Executed):
             size = 4 * math.prod(parts[name])
             return a.mWorkspace[places[name] : places[name] + size].view(dtype).view(parts[name])
 
-        for name in parts.keys() & {"mTurnsQ", "mTurnsK"}:
+        for name in parts.keys() & {"mSemaphoresQ", "mSemaphoresK"}:
             part(name, torch.int32).zero_()
         stats = part("mStats", torch.float32)
         stats[0], stats[1] = torch.inf, 0.0

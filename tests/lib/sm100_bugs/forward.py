@@ -54,7 +54,7 @@ FORWARD: Bugs = {
         Bug("scores are begun before Q is there", waits(MMA, "q.full", 2).left_out(), "d64", LOADS_LAG),
         Bug(
             "outputs are begun before most weights are stored",
-            waits(MMA, "weights.full", 4).left_out(),
+            waits(MMA, "p.full", 4).left_out(),
             "d64",
             _SOFTMAX_LAGS,
         ),

@@ -40,7 +40,7 @@ FORWARD_PAIR: Bugs = {
         Bug("outputs are begun before V of both is there", waits(MMA, "v.full", 2).left_out(), "d256", LOADS_LAG),
         Bug(
             "outputs are begun before the second CTA's weights are stored",
-            waits(MMA, "weights.full", 2).left_out(),
+            waits(MMA, "p.full", 2).left_out(),
             "d256",
             _SECOND_SOFTMAX_LAGS,
         ),
@@ -82,7 +82,7 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug("the mma warp is a phase late with weights", waits(MMA, "weights.full", 2).flipped(PARITY), "d256"),
+        Bug("the mma warp is a phase late with weights", waits(MMA, "p.full", 2).flipped(PARITY), "d256"),
         Bug("softmax waits for the next output to be added", waits(_SOFTMAX, "added.full").flipped(PARITY), "rising"),
     ),
     "wrong place": (
@@ -106,7 +106,7 @@ FORWARD_PAIR: Bugs = {
     "wrong count": (
         Bug(
             "weights are said to be there when one CTA has stored them",
-            find(PRODUCER, "mbarrier.init", 2, "weights.full").rewritten(r", %r\d+", ", 4"),
+            find(PRODUCER, "mbarrier.init", 2, "p.full").rewritten(r", %r\d+", ", 4"),
             "d256",
             _SECOND_SOFTMAX_LAGS,
             lint="arrivals",
@@ -141,7 +141,7 @@ FORWARD_PAIR: Bugs = {
         Bug("the second CTA is not told of added outputs", commits(MMA, "added.full", 2).flipped(1, 2), "rising"),
         Bug(
             "weights are told to the second CTA, not to the leader",
-            arrivals(_SOFTMAX, "weights.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
+            arrivals(_SOFTMAX, "p.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
             "d256",
             lint="arrivals",
         ),

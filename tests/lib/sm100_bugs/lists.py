@@ -63,7 +63,7 @@ LISTS: Bugs = {
         Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
         Bug(
             "softmax does not hand over the weights that it leaves out",
-            arrivals(_SOFTMAX, "weights.full", 3)[2].left_out(),
+            arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),
             "lists",
         ),
     ),

@@ -48,9 +48,7 @@ PAIR: Bugs = {
             "one",
             _PRODUCER_LAGS,
         ),
-        Bug(
-            "dV is begun before the weights are stored", waits(MMA, "weights.full", 2).left_out(), "one", _COMPUTE_LAGS
-        ),
+        Bug("dV is begun before the weights are stored", waits(MMA, "p.full", 2).left_out(), "one", _COMPUTE_LAGS),
         Bug("dK is begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "one", _COMPUTE_LAGS),
         Bug(
             "dQ is begun before the second CTA's dS has come",
@@ -154,7 +152,7 @@ PAIR: Bugs = {
     "wrong count": (
         Bug(
             "weights are said to be there when one CTA has stored them",
-            find(PRODUCER, "mbarrier.init", barrier="weights.full").rewritten(r", %r\d+", ", 8"),
+            find(PRODUCER, "mbarrier.init", barrier="p.full").rewritten(r", %r\d+", ", 8"),
             "one",
             frozenset((1, i) for i in range(4, 12)),
             lint="arrivals",

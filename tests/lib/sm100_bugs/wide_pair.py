@@ -44,7 +44,7 @@ WIDE_PAIR: Bugs = {
         ),
         Bug(
             "the next scores overwrite those that compute warps have not read",
-            waits(MMA, "weights.full").left_out(),
+            waits(MMA, "p.full").left_out(),
             "two",
             _COMPUTE_LAGS,
         ),

@@ -59,7 +59,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, weight_of
+from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
@@ -303,9 +303,9 @@ class BiasGradientSm100:
         tensor_memory.after_sync()
         place = work.address + c.first_S(rings.scores.stage(step))
         self._change(work, piece, place)
-        weights = []
+        P = []
         for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
-            weights += [weight_of(s, lse, work.scales, True) for s in tensor_memory.load(place + first, _COLUMNS)]
+            P += [probability(s, lse, work.scales, True) for s in tensor_memory.load(place + first, _COLUMNS)]
         tensor_memory.before_sync()
         rings.scores.release(step)  # to the mma warp
         rings.dp.wait_full(step)  # from the tensor cores
@@ -313,9 +313,9 @@ class BiasGradientSm100:
         for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
             gradients = tensor_memory.load(work.address + (c.first_dP + first), _COLUMNS)
             for j in cutlass.range_constexpr(_COLUMNS):
-                weight = weights[first + j]
+                p = P[first + j]
                 # Padding may have put NaN into gradients of weights that are none.
-                gradient = cutlass.select_(weight != 0.0, weight * (gradients[j] - delta), Float32(0.0))
+                gradient = cutlass.select_(p != 0.0, p * (gradients[j] - delta), Float32(0.0))
                 sums[first + j] = sums[first + j] + gradient
         tensor_memory.before_sync()
         rings.dp.release(step)  # to the mma warp
@@ -325,7 +325,7 @@ class BiasGradientSm100:
 
         Of queries behind the sequence those of its last one: their scores are hidden, like those of blind ones.
         """
-        row = cutlass.max(cutlass.min(piece.first_query + work.thread, piece.q.length - 1) - piece.blind, 0)
+        row = cutlass.max(cutlass.min(piece.first_query + work.thread, piece.q.length - 1) - piece.num_fully_masked, 0)
         block, within = piece.first_block + row // self.config.stats_m, row % self.config.stats_m
         lse, delta = (work.stats[which, piece.head, block, within] for which in range(2))
         return lse, delta

@@ -10,7 +10,7 @@ queries that see it, at d = 192 of 64; a block is a *step*, and steps are counte
     warp 12                  mma: issues all products, and owns tensor memory.
     warp 13                  producer: chooses tiles; loads K and V once a tile, Q with lse and dO with delta each step.
     warps 14, 15             add dQ to the workspace by TMA, a step each in turn: one waits until its block's turn has
-                             come (``common.turns``), or until what it has added is there, while the other adds.
+                             come (``common.semaphores``), or until what it has added is there, while the other adds.
 Registers a thread: ``BackwardConfig.registers``.
 
 Products are transposed, but for the last one: rows are keys.
@@ -69,7 +69,7 @@ What is read or overwritten by another proxy or thread, and what orders it:
     dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
     pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
     dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
-    dQ in the workspace                         ``common.turns``
+    dQ in the workspace                         ``common.semaphores``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 Windows and ends are looked at only in steps that an edge crosses. Under a mask a tile's walk is one over lists of
@@ -89,11 +89,11 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, pack, set_registers
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_unseen_keys
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rounds_a_tile, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
@@ -191,7 +191,7 @@ class BackwardCtaSm100:
             self.transfers.drain(a, shared, thread)
             if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is seen
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-                zero_unseen_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
+                zero_fully_masked_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
         elif warp_idx < frame.MMA_WARP:
             set_registers(c.registers.compute, frame.THREADS)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
@@ -297,8 +297,8 @@ class BackwardCtaSm100:
         """A warpgroup's half of a step: the i-th block of its nth head's walk."""
         c = self.config
         block = self.scores.block(work, tile_idx, nth, i, step)
-        weights = self.scores.to_weights(work, block, step, step, c.first_S)
-        self.scores.to_gradients(work, weights, block, step, work.shared.rings.dp, step, c.first_dP)
+        P = self.scores.compute_P(work, block, step, step, c.first_S)
+        self.scores.compute_dS(work, P, block, step, work.shared.rings.dp, step, c.first_dP)
 
     @cute.jit
     def _put_out(
@@ -312,16 +312,16 @@ class BackwardCtaSm100:
         """This warpgroup's pieces of dV and dK, to where they belong, or to the workspace if other tiles follow."""
         c, a, shared, barrier = self.config, work.arguments, work.shared, _BARRIER_OUT + work.warpgroup
         tile = shared.reload_tile(c, a, tile_idx)
-        is_last, earlier, is_first = tile.is_last, tile.earlier, Boolean(True)
+        is_last, tiles_before, is_first = tile.is_last, tile.tiles_before, Boolean(True)
         if const_expr(c.features.grouped):
             part = work.warpgroup + COMPUTE_WARPGROUPS * (results[0] + c.num_passes * shared.rank)
-            counter = turns.counter(ws.mTurnsK, part, tile.head_k, tile.block)
-            if not is_last or earlier > 0:
-                is_first = tile.await_turn(c, counter, barrier)
+            semaphore = semaphores.at(ws.mSemaphoresK, part, tile.head_k, tile.block)
+            if not is_last or tiles_before > 0:
+                is_first = tile.wait_turn(c, semaphore, barrier)
         self._pieces(work, ws, tma, tile_idx, is_first, results)
         if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if not is_last:
-                turns.count_as_warpgroup(counter, barrier)
+                semaphores.signal_as_warpgroup(semaphore, barrier)
 
     @cute.jit
     def _pieces(
@@ -388,7 +388,7 @@ class BackwardCtaSm100:
                 sums = by_fours(place.iterator, COLUMNS)
                 if not tile.is_last:
                     share([acc[j] for j in range(COLUMNS)], sums, work.thread, is_first)
-                elif tile.earlier > 0:
+                elif tile.tiles_before > 0:
                     take(acc, sums, work.thread)
             if const_expr(c.features.wide):
                 self._write_row(work, tile, which, acc, O_COLUMNS * piece + column)

@@ -102,7 +102,7 @@ class Scores:
         """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
         return Block(tile_idx, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
 
-    def to_weights(
+    def compute_P(
         self,
         work: Work,
         block: Block,
@@ -129,17 +129,17 @@ class Scores:
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
         self.change(work, block, place, listed, bias)
-        weights = self.weigh(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
+        P = self.write_P(work, place, shared.lse[None, rings.q.stage(step)], stores, later)
         tensor_memory.before_sync()
         rings.scores.release(number)  # to the mma warp: P is there, or S was read
         if stores:
             rings.q.release(step)  # to the producer: lse is read
-        return weights
+        return P
 
-    def to_gradients(
+    def compute_dS(
         self,
         work: Work,
-        weights: list[Int32],
+        P: list[Int32],
         block: Block,
         step: Int32,
         ring: Ring,
@@ -154,7 +154,7 @@ class Scores:
         ring.wait_full(number)  # from the tensor cores; the last step's dS is read no more
         tensor_memory.after_sync()
         place = work.address + (first + c.queries * work.warpgroup)
-        gradients = self.differentiate(work, place, weights, shared.delta[None, with_delta.stage(step)])
+        gradients = self.write_dS(work, place, P, shared.delta[None, with_delta.stage(step)])
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
         ring.release(number)  # to the mma warp: dS is there
@@ -201,7 +201,12 @@ class Scores:
             tile = work.shared.reload_tile(c, work.arguments, block.tile_idx)
             first_query = m_block * c.tile_m + c.queries * work.warpgroup
             words = within_interval(
-                words, work.arguments.mSeen, tile.batch, tile.k.length, tile.first_key + work.thread, first_query
+                words,
+                work.arguments.mIntervals,
+                tile.batch,
+                tile.k.length,
+                tile.first_key + work.thread,
+                first_query,
             )
             is_cut = hides_some(words)
         return is_cut, words
@@ -254,8 +259,8 @@ class Scores:
                 tile.k.length,
             )
 
-    def weigh(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
-        """Scores to weights, in their place if it ``stores`` them; returns what ``to_weights`` does.
+    def write_P(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
+        """Scores to weights, in their place if it ``stores`` them; returns what ``compute_P`` does.
 
         ``later`` reads a bias that they are yet to have, or is None.
         """
@@ -264,26 +269,26 @@ class Scores:
             bias = None if later is None else later(first)
             scores = tensor_memory.load(place + first, COLUMNS)
             added = None if bias is None else bias()
-            weights, times_slope = self.weights(work, scores, first, lse, added)
+            P, times_slope = self.P_of(work, scores, first, lse, added)
             if stores:
-                tensor_memory.store(place + first // 2, weights)
+                tensor_memory.store(place + first // 2, P)
             found += times_slope
         return found
 
-    def weights(
+    def P_of(
         self, work: Work, scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
     ) -> tuple[list[Int32], list[Int32]]:
         """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap.
 
         ``added``: a bias that they are yet to have.
         """
-        weights, times_slope, scale = [], [], work.scales.log2
+        P, times_slope, scale = [], [], work.scales.log2
         nothing = hidden(scale)
         for j in range(0, len(scores), 2):
             if j % 4 == 0:
                 four = work.four(lse, first + j)
             x, y = (scores[j], scores[j + 1]), (four[j % 4], four[j % 4 + 1])
-            if self.config.features.bias:  # as ``weight_of``
+            if self.config.features.bias:  # as ``probability``
                 biased = x
                 if added is not None:  # what is hidden stays so
                     sums = (fma(s, work.scales.bias, b) for s, b in zip(x, added[j : j + 2], strict=True))
@@ -294,13 +299,13 @@ class Scores:
                 # Negated: what is negated again is an operand of the next instruction.
                 exponents = cute.arch.fma_packed_f32x2(x, (-scale, -scale), y)
                 pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
-            weights.append(pack(*pair, self.dtype))
+            P.append(pack(*pair, self.dtype))
             if self.config.features.softcap:  # scores are infinite where the weights are 0
                 pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
                 times_slope.append(pack(*pair, self.dtype))
             else:
-                times_slope.append(weights[-1])
-        return weights, times_slope
+                times_slope.append(P[-1])
+        return P, times_slope
 
     def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
         """Where a warpgroup's dS goes in shared memory: rows of 64 columns, and the first of its own among these."""
@@ -309,11 +314,11 @@ class Scores:
             return cute.local_tile(sdS, (PART_ROWS, _DS_COLUMNS), (0, work.warpgroup)), 0
         return sdS, c.queries * work.warpgroup
 
-    def differentiate(
+    def write_dS(
         self,
         work: Work,
         place: Int32,
-        weights: list[Int32],
+        P: list[Int32],
         delta: cute.Tensor,
         await_room: Callable[[], None] = lambda: None,
     ) -> list[cute.Tensor]:
@@ -330,7 +335,7 @@ class Scores:
             for j in range(0, COLUMNS, 2):
                 if j % 4 == 0:
                     four = work.four(delta, first + j)
-                pair = weights[(first + j) // 2]
+                pair = P[(first + j) // 2]
                 w = unpack(pair, 0, self.dtype), unpack(pair, 1, self.dtype)
                 x = cute.arch.sub_packed_f32x2((gradients[j], gradients[j + 1]), (four[j % 4], four[j % 4 + 1]))
                 packed[j // 2] = pack(*cute.arch.mul_packed_f32x2(w, x), self.dtype)

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles, rounds_a_tile
@@ -228,8 +228,8 @@ class Transfers:
         """A step's dQ to its block of the workspace, over which the first tile writes."""
         c, ring = self.config, shared.rings.pieces(which)
         num = c.piece_numbers
-        counter = turns.counter(ws.mTurnsQ, shared.rank, 0, block)
-        turns.wait(counter, turn)
+        semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, 0, block)
+        semaphores.wait(semaphore, turn)
         cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         own = shared.rank * (c.pieces_dQ * num)  # where this CTA's part of the block begins
         target = cute.domain_offset((0, Int64(block), own), ws.mdQaccum).iterator.toint()
@@ -250,4 +250,4 @@ class Transfers:
         ring.release(piece_number(c, step, c.pieces_dQ - 1))  # to the drain warps
         cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
         with cute.arch.elect_one():
-            turns.count(counter)
+            semaphores.signal(semaphore)

@@ -209,7 +209,7 @@ class BackwardPairSm100(BackwardCtaSm100):
                     if const_expr(c.dQ_over_S):
                         rings.scores.wait_empty(step + 1)  # from compute warps: S is read, in whose place dQ is to be
                     self._start_dQ(products, shared, tile_idx, step - 1, i == 1)
-                rings.weights.wait_full(step)  # from compute warps
+                rings.p.wait_full(step)  # from compute warps
                 rings.do_columns.wait_full(step)  # from producers
                 if i == 0:
                     rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
@@ -283,19 +283,19 @@ class BackwardPairSm100(BackwardCtaSm100):
         if const_expr(c.dQ_over_S):
             tensor_memory.before_sync()
             rings.scores.release(step)  # to the mma warp: S is read
-        weights, place = [], work.address + (c.first_S + c.weights_apart * work.warpgroup)
+        P, place = [], work.address + (c.first_S + c.P_stride * work.warpgroup)
         for first in cutlass.range_constexpr(0, c.queries, COLUMNS):
             some = scores[first : first + COLUMNS]
-            in_pairs, times_slope = self.scores.weights(work, some, first, shared.lse[None, stage])
+            in_pairs, times_slope = self.scores.P_of(work, some, first, shared.lse[None, stage])
             tensor_memory.store(place + first // 2, in_pairs)
-            weights += times_slope
+            P += times_slope
         tensor_memory.before_sync()
-        rings.weights.arrive(step)  # to the mma warp: P is there
+        rings.p.arrive(step)  # to the mma warp: P is there
         rings.dp.wait_full(step)  # from the tensor cores
         rings.dq.wait_full(step - 1)  # likewise: the last step's dS is read no more, here and in the other CTA
         tensor_memory.after_sync()
         place = work.address + (c.first_dP + c.queries * work.warpgroup)
-        self.scores.hand_over(work, place, weights, shared.delta[None, stage], step)
+        self.scores.hand_over(work, place, P, shared.delta[None, stage], step)
         rings.dp.release(step)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
 
@@ -314,13 +314,13 @@ class PairScores(Scores):
         self,
         work: Work,
         place: Int32,
-        weights: cutlass.Constexpr,
+        P: cutlass.Constexpr,
         delta: cute.Tensor,
         exchange: Int32,
         await_room: cutlass.Constexpr = lambda: None,
     ) -> None:
-        """As ``differentiate``; dS is where it is multiplied, or on its way there, in the exchange of that number."""
-        self.differentiate(work, place, weights, delta, await_room)
+        """As ``write_dS``; dS is where it is multiplied, or on its way there, in the exchange of that number."""
+        self.write_dS(work, place, P, delta, await_room)
         tensor_memory.before_sync()
         if work.warpgroup == work.shared.rank:
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -386,8 +386,8 @@ class _Products:
     def start_dV(self, accumulates: Boolean) -> None:
         """DV += P' dO."""
         c, mma = self.config, self.mmas.dV
-        weights = halves(c, mma, self.memory + c.first_S, c.weights_apart)
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_dv), weights, self.tVrdO, accumulates)
+        P = halves(c, mma, self.memory + c.first_S, c.P_stride)
+        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_dv), P, self.tVrdO, accumulates)
 
     def start_dK(self, accumulates: Boolean) -> None:
         """DK += dS' Q."""

@@ -63,7 +63,7 @@ class PairRings(Rings):
     q_columns: Ring
     do_columns: Ring
     stats: Ring
-    weights: Ring
+    p: Ring
     exchange: Ring
     keys: Ring
 
@@ -72,14 +72,14 @@ class PairRings(Rings):
         """Of each, by its name."""
         num_passes = config.num_passes
         columns = {"k_columns": 1, "q_columns": 2 - num_passes, "do_columns": num_passes}
-        more = {"weights": 2 - num_passes, "exchange": 1, "stats": STATS_STAGES, "keys": num_passes - 1}
+        more = {"p": 2 - num_passes, "exchange": 1, "stats": STATS_STAGES, "keys": num_passes - 1}
         return {**Rings.stages(config), **columns, **more}
 
     @classmethod
     def at(cls, config: BackwardConfig, barriers: cute.Pointer) -> "PairRings":
         """One after the other."""
         rings = super().at(config, barriers)
-        led = ("tiles", "scores", "weights", "dp", "dq", "exchange", "dv", "dk", "keys")
+        led = ("tiles", "scores", "p", "dp", "dq", "exchange", "dv", "dk", "keys")
         return replace(
             rings, **{name: LedRing(getattr(rings, name).barriers, getattr(rings, name).stages) for name in led}
         )
@@ -98,7 +98,7 @@ class PairRings(Rings):
         self.stats.init(full=1, empty=compute)  # likewise; lse and delta are read
         for ring in (self.scores, self.dp):
             ring.init(full=1, empty=CTAS * compute)  # a commit; scores are read, or dS is there
-        for ring in (self.weights, self.keys):
+        for ring in (self.p, self.keys):
             ring.init(full=CTAS * compute, empty=1)
         self.exchange.init(full=4, empty=1)  # the warps that announce bytes; the second CTA's mma warp
         self.dq.init(full=1, empty=CTAS * drain)  # a commit

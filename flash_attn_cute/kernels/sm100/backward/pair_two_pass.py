@@ -238,14 +238,14 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
             self._copy_keys(work, tile_idx)
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    self._weights(work, tile_idx, nth, i, step, number)
+                    self._compute_P(work, tile_idx, nth, i, step, number)
                     shared.rings.stats.release(step)  # to the producer
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, tile_idx, (DV,))
             for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
-                    weights = self._weights(work, tile_idx, nth, i, step, number, stores=False)
-                    self._gradients(work, weights, step, plus(number, 1), dq_step)
+                    P = self._compute_P(work, tile_idx, nth, i, step, number, stores=False)
+                    self._compute_dS(work, P, step, plus(number, 1), dq_step)
                     step, number, dq_step = step + 1, number + 2, dq_step + 1
             self._put_out(work, ws, tma, tile_idx, (DK,))
             shared.tiles.release(tile_idx)  # to the leader's producer
@@ -269,7 +269,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         rings.keys.arrive(tile_idx)  # to the mma warp
 
     @cute.jit
-    def _weights(
+    def _compute_P(
         self,
         work: Work,
         tile_idx: Int32,
@@ -279,7 +279,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         number: Int32,
         stores: cutlass.Constexpr = True,
     ) -> list[Int32]:
-        """Of the i-th block of a walk over its nth head's, from scores of that number, as ``Scores.to_weights``."""
+        """Of the i-th block of a walk over its nth head's, from scores of that number, as ``Scores.compute_P``."""
         shared, rings = work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(number)  # from the tensor cores
@@ -288,18 +288,18 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         self.scores.change(work, self.scores.block(work, tile_idx, nth, i, step), place)
         lse = shared.lse[None, rings.stats.stage(step)]
         if const_expr(stores):
-            weights = self.scores.weigh(work, place, lse, stores)
+            P = self.scores.write_P(work, place, lse, stores)
             tensor_memory.before_sync()
             rings.scores.release(number)  # to the mma warp: P is there
         else:
             scores = tensor_memory.load(place, self.config.queries)
             tensor_memory.before_sync()
             rings.scores.release(number)  # to the mma warp: S is read
-            _, weights = self.scores.weights(work, scores, 0, lse)
-        return weights
+            _, P = self.scores.P_of(work, scores, 0, lse)
+        return P
 
     @cute.jit
-    def _gradients(self, work: Work, weights: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
+    def _compute_dS(self, work: Work, P: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
         """A step's gradients of scores, from those of weights, which have that number."""
         shared, rings = work.shared, work.shared.rings
         rings.scores.wait_full(number)  # from the tensor cores
@@ -307,7 +307,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         delta = shared.delta[None, rings.stats.stage(step)]
         # From the tensor cores: the last step's dS is read no more, here and in the other CTA.
         await_room = partial(rings.dq.wait_full, dq_step - 1)
-        self.scores.hand_over(work, self._place(work, number), weights, delta, dq_step, await_room)
+        self.scores.hand_over(work, self._place(work, number), P, delta, dq_step, await_room)
         rings.scores.release(number)  # to the mma warp: dS is there
         rings.stats.release(step)  # to the producer
 

@@ -182,15 +182,15 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, tile_idx, nth, i, step)
-                    self.scores.to_weights(work, block, step, number, self._first_column(rings.scores, number))
+                    self.scores.compute_P(work, block, step, number, self._first_column(rings.scores, number))
                     step, number = step + 1, number + 1
             self._put_out(work, ws, tma, tile_idx, (DV,))
             first_S, first_dP = self._first_column(rings.scores, number), self._first_column(rings.scores, number + 1)
             for nth in cutlass.range(rounds_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     block = self.scores.block(work, tile_idx, nth, i, step)
-                    weights = self.scores.to_weights(work, block, step, number, first_S, stores=False)
-                    self.scores.to_gradients(work, weights, block, step, rings.scores, plus(number, 1), first_dP)
+                    P = self.scores.compute_P(work, block, step, number, first_S, stores=False)
+                    self.scores.compute_dS(work, P, block, step, rings.scores, plus(number, 1), first_dP)
                     step, number = step + 1, number + 2
             self._put_out(work, ws, tma, tile_idx, (DK,))
             shared.tiles.release(tile_idx)  # to the producer

@@ -50,7 +50,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales, hidden, weight_of
+from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles, prefetch_descriptors
@@ -291,7 +291,7 @@ class BiasGradientSm90:
         stats = cute.make_rmem_tensor((cute.size(coordinates, mode=[0]), 2), Float32)
         for r in cutlass.range_constexpr(cute.size(stats, mode=[0])):
             # Of rows behind the sequence those of its last one: their scores are hidden, like those of blind ones.
-            row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.blind, 0)
+            row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.num_fully_masked, 0)
             block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
             for which in cutlass.range_constexpr(2):
                 stats[r, which] = mStats[which, p.head, block, within]
@@ -306,9 +306,9 @@ class BiasGradientSm90:
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             lse, delta = stats[r, 0], stats[r, 1]
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                weight = weight_of(scores[r, i], lse, scales, has_bias=True)
+                p = probability(scores[r, i], lse, scales, has_bias=True)
                 # Padding may have put NaN into gradients of weights that are none.
-                gradient = cutlass.select_(weight != 0.0, weight * (grads[r, i] - delta), Float32(0.0))
+                gradient = cutlass.select_(p != 0.0, p * (grads[r, i] - delta), Float32(0.0))
                 total[r, i] = total[r, i] + gradient
 
     @cute.jit

@@ -7,7 +7,7 @@ counter, so tiles start in the order of their numbers.
 Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registers``):
     warp 0              producer of K, then of Q, lse and delta block by block.
     warp 1              producer of V, then of dO block by block.
-    warps 2, 3          if deterministic, wait for turns to add to dQ, and pass them on.
+    warps 2, 3          if deterministic, wait at and signal the semaphores of dQ.
     warpgroup 1         scores: P' = exp2(S' - lse), and dV. A bias it reads from global memory by itself.
     warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
     warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
@@ -20,7 +20,7 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
     ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
            other CTA -> the warps of warpgroups 3 of both CTAs.
-    turns  see ``common.turns``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
+    order  see ``common.semaphores``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
            heads, once a tile, warpgroups 1 and 2 wait and count themselves.
     k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
 
@@ -49,7 +49,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dtypes import DTYPES
@@ -68,7 +68,7 @@ from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Trans
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
-from flash_attn_cute.kernels.sm90.scores import Scores, differentiate, read_seen, read_transposed, weigh
+from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
 _THREADS = 512
@@ -172,15 +172,15 @@ class BackwardClusterSm90:
                 self.transfers.load_dO(a, ws, index, tma, shared)
             if const_expr(c.features.deterministic):
                 if warp_idx == 2:
-                    self.transfers.call_turns(a, ws, index, shared)
+                    self.transfers.wait_semaphores(a, ws, index, shared)
                 elif warp_idx == 3:
-                    self.transfers.pass_turns(a, ws, index, shared)
+                    self.transfers.signal_semaphores(a, ws, index, shared)
         elif warp_idx < 8:
             set_registers(c.registers[1], _THREADS)
             self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
         elif warp_idx < 12:
             set_registers(c.registers[2], _THREADS)
-            self.differentiate(a, ws, index, mmas, tma.dK, mdK, shared)
+            self.compute_dS(a, ws, index, mmas, tma.dK, mdK, shared)
         else:
             set_registers(c.registers[3], _THREADS)
             self.sum_queries(a, ws, index, mmas.dQ, shared)
@@ -241,7 +241,7 @@ class BackwardClusterSm90:
                     hides = tile.blocks.crosses_left(m_block)
                 seen = None
                 if const_expr(c.features.intervals):
-                    seen = read_seen(a.mSeen, tile.batch, tile.k.length, self._first_key(tile), scores.cS)
+                    seen = load_row_interval(a.mIntervals, tile.batch, tile.k.length, self._first_key(tile), scores.cS)
                 shared.q.wait_full(step)  # from warp 0
                 gemm(mma_S, acc_S, tSrK, tSrQ[None, None, None, stage], True)
                 elements: tuple[Any, ...] = ()
@@ -251,7 +251,7 @@ class BackwardClusterSm90:
                 lse = shared.stats[None, 0, stage]
                 if const_expr(c.features.hides_last_queries and not c.features.listed):
                     hides = hides or tile.blocks.crosses_right(m_block)
-                weigh(
+                compute_P(
                     c,
                     scores,
                     hides,
@@ -316,7 +316,7 @@ class BackwardClusterSm90:
         return four
 
     @cute.jit
-    def differentiate(
+    def compute_dS(
         self,
         a: BackwardArguments,
         ws: Workspace,
@@ -357,10 +357,10 @@ class BackwardClusterSm90:
                 stage = shared.q.stage(step)
                 shared.q.wait_full(step)  # from warp 0: with Q comes delta
                 shared.p.wait_full(step)  # from warpgroup 1
-                weights, delta = shared.sP[None, thread, None], shared.stats[None, 1, stage]
-                differentiate(
+                P, delta = shared.sP[None, thread, None], shared.stats[None, 1, stage]
+                compute_dS(
                     acc_dP,
-                    lambda i, weights=weights: self._eight(weights, i),
+                    lambda i, P=P: self._eight(P, i),
                     lambda i, delta=delta: self._four(delta, quad, i),
                     rdS,
                 )
@@ -379,10 +379,10 @@ class BackwardClusterSm90:
             # Q is over, where dK leaves through: warpgroup 1 had its last scores before it had the last weights.
             self._store(a, tile, [acc_dK], mma_dK, store, [shared.sQ[None, None, 0]], mdK, shared, thread, _BARRIER_DK)
 
-    def _eight(self, weights: cute.Tensor, i: int) -> cute.Tensor:
+    def _eight(self, P: cute.Tensor, i: int) -> cute.Tensor:
         """This thread's weights of the i-th group of sixteen queries, two a register, from warpgroup 1."""
         packed = cute.make_rmem_tensor(4, Int32)
-        cute.autovec_copy(weights[None, i], packed)
+        cute.autovec_copy(P[None, i], packed)
         return packed
 
     @cute.jit
@@ -429,10 +429,10 @@ class BackwardClusterSm90:
             block = ws.mdQaccum[tile.head, tile.first_block + m_block, None]
             is_first = None
             if const_expr(c.features.deterministic):
-                is_first = shared.turns.wait(step)
+                is_first = shared.order.wait(step)
             add(acc_dQ, cute.local_tile(block, (64 * c.columns_dQ,), (shared.rank,)), thread, is_first)
             if const_expr(c.features.deterministic):
-                shared.turns.have_added(step)
+                shared.order.arrive(step)
 
     @cute.jit
     def _add(
@@ -448,8 +448,8 @@ class BackwardClusterSm90:
         """A warpgroup's dK (0) or dV (1), side by side in parts, to the workspace."""
         c = self.config
         if tile.blocks.num > 0:
-            counter = turns.counter(ws.mTurnsK, 2 * shared.rank + which, tile.head_k, tile.block)
-            is_first = tile.await_turn(c, counter, barrier)
+            semaphore = semaphores.at(ws.mSemaphoresK, 2 * shared.rank + which, tile.head_k, tile.block)
+            is_first = tile.wait_turn(c, semaphore, barrier)
             block = ws.mdKVaccum[which, tile.head_k, tile.block, None]
             columns = (c.tile_d, c.tile_dv)[which]
             own = cute.local_tile(block, (64 * columns,), (shared.rank,))
@@ -457,7 +457,7 @@ class BackwardClusterSm90:
                 add(acc, cute.local_tile(own, (128 * cute.size(acc),), (part,)), thread, is_first)
             counts = True if const_expr(c.features.deterministic) else is_first
             if counts:
-                turns.count_as_warpgroup(counter, barrier)
+                semaphores.signal_as_warpgroup(semaphore, barrier)
 
     @cute.jit
     def _store(

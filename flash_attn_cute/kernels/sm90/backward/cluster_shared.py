@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.turns import Turns
+from flash_attn_cute.kernels.common.semaphores import OrderedAdds
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
@@ -53,8 +53,8 @@ def storage_of(config: BackwardClusterConfig, dtype: type, layouts: Layouts) -> 
         do_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
         p_barriers: cute.struct.MemRange[Int64, 2]
         ds_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
-        turn_barriers: cute.struct.MemRange[Int64, Turns.num_barriers if deterministic else 0]
-        turns_earlier: cute.struct.MemRange[Int32, Turns.num_stages if deterministic else 0]
+        order_barriers: cute.struct.MemRange[Int64, OrderedAdds.num_barriers if deterministic else 0]
+        order_turns: cute.struct.MemRange[Int32, OrderedAdds.num_stages if deterministic else 0]
         tile: cute.struct.MemRange[Int32, 1]
         stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 64 * STAGES], 128]
         sP: cute.struct.Align[cute.struct.MemRange[Int32, 64 * 64 // 2], 128]
@@ -87,7 +87,7 @@ class Shared:
     do: Ring
     p: Ring
     ds: Ring
-    turns: Turns
+    order: OrderedAdds
     rank: Int32  # of this CTA
 
     @staticmethod
@@ -107,7 +107,7 @@ class Shared:
             do=Ring(storage.do_barriers.data_ptr(), STAGES),
             p=Ring(storage.p_barriers.data_ptr(), 1),
             ds=Ring(storage.ds_barriers.data_ptr(), STAGES),
-            turns=Turns(storage.turn_barriers.data_ptr(), storage.turns_earlier.data_ptr()),
+            order=OrderedAdds(storage.order_barriers.data_ptr(), storage.order_turns.data_ptr()),
             rank=rank,
         )
 
@@ -120,4 +120,4 @@ class Shared:
         self.p.init(full=_WARPS, empty=_WARPS)
         self.ds.init(full=_WARPS, empty=_CTAS * _WARPS)
         if const_expr(config.features.deterministic):
-            self.turns.init(_WARPS)
+            self.order.init(_WARPS)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -108,18 +108,18 @@ class Transfers:
                     rows.load(block, loads.sX[None, None, stage], full, multicast=_BOTH)
 
     @cute.jit
-    def call_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+    def wait_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 2: waits for the turns to add to the tile's blocks of dQ, one after the other."""
         c = self.config
         blocks = blocks_of_tile(c, a, ws, index)
         tile = blocks.tile
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)
-            counter = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
-            shared.turns.call(step, counter, blocks.turn(c, ws, step, m_block))
+            semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, tile.head, tile.first_block + m_block)
+            shared.order.wait_semaphore(step, semaphore, blocks.turn(c, ws, step, m_block))
 
     @cute.jit
-    def pass_turns(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
+    def signal_semaphores(self, a: BackwardArguments, ws: Workspace, index: Int32, shared: Shared) -> None:
         """Warp 3: passes turns on to the tiles that come after."""
         c = self.config
         blocks = blocks_of_tile(c, a, ws, index)
@@ -127,9 +127,9 @@ class Transfers:
         step = Int32(0)
         while step < tile.blocks.num:
             m_block = blocks.m_block(c, ws, step)
-            counters = turns.counter(ws.mTurnsQ, shared.rank, tile.head, tile.first_block + m_block)
+            first_semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, tile.head, tile.first_block + m_block)
             another = step + 1 < tile.blocks.num
             if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
                 if another:  # its counter has to be the next one
                     another = blocks.m_block(c, ws, step + 1) == m_block + 1
-            step += shared.turns.pass_on(step, counters, another)
+            step += shared.order.signal(step, first_semaphore, another)

@@ -57,12 +57,12 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, KeyTile, num_key_tiles, zero_unseen_keys
+from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, KeyTile, num_key_tiles, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
@@ -87,11 +87,11 @@ from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_
 from flash_attn_cute.kernels.sm90.scores import (
     Scores,
     SharedTransposed,
-    differentiate,
-    read_seen,
+    compute_dS,
+    compute_P,
+    load_row_interval,
     read_transposed,
     store_transposed,
-    weigh,
 )
 from flash_attn_cute.kernels.sm90.shared import transposed, write
 
@@ -235,7 +235,7 @@ class BackwardCtaSm90:
                 # Every dense key is seen if there is neither window nor mask.
                 if const_expr(f.packed or f.left or f.right or f.listed):
                     index, _, _ = cute.arch.block_idx()
-                    zero_unseen_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
+                    zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:
             set_registers(c.registers[1], self.threads)
             self.mma(a, ws, mmas, shared, scales)
@@ -417,7 +417,7 @@ class BackwardCtaSm90:
         if const_expr(self.config.features.intervals):
             keys = shared.reload_tile(self.config, work.arguments, tile_idx)
             first_row = keys.first_key + 64 * work.warpgroup
-            seen = read_seen(work.arguments.mSeen, keys.batch, keys.k.length, first_row, work.scores.cS)
+            seen = load_row_interval(work.arguments.mIntervals, keys.batch, keys.k.length, first_row, work.scores.cS)
         if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, tile_idx))
@@ -444,7 +444,7 @@ class BackwardCtaSm90:
         if const_expr(self.config.features.hides_last_queries and not self.config.features.listed):
             again = work.shared.reload_tile(self.config, work.arguments, tile_idx)
             hides = hides or again.blocks.crosses_right(m_block)
-        weigh(
+        compute_P(
             self.config,
             work.scores,
             hides,
@@ -464,7 +464,7 @@ class BackwardCtaSm90:
         if is_last:
             shared.v.release(tile_idx)  # to warp 0
         rW = cute.recast_tensor(cute.make_tensor(work.scores.rW.iterator, cute.size(work.scores.rW)), Int32)
-        differentiate(
+        compute_dS(
             work.acc_dP,
             lambda i: cute.local_tile(rW, (4,), (i,)),
             lambda i: self._stats(work, 1, stage, i),
@@ -574,14 +574,14 @@ class BackwardCtaSm90:
     def _share_dKV(self, work: "_Work", tile: KeyTile) -> None:
         """This warpgroup's keys' dK and dV to the workspace, from registers; their last tile takes what is there."""
         barrier = _BARRIER_GROUPED + work.warpgroup
-        counter = turns.counter(work.workspace.mTurnsK, work.warpgroup, tile.head_k, tile.block)
-        if tile.later > 0:
-            is_first = tile.await_turn(self.config, counter, barrier)
+        semaphore = semaphores.at(work.workspace.mSemaphoresK, work.warpgroup, tile.head_k, tile.block)
+        if tile.tiles_after > 0:
+            is_first = tile.wait_turn(self.config, semaphore, barrier)
             for i, acc in enumerate((work.acc_dK, work.acc_dV)):
                 add(acc, self._sums(work, tile, i), work.thread, is_first)
-            turns.count_as_warpgroup(counter, barrier)
-        elif tile.earlier > 0:
-            turns.wait_as_warpgroup(counter, tile.earlier, barrier)
+            semaphores.signal_as_warpgroup(semaphore, barrier)
+        elif tile.tiles_before > 0:
+            semaphores.wait_as_warpgroup(semaphore, tile.tiles_before, barrier)
             for i, acc in enumerate((work.acc_dK, work.acc_dV)):
                 take(acc, self._sums(work, tile, i), work.thread)
 

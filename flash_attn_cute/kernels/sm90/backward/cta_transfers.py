@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common import turns
+from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
@@ -182,11 +182,11 @@ class Transfers:
         if const_expr(not in_order):
             shared.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
-            self._await_turn(ws, shared, w, step)
+            self._wait_turn(ws, shared, w, step)
         out.wait_full(piece)  # from warpgroup w
         block, turn = shared.read_step(step)
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
-        counter = turns.counter(ws.mTurnsQ, w, 0, block)
+        semaphore = semaphores.at(ws.mSemaphoresQ, w, 0, block)
         if const_expr(in_order):
             cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         else:
@@ -203,15 +203,15 @@ class Transfers:
         out.release(piece)  # to warpgroup w
         cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
         with cute.arch.elect_one():
-            turns.count(counter)
+            semaphores.signal(semaphore)
         return come
 
     @cute.jit
-    def _await_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
+    def _wait_turn(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> None:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)
-        turns.wait(turns.counter(ws.mTurnsQ, w, 0, block), turn)
+        semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
 
     @cute.jit
     def _turn_has_come(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> Int32:
@@ -220,7 +220,7 @@ class Transfers:
         if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
             if shared.steps.is_full(step):
                 block, turn = shared.read_step(step)
-                come = Int32(turns.added(turns.counter(ws.mTurnsQ, w, 0, block)) >= turn)
+                come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
         return come

@@ -53,7 +53,7 @@ class BackwardPassSm90:
                     mCuSeqlens=a.mCuSeqlensQ,
                     mSeqUsed=a.mSeqUsedQ,
                     scale=a.numbers.softmax_scale,
-                    mTurns=w.mTurnsQ,
+                    mSemaphores=w.mSemaphoresQ,
                 ),
                 stream,
             )
@@ -66,7 +66,7 @@ class BackwardPassSm90:
                         mCuSeqlens=a.mCuSeqlensK,
                         mSeqUsed=a.mSeqUsedK,
                         scale=scale,
-                        mTurns=w.mTurnsK,
+                        mSemaphores=w.mSemaphoresK,
                     ),
                     stream,
                 )

@@ -22,7 +22,9 @@ class PostprocessArguments(NamedTuple):
     mCuSeqlens: cute.Tensor | None
     mSeqUsed: cute.Tensor | None
     scale: Float32
-    mTurns: cute.Tensor | None  # (parts, heads, blocks): 0 if nobody has added to mdXaccum, which was not zero then
+    mSemaphores: (
+        cute.Tensor | None
+    )  # (parts, heads, blocks): 0 if nobody has added to mdXaccum, which was not zero then
 
 
 class Postprocess:
@@ -48,9 +50,9 @@ class Postprocess:
         work, rows = tiles.row_tile(index, a.mdX, a.mdX.shape[-2], a.mCuSeqlens, a.mSeqUsed, self.tile_m, tiles.Order())
         gdX = mdX[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         length, stop = rows.length, rows.slot if const_expr(self.zero_padding) else rows.length
-        if const_expr(a.mTurns is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(a.mSemaphores is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
             if work.first_row < length:  # noqa: SIM102 (rows of no sequence may have no block)
-                if a.mTurns[0, work.head, work.block] == 0:
+                if a.mSemaphores[0, work.head, work.block] == 0:
                     length = Int32(0)
         if work.first_row < length:
             at_once = self.tile_m * self.tile_d // 16 // _THREADS

@@ -1,0 +1,160 @@
+"""Semaphores: the order in which tiles add to a block of a float32 sum in global memory.
+
+A block has one semaphore: an Int32 that starts at 0 and counts the tiles that have added. The tile of turn n waits
+until the semaphore is n, adds its part, and signals, which makes it n + 1. The sum then has one order whatever the GPU
+does, and because the order of float additions is all that could vary, it has the same bits in every run.
+(FlashAttention orders its dQ like this.) The tile of turn 0 stores instead of adding, so that no kernel has to zero the
+block. Every wait ends if turns follow the order in which tiles are taken (``sparsity.order``).
+
+Memory order: the wait is an acquire and the signal (or a fence before several signals) a release, both at GPU scope and
+both by one thread. A barrier of the CTA stands between that thread and the threads that add, and such orders are
+cumulative. So all that one turn stores or adds, by any thread of its CTA, happens before what the next turn adds. Where
+TMA adds, its warp waits for the turn, issues the proxy fence, issues the addition, waits for its completion, and then
+signals.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from flash_attn_cute.kernels.common.assembly import sleep
+from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
+
+_STAGES = 4  # turns that have come and are not signalled yet
+_NAP = 256  # nanoseconds
+
+
+def at(mSemaphores: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
+    """Semaphore of a block in a tensor (parts, heads, blocks). Those of the following blocks lie behind it."""
+    return cute.domain_offset((part, head, block), mSemaphores).iterator
+
+
+def value(semaphore: cute.Pointer) -> Int32:
+    """Number of tiles that have added, read with acquire order."""
+    return cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def wait(semaphore: cute.Pointer, turn: Int32) -> None:
+    """Waits, as a converged warp, until at least ``turn`` tiles have added.
+
+    More than ``turn`` end the wait as well. Unchecked offsets may let sequences share a block, and that has to give
+    wrong numbers, not a hang. Decreasing offsets can still make a wait endless, because the tile that is waited for
+    does not exist; ``FLASH_ATTN_CUTE_CHECK=1`` refuses them.
+    """
+    if cute.arch.lane_idx() == 0:
+        while value(semaphore) < turn:
+            pass
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def wait_for_all_parts(mSemaphores: cute.Tensor, head: Int32, block: Int32, tiles: Int32) -> None:
+    """Waits, as a converged warp, until ``tiles`` tiles have added to every part of a block; this may take long."""
+    part = cute.arch.lane_idx()
+    if part < mSemaphores.shape[0]:
+        while value(at(mSemaphores, part, head, block)) < tiles:
+            sleep(_NAP)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def signal(semaphore: cute.Pointer) -> None:
+    """Signals that this tile has added: one thread, behind a barrier at which all threads that add have arrived."""
+    cute.arch.red(semaphore, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@cute.jit
+def wait_as_warpgroup(semaphore: cute.Pointer, turn: Int32, barrier: cutlass.Constexpr) -> None:
+    """``wait`` for a converged warpgroup whose threads will add, at one of its named barriers."""
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        wait(semaphore, turn)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+
+
+@cute.jit
+def signal_as_warpgroup(semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> None:
+    """``signal`` for a converged warpgroup whose threads have all added, at one of its named barriers."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+        with cute.arch.elect_one():
+            signal(semaphore)
+
+
+@dataclass(frozen=True)
+class OrderedAdds:
+    """Semaphore waits and signals by two warps of their own, so that the warps that add do neither.
+
+    A ring of four stages, by step (counted from 0):
+        full   waiting warp -> adding warps: the step's turn has come
+        added  adding warps -> signalling warp: this warp has added
+        empty  signalling warp -> waiting warp: the step has been signalled
+    """
+
+    barriers: cute.Pointer  # of the ring, then one "added" barrier a stage
+    turns: cute.Pointer  # a stage's turn: how many tiles add before this one
+
+    num_barriers = 3 * _STAGES
+    num_stages = _STAGES
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.barriers, _STAGES)
+
+    def _added(self, step: Int32) -> cute.Pointer:
+        return self.barriers + (2 * _STAGES + self._ring.stage(step))
+
+    @cute.jit
+    def init(self, adding_warps: cutlass.Constexpr) -> None:
+        """Initialises the barriers, by one thread, before any role starts."""
+        self._ring.init(full=1, empty=1)
+        for i in cutlass.range_constexpr(_STAGES):
+            cute.arch.mbarrier_init(self.barriers + (2 * _STAGES + i), adding_warps)
+
+    @cute.jit
+    def wait_semaphore(self, step: Int32, semaphore: cute.Pointer, turn: Int32) -> None:
+        """Waiting warp: waits for the step's turn at its semaphore, then lets the adding warps go."""
+        self._ring.wait_empty(step)  # from the signalling warp
+        wait(semaphore, turn)
+        with cute.arch.elect_one():
+            (self.turns + self._ring.stage(step)).store(turn)
+        self._ring.arrive(step)  # to the adding warps
+
+    def wait(self, step: Int32) -> Boolean:
+        """Adding warps: wait until the step's turn has come. Returns whether this tile is the first contributor."""
+        self._ring.wait_full(step)  # from the waiting warp
+        return (self.turns + self._ring.stage(step)).load() == 0
+
+    @cute.jit
+    def arrive(self, step: Int32) -> None:
+        """Adding warps, each: this warp has added its part of the step."""
+        arrive_as_warp(self._added(step))  # to the signalling warp
+
+    @cute.jit
+    def signal(self, step: Int32, first_semaphore: cute.Pointer, another: Boolean | bool) -> Int32:
+        """Signalling warp: signals a step, and with it the next one if ``another`` holds and it has been added.
+
+        One fence serves both steps: at times it takes longer than a step, and as long for two steps as for one.
+
+        Args:
+            step: the step to signal.
+            first_semaphore: the step's semaphore; that of the next step lies behind it.
+            another: whether the tile has a next step.
+
+        Returns:
+            The number of steps that were signalled, 1 or 2.
+        """
+        cute.arch.mbarrier_wait(self._added(step), self._ring.phase(step))  # from the adding warps
+        steps = Int32(1)
+        if another and cute.arch.mbarrier_test_wait(self._added(step + 1), self._ring.phase(step + 1)):
+            steps = Int32(2)
+        steps = cute.arch.shuffle_sync(steps, 0)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.fence_acq_rel_gpu()
+            for i in cutlass.range(steps, unroll=1):
+                cute.arch.red(first_semaphore + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+        for i in cutlass.range(steps, unroll=1):
+            self._ring.release(step + i)  # to the waiting warp
+        return steps
