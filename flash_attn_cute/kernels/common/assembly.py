@@ -68,27 +68,27 @@ def unpack(pair: Int32, which: int, dtype: type, *, loc=None, ip=None) -> Float3
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
-    """A product and a sum, rounded once, whatever the compiler makes of the code around it."""
+    """Fused multiply-add a * b + c, rounded once whatever the compiler makes of the code around it."""
     a, b, c = (x.ir_value(loc=loc, ip=ip) for x in (Float32(a), Float32(b), Float32(c)))
     return Float32(llvm.intr_fma(a, b, c, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def opaque(x: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
-    """The number itself, of which the compiler knows nothing: it has to keep it, as it cannot compute it again."""
+    """The number itself, hidden from the compiler: it has to be kept in a register, because it cannot be recomputed."""
     return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,r", True, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op
 def bit_mask(start: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
-    """Bits start .. start + count of a word, those of them that it has; neither is negative."""
+    """Word with bits start .. start + count set, clipped to 32 bits. Neither argument is negative."""
     operands = [Int32(start), Int32(count)]
     return Int32(_assembly(T.i32(), operands, "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", False, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op
 def shifted_right(low: Int32, high: Int32, count: Int32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
-    """The lower word of two, which are one number, shifted by so many bits, fewer than 32."""
+    """Lower word of the 64-bit number (high, low) shifted right by ``count`` bits, fewer than 32."""
     operands = [Int32(x) for x in (low, high, count)]
     where = {"loc": loc, "ip": ip}
     return Int32(_assembly(T.i32(), operands, "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", False, where))
@@ -96,7 +96,7 @@ def shifted_right(low: Int32, high: Int32, count: Int32, *, loc=None, ip=None) -
 
 @dsl_user_op
 def sleep(nanoseconds: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
-    """Lets other warps go on, for about so long."""
+    """Suspends the warp for about ``nanoseconds``, so that other warps run."""
     _assembly(None, [], f"nanosleep.u32 {nanoseconds};", "~{memory}", True, {"loc": loc, "ip": ip})
 
 
@@ -120,7 +120,7 @@ def store_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=No
 
 
 def _bulk(instruction: str, address: Int64, source: Pointer, num_bytes: int, loc: Any, ip: Any) -> None:
-    """Both are in flight on return, and belong to the thread's next group of bulk copies."""
+    """Issues a bulk copy, which is in flight on return and belongs to the thread's next bulk group."""
     operands = [address, Int32(source.toint(loc=loc, ip=ip)), Int32(num_bytes)]
     _assembly(None, operands, f"{instruction} [$0], [$1], $2;", "l,r,r,~{memory}", True, {"loc": loc, "ip": ip})
 
@@ -142,9 +142,10 @@ def copy_vector(target: Int32, source: Int64, *, loc=None, ip=None) -> None:  # 
 def copy_to_cta(
     rank: Int32, target: Pointer, source: Pointer, num_bytes: Int32 | int, mbarrier: Pointer, *, loc=None, ip=None
 ) -> None:  # type: ignore[no-untyped-def]
-    """Copies shared memory to that of another CTA of the cluster, by one thread; the bytes arrive on its barrier.
+    """Copies shared memory to another CTA of the cluster, by one thread; the bytes arrive on that CTA's barrier.
 
-    Target and barrier are told by where they lie in the own shared memory.
+    ``target`` and ``mbarrier`` are addresses in the own shared memory: the copy goes to the places that correspond to
+    them in the CTA of rank ``rank``.
     """
     text = """{
         .reg .b32 there, barrier;

@@ -1,8 +1,8 @@
-"""What the kernel of a bias's gradient works on: tiles of the gradient, and pieces of them.
+"""Work of the bias-gradient kernel: tiles of the gradient, and the pieces that each is the sum of.
 
-A CTA owns a tile of the gradient in the bias's own shape. It goes through all scores that this tile is the sum of (the
-batch entries, heads, queries or keys over which the bias was broadcast): pieces, each a tile of scores. Where a bias
-has fewer tiles than the GPU has SMs, a tile's pieces are split between CTAs.
+A CTA owns a tile of the gradient, in the bias's own shape. The tile is the sum of dS over everything that the bias was
+broadcast over (batch entries, heads, queries or keys). The CTA goes through these as pieces; a piece is a tile of
+scores. If a bias has fewer tiles than the GPU has SMs, the pieces of a tile are split between CTAs.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Piece:
     code: Int32  # under a mask: where the bits are that say what is hidden
 
     def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory."""
+        """Writes the piece to shared memory."""
         flags = Int32(self.seen) | Int32(self.hides) << 1
         where = self.head, Int32(self.batch), self.first_query, self.first_key, self.first_block, self.num_fully_masked
         rows = self.q.start, self.q.length, self.k.start, self.k.length
@@ -55,7 +55,7 @@ class Piece:
 
     @staticmethod
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
-        """From shared memory."""
+        """Reads a piece from shared memory."""
         flags, code, head, batch, first_query, first_key, first_block, num_fully_masked, *rows = (
             fields[i] for i in range(_PIECE_FIELDS)
         )
@@ -77,7 +77,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """All pieces of a CTA, as those who do not load learn of them: 32 at a time."""
+    """All pieces of a CTA, published by warp 0 in batches of 32 and read by the other warps."""
 
     ring: Ring
     fields: cute.Tensor  # (field, piece of a stage, stage)
@@ -85,36 +85,36 @@ class Pieces:
 
     @staticmethod
     def at(ring: Ring, memory: Any, packed: bool) -> "Pieces":
-        """On the kernel's side: guarded by a ring of ``PIECE_STAGES``, in memory of ``PIECE_NUMBERS``."""
+        """On the device: pieces guarded by a ring of ``PIECE_STAGES``, in memory of ``PIECE_NUMBERS`` Int32."""
         layout = cute.make_layout((_PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * _PIECE_FIELDS))
         return Pieces(ring, memory.get_tensor(layout), packed)
 
     def publish(self, nth: Int32, piece: Piece) -> None:
-        """By some lane of warp 0."""
+        """Publishes the nth piece, by any lane of warp 0."""
         piece.write(self.fields[None, nth % 32, self.ring.stage(nth // 32)])
 
     @cute.jit
     def wait_for(self, nth: Int32) -> Piece:
-        """By a warp: the nth piece; the first of a batch when warp 0 has told of it."""
+        """Returns the nth piece, to a warp. For the first piece of a batch it waits for warp 0."""
         batch = nth // 32
         if nth % 32 == 0:
             self.ring.wait_full(batch)  # from warp 0
         return self.read(nth)
 
     def read(self, nth: Int32) -> Piece:
-        """The nth piece, of which warp 0 has told."""
+        """The nth piece, already published by warp 0."""
         return Piece.read(self.packed, self.fields[None, nth % 32, self.ring.stage(nth // 32)])
 
     @cute.jit
     def release(self, nth: Int32) -> None:
-        """By a warp, behind the nth piece: with the last of a batch others may come."""
+        """Releases the nth piece, by a warp. The last piece of a batch frees the batch's stage."""
         if nth % 32 == 31:
             self.ring.release(nth // 32)  # to warp 0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A CTA's tile of the gradient, and its share of what that is the sum of."""
+    """A CTA's tile of the gradient, and its share of the tile's pieces."""
 
     entry: Int32
     block: Int32  # of queries
@@ -125,7 +125,7 @@ class Owner:
 
 
 class OperandTiles(NamedTuple):
-    """Of the tensors whose tiles are multiplied, by their names."""
+    """TMA tiles of the operands, by tensor."""
 
     Q: RowTiles
     K: RowTiles
@@ -134,7 +134,7 @@ class OperandTiles(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What a mask says (``common.block_lists``)."""
+    """Tables of a mask (``common.block_lists``), for the bias-gradient kernel."""
 
     mBits: cute.Tensor  # (tile, warpgroup, thread, word)
     mCodes: cute.Tensor | None = None  # (row, block of keys)
@@ -143,14 +143,14 @@ class Tables(NamedTuple):
 
 
 class PieceMap:
-    """Which tile of the gradient is whose, and where the pieces are that make it up."""
+    """Map from CTAs to tiles of the gradient, and from tiles to pieces."""
 
     def __init__(self, config: Any):
         self.config = config
 
     @cute.jit
     def queries_of(self, a: BiasGradientArguments) -> tuple[Int32, Int32]:
-        """Entries of the batch, and tiles of queries of each; user's packed sequences are one entry."""
+        """Number of batch entries, and of query tiles of each. Packed sequences of the user are one entry."""
         entries, blocks = Int32(1), tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.config.tile_m)
         if const_expr(not self.config.features.packed):
             entries = Int32(a.mQ.shape[0])
@@ -162,7 +162,7 @@ class PieceMap:
 
     @cute.jit
     def _owners(self, a: BiasGradientArguments) -> tuple[Int32, Int32, Int32, Int32]:
-        """Tiles of the gradient: over batch, queries, heads and keys."""
+        """Number of gradient tiles over batch, queries, heads and keys."""
         c, n = self.config, a.numbers
         entries, blocks = self.queries_of(a)
         entries = Int32(1) if n.sums_batch > 0 else entries
@@ -171,13 +171,13 @@ class PieceMap:
 
     @cute.jit
     def num_owners(self, a: BiasGradientArguments) -> Int32:
-        """CTAs, but for splits."""
+        """Number of CTAs, splits not counted."""
         entries, blocks, heads, n_blocks = self._owners(a)
         return entries * blocks * heads * n_blocks
 
     @cute.jit
     def owner(self, a: BiasGradientArguments) -> Owner:
-        """What this CTA has to do."""
+        """The tile and the pieces of this CTA."""
         index, _, _ = cute.arch.block_idx()
         entries, blocks, heads, n_blocks = self._owners(a)
         n_block, index = index % n_blocks, index // n_blocks
@@ -190,7 +190,7 @@ class PieceMap:
 
     @cute.jit
     def _num_pieces(self, a: BiasGradientArguments) -> Int32:
-        """Pieces that a tile is the sum of."""
+        """Number of pieces that a tile is the sum of."""
         n = a.numbers
         entries, blocks = self.queries_of(a)
         pieces = a.mQ.shape[-2] // a.mdBias.shape[1] * self._blocks_in(a)
@@ -199,7 +199,7 @@ class PieceMap:
 
     @cute.jit
     def _blocks_in(self, a: BiasGradientArguments) -> Int32:
-        """Blocks of keys that a tile is the sum of: all that a sequence can have, or its own."""
+        """Number of key blocks that a tile is the sum of: all that a sequence can have, or its own."""
         return cute.ceil_div(a.mBias.shape[3], self.config.tile_n) if a.numbers.sums_keys > 0 else Int32(1)
 
     @cute.jit
@@ -308,7 +308,11 @@ class PieceMap:
     def sequence(
         self, a: BiasGradientArguments, entry: Int32, block: Int32
     ) -> tuple[Int32 | int, SeqRows, SeqRows, Int32, Int32, Int32]:
-        """Where a tile of queries of an entry is: batch, queries and keys, first query, first block, blind ones."""
+        """Location of a query tile of an entry.
+
+        Returns the batch index, queries, keys, first query, first block of the workspace, and the number of fully
+        masked queries, which the workspace leaves out.
+        """
         c, f, n = self.config, self.config.features, a.numbers
         first_query, first_block, num_fully_masked = block * c.tile_m, Int32(0), Int32(0)
         if const_expr(f.packed):
@@ -352,7 +356,7 @@ class PieceMap:
     def rows_of_gradient(
         self, a: BiasGradientArguments, batch: Int32 | int, q: SeqRows, first_query: Int32
     ) -> tuple[Int32 | int, Int32, Int32]:
-        """Where a tile that ``sequence`` tells of is in the gradient: entry, first row, and the end of its sequence."""
+        """Place of a tile of ``sequence`` in the gradient: entry, first row, and the end of its sequence."""
         n, entry, first_row, last_row = a.numbers, batch, first_query, q.slot
         if const_expr(self.config.features.packed):
             entry = q.start // n.rows_a_slot
@@ -362,19 +366,19 @@ class PieceMap:
 
 
 class PieceTiles(MaskTiles):
-    """The mask of all pieces: those of an entry are numbered within it."""
+    """The mask's tiles of all pieces, numbered within an entry."""
 
     def __init__(self, config: Any, pieces: PieceMap):
         super().__init__(config)
         self.pieces = pieces
 
     def tiles_a_set(self, a: BiasGradientArguments) -> Int32:
-        """See ``MaskTiles``."""
+        """Number of tiles in a set, see ``MaskTiles``."""
         return Sharing.of(a.numbers).tiles
 
     @cute.jit
     def tile_of(self, a: BiasGradientArguments, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
-        """See ``MaskTiles``."""
+        """Sequence, first query and row of a tile, see ``MaskTiles``."""
         _, rows = self.pieces.queries_of(a)
         entry, block = (tile // rows, tile % rows) if const_expr(self.config.features.packed) else (batch, tile)
         _, q, k, first_query, _, _ = self.pieces.sequence(a, entry, block)
@@ -382,7 +386,7 @@ class PieceTiles(MaskTiles):
 
 
 class PieceTables:
-    """What tells of a mask or a block mask: tables, made by kernels before that of one configuration."""
+    """Tables of a mask or a block mask, made by kernels that run before the bias-gradient kernel."""
 
     def __init__(self, config: Any, pieces: PieceMap):
         self.config = config
@@ -390,7 +394,7 @@ class PieceTables:
 
     @cute.jit
     def __call__(self, a: BiasGradientArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
-        """Launches what kernels it takes; None without a mask."""
+        """Launches the kernels that make the tables. Returns None without a mask."""
         c, tables = self.config, None
         if const_expr(c.features.mask):
             rows, blocks = Sharing.of(a.numbers).total, num_blocks(a.mMask, c.tile_n)
@@ -404,13 +408,13 @@ class PieceTables:
 
 
 def stats_of(config: Any, a: BiasGradientArguments) -> cute.Tensor:
-    """(lse and delta, head, block, query), which the backward pass has left where its workspace begins."""
+    """Lse and delta (lse or delta, head, block, query), which the backward pass left at the start of its workspace."""
     shape = 2, a.mQ.shape[-2], a.numbers.num_m_blocks, config.stats_m
     return carved(a.mWorkspace, {"mStats": shape}, Float32)["mStats"]
 
 
 def partial_sums_of(config: Any, a: BiasGradientArguments, ctas: Int32, threads: int) -> cute.Tensor | None:
-    """(CTA, four, thread, number): what CTAs that share a tile leave of it; None if none do."""
+    """Partial sums (CTA, four, thread, number) of CTAs that share a tile; None if a tile has one CTA."""
     if not config.split:
         return None
     shape = ctas * a.numbers.splits, config.tile_m * config.tile_n // (4 * threads), threads, 4

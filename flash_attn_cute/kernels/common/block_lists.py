@@ -1,11 +1,11 @@
-"""Which blocks a tile sees, as tables in global memory say: lists of blocks, and bits where some scores are hidden.
+"""Tables of the blocks that a tile attends to: lists of blocks, and bits for partial blocks.
 
-A list is the blocks that one tile sees, in ascending order: of keys for a tile of queries, or of queries for a tile of
-keys. Batch entries, heads or tiles that see alike share lists. An entry of a list names its block and says where its
-bits are, or that it has none, being seen whole. What nobody sees is in no list.
+A list names the blocks that one tile attends to, in ascending order: blocks of keys for a tile of queries, blocks of
+queries for a tile of keys. Batch entries, heads and tiles with equal masks share lists. An entry of a list names its
+block and carries a code: ``FULL``, or the index of the block's tile of bits. An empty block is in no list.
 
-Bits lie as a warpgroup's registers hold scores, so that a thread reads its own, a word or two, at one place: those of a
-tile one warpgroup after the other, 128 threads each.
+Bits lie in the order in which a warpgroup's registers hold scores, so that a thread loads its own word or two from one
+place. A tile of bits is stored one warpgroup after the other, 128 threads each.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ FULL, EMPTY = -1, -2  # in the place of where a block's bits are
 
 
 class Tables(NamedTuple):
-    """What a mask says to a forward kernel."""
+    """Tables of a mask, for a forward kernel."""
 
     mLists: cute.Tensor  # (list, first entry and how many)
     mEntries: cute.Tensor  # (entry, block of keys and its code), of its configuration's ``blocks_an_entry``
@@ -28,9 +28,9 @@ class Tables(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How many lists there are, or rows of codes: over the batch, heads and tiles; 1 where all share them.
+    """Number of distinct lists (or rows of codes) over the batch, heads and tiles; 1 where all share one.
 
-    ``group`` heads that follow each other share theirs.
+    ``group`` consecutive heads share a list.
     """
 
     batch: Int32
@@ -40,32 +40,32 @@ class Sharing(NamedTuple):
 
     @staticmethod
     def of(numbers: Any) -> "Sharing":
-        """That of a pass, from the numbers among its arguments."""
+        """Sharing of a pass, from the numbers among its arguments."""
         group = 1 if numbers.lists_group is None else numbers.lists_group
         return Sharing(numbers.lists_batch, numbers.lists_heads, numbers.lists_tiles, group)
 
     @property
     def total(self) -> Int32:
-        """Of all."""
+        """Number of lists over batch, heads and tiles."""
         return self.sets * self.tiles
 
     @property
     def sets(self) -> Int32:
-        """Of batch entries and heads that do not see alike."""
+        """Number of (batch entry, head) pairs whose lists differ."""
         return self.batch * self.heads
 
     def set_of(self, batch: Int32 | int, head: Int32) -> Int32:
-        """That of an entry and head."""
+        """Set of a batch entry and head."""
         return batch % self.batch * self.heads + head // self.group % self.heads
 
     def number(self, batch: Int32 | int, head: Int32, tile: Int32) -> Int32:
-        """That of a tile."""
+        """List of a tile."""
         return self.set_of(batch, head) * self.tiles + tile % self.tiles
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """A list; ``nth`` walks over its entries from the last to the first, or from the first to the last."""
+    """A list of blocks; ``nth`` goes from the last entry to the first, or from the first to the last."""
 
     first: Int32
     num: Int32
@@ -73,22 +73,22 @@ class BlockList:
 
     @property
     def fields(self) -> tuple[Int32, ...]:
-        """What those who do not know the tile have to be told, in the order in which ``BlockList`` takes it."""
+        """Fields that roles without the tile need, in the constructor's order."""
         return self.first, self.num
 
     def nth(self, i: Int32) -> Int32:
-        """The i-th entry of the walk."""
+        """Index of the i-th entry, in this list's direction."""
         return self.first + (i if self.direction > 0 else self.num - 1 - i)
 
 
 def as_rows(mX: cute.Tensor, columns: int) -> cute.Tensor:
-    """A table that is flattened, as rows again."""
+    """A flattened table as rows of ``columns`` numbers."""
     return cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0] // columns, columns), stride=(columns, 1)))
 
 
 @cute.jit
 def code_in_list(mLists: cute.Tensor, mEntries: cute.Tensor, number: Int32, block: Int32) -> Int32:
-    """What a list says of a block: ``EMPTY``, if it is not among its entries."""
+    """Code of a block in a list: ``EMPTY`` if the block is not among its entries."""
     low, end = mLists[number, 0], mLists[number, 0] + mLists[number, 1]
     high, code = end, Int32(EMPTY)
     while low < high:
@@ -104,7 +104,7 @@ def code_in_list(mLists: cute.Tensor, mEntries: cute.Tensor, number: Int32, bloc
 
 
 def num_blocks(mMask: cute.Tensor, keys: int) -> Int32:
-    """Blocks of so many keys that a query can see; one, if a mask is of none."""
+    """Number of blocks of ``keys`` keys that a query can attend to; 1 if the mask has no keys."""
     return cute.ceil_div(cutlass.max(mMask.shape[3], 1), keys)
 
 
@@ -114,7 +114,8 @@ def bits_of(
 ) -> cute.Tensor:
     """A thread's words of a tile of bits, from (tile, warpgroup, thread, word).
 
-    If it has none, they are anything: those of the first tile, unless ``asks``, which costs a branch and spares a load.
+    For a full block the words are arbitrary: they are loaded from the first tile, unless ``asks``, which branches on
+    the code to spare the load.
     """
     words = cute.make_rmem_tensor(mBits.shape[3], Int32)
     if const_expr(not asks):

@@ -1,8 +1,8 @@
-"""What a tile walks over: blocks of the other side, in an order, with the masks they need and the turns they have.
+"""Blocks that a tile attends to, in order, with the masks they need and their turns.
 
-A tile of queries walks over blocks of keys (forward), a tile of keys over blocks of queries (backward). Producers and
-consumers of both passes ask the same ``Blocks``: how many, the i-th, which mask it needs, and how many tiles add to
-something before this one does.
+A tile of queries iterates over blocks of keys (forward), a tile of keys over blocks of queries (backward). Producers
+and consumers of both passes use the same ``Blocks``: the number of blocks, the i-th block, the masks that it needs,
+and how many tiles add to something before this one does.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from cutlass import Boolean, Int32, const_expr
 
 @dataclass(frozen=True)
 class Window:
-    """Bottom-right aligned: query i sees key j when i + shift - left <= j <= i + shift + right.
+    """A window, bottom-right aligned: query i attends to key j if i + shift - left <= j <= i + shift + right.
 
-    A side of None is unbounded; ``shift`` is seqlen_k - seqlen_q.
+    A side of None is unbounded. ``shift``, the causal offset, is seqlen_k - seqlen_q.
     """
 
     left: Int32 | None
@@ -32,19 +32,19 @@ class Window:
 
     @property
     def transposed(self) -> "Window":
-        """The same with queries and keys exchanged: which queries see a key."""
+        """The window with queries and keys exchanged: which queries attend to a key."""
         return Window(self.right, self.left, -self.shift)
 
 
 class Edges(NamedTuple):
-    """Which edges can be within a block: of the window, and on the right the sequence's end. Known when compiling."""
+    """Edges that may cross a block, known at compile time: the window's, and on the right also the sequence's end."""
 
     left: bool
     right: bool
 
 
 class Part(NamedTuple):
-    """Steps ``first .. end`` of a walk, over blocks that need the same masks."""
+    """Steps ``first .. end`` of a tile's loop, over blocks that need the same masks."""
 
     edges: Edges
     first: Int32
@@ -53,10 +53,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """An interval of blocks, ``start .. stop``, that a tile sees.
+    """An interval of blocks, ``start .. stop``, that a tile attends to.
 
-    Blocks from ``full_stop`` on hold some that the right edge (the window's or the sequence's end) hides from some row
-    of the tile, blocks below ``full_start`` some that the left edge does. What lies between needs no mask.
+    The right edge (the window's or the sequence's end) crosses blocks from ``full_stop`` on; the left edge crosses
+    blocks below ``full_start``. Blocks in between are full and need no mask.
     """
 
     start: Int32
@@ -76,9 +76,9 @@ class Blocks:
         tile: cutlass.Constexpr,
         direction: cutlass.Constexpr | Int32 = 1,
     ) -> "Blocks":
-        """The blocks of ``tile`` that rows first_row .. first_row + num_rows see of a sequence of ``seqlen`` others.
+        """The blocks of ``tile`` columns that a range of rows attends to, out of ``seqlen`` columns.
 
-        None if there are no such rows.
+        The rows are first_row .. first_row + num_rows. There are no blocks if ``num_rows`` is not positive.
         """
         start, full_start = Int32(0), Int32(0)
         visible_to_first, visible_to_last = seqlen, seqlen
@@ -96,17 +96,17 @@ class Blocks:
 
     @property
     def fields(self) -> tuple[Int32, ...]:
-        """What those who do not know the tile have to be told, in the order in which ``Blocks`` takes it."""
+        """Fields that roles without the tile need, in the constructor's order."""
         return self.start, self.full_start, self.full_stop, self.stop
 
     @property
     def num(self) -> Int32:
-        """How many; not positive if there are none."""
+        """Number of blocks; not positive if there are none."""
         return self.stop - self.start
 
     @cute.jit
     def nth(self, i: Int32) -> Int32:
-        """The i-th block of the walk."""
+        """The i-th block, in this direction."""
         if const_expr(isinstance(self.direction, int)):
             return self.start + i if const_expr(self.direction > 0) else self.stop - 1 - i
         else:
@@ -114,16 +114,16 @@ class Blocks:
 
     @cute.jit
     def num_before(self, block: Int32) -> Int32:
-        """How many blocks of the walk come before that one: its turn, where turns follow the walk."""
+        """Number of blocks that come before ``block`` in this direction: its turn, where turns follow it."""
         if const_expr(isinstance(self.direction, int)):
             return block - self.start if const_expr(self.direction > 0) else self.stop - 1 - block
         else:
             return block - self.start if self.direction > 0 else self.stop - 1 - block
 
     def parts(self, has_left: bool, has_right: bool) -> list[Part]:
-        """A walk from the last block to the first, but for the very first step, in parts that need the same masks.
+        """The loop from the last block to the first, without its first step, cut into parts that need the same masks.
 
-        Both edges are looked at in the first part: under a narrow window they meet in one block.
+        The first part applies both edges, because under a narrow window they meet in one block.
         """
         middle = cutlass.max(cutlass.min(self.full_stop, self.stop - 1), self.start)
         last = cutlass.min(cutlass.max(self.full_start, self.start), middle) if has_left else self.start
@@ -135,11 +135,11 @@ class Blocks:
         return parts
 
     def crosses_left(self, block: Int32) -> Boolean:
-        """Whether the left edge hides some of a block from some row."""
+        """Whether the left edge masks some of the block for some row."""
         return block < self.full_start
 
     def crosses_right(self, block: Int32) -> Boolean:
-        """Whether the right edge does."""
+        """Whether the right edge masks some of the block for some row."""
         return block >= self.full_stop
 
     # A consumer of the backward pass has few registers, and counts blocks from the first one below which the left edge
@@ -147,12 +147,12 @@ class Blocks:
 
     @property
     def positions(self) -> tuple[Int32, Int32]:
-        """The position at which the walk begins, and the one before which it ends."""
+        """Position of the first block, and the position behind the last one."""
         first, end = self.nth(Int32(0)), self.nth(self.num)
         return first - self.full_start, end - self.full_start
 
     def at(self, position: Int32) -> Int32:
-        """The block at a position."""
+        """Block at a position."""
         return position + self.full_start
 
     def position_crosses_left(self, position: Int32) -> Boolean:

@@ -1,9 +1,9 @@
-"""Gradients of queries from the workspace, within the backward kernel that sums them there.
+"""Rounding of dQ from the float32 workspace, within the backward kernel that sums it there.
 
-Warps that find no tile left take blocks of queries instead, one by one, from a counter, wait until all tiles that
-see a block have added to it, and round it. So SMs that would be idle at the end are not, and no kernel follows. Tiles
-wait for nobody who rounds, so they all come to their end, and with them these waits. If a block has several sums, these
-are added up, the first one first.
+A warp that finds no tile left takes blocks of queries instead, one by one from a counter. It waits until all tiles that
+attend to the block have added to it, and rounds it. So SMs that would be idle at the end work, and no kernel follows.
+No tile waits for rounding, so every tile ends, and with the tiles these waits end. If a block has several partial
+sums, they are added first, in order.
 """
 
 import cutlass
@@ -28,16 +28,16 @@ def round_blocks(
     warps: cutlass.Constexpr,
     round_block: cutlass.Constexpr,
 ) -> None:
-    """By a converged warp: rounds blocks until none is left.
+    """Rounds blocks until none is left, by a converged warp.
 
     Args:
-        config: of the pass.
-        a: its arguments.
-        ws: its workspace.
-        warps: of a CTA, that do so.
-        round_block: rounds one: takes its sums, dQ of its head, its first row within its sequence, the sequence's rows,
-            the row of the sequence before which writing ends, and the lane; where a block may have several sums, as
-            ``num_sums`` how many there are.
+        config: configuration of the pass.
+        a: arguments of the pass.
+        ws: workspace of the pass.
+        warps: number of warps of a CTA that call this.
+        round_block: rounds one block. Takes the block's sums, dQ of its head, its first row within the sequence, the
+            sequence's rows, the row of the sequence before which writing ends, and the lane. Where a block may have
+            several sums, it also takes their number as ``num_sums``.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)
@@ -82,6 +82,6 @@ def round_blocks(
 
 @cute.jit
 def _num_adding(c: cutlass.Constexpr, a: BackwardArguments, work: tiles.WorkTile, q_length: Int32) -> Int32:
-    """How many tiles add to a block."""
+    """Number of tiles that add to a block."""
     k_length = keys_of(a, work.batch).length if const_expr(c.features.packed) else a.mK.shape[1]
     return key_tiles_of(c, work.first_row, k_length, Window.of(c.features, a, q_length, k_length)).num

@@ -1,8 +1,8 @@
-"""Which blocks of queries see a tile of keys, and in which order tiles add to a block's dQ.
+"""Lists of query blocks for tiles of keys, and the order in which tiles add to a block of dQ.
 
-Under a mask tiles are taken from the last keys to the first (``common.key_tiles``), so a tile's turn at a block of
-queries is how many blocks of keys behind it that block sees. A block mask brings its lists, its turns, and the order in
-which tiles are taken.
+Under a mask, tiles are taken from the last keys to the first (``common.key_tiles``). A tile's turn at a block of
+queries is therefore the number of later key blocks that the block attends to. A block mask brings its own lists, turns
+and tile order.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _WARPS = 8
 
 
 def mask_sizes(config: Any, a: BackwardArguments) -> MaskSizes | None:
-    """Of the tables; None without a mask."""
+    """Sizes of the tables of a mask; None without a mask."""
     if not config.features.mask:
         return None
     sharing, blocks = Sharing.of(a.numbers), num_blocks(a.mMask, config.tile_n)
@@ -33,7 +33,10 @@ def mask_sizes(config: Any, a: BackwardArguments) -> MaskSizes | None:
 
 @cute.jit
 def order_row(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, row: Int32) -> None:
-    """By one warp: the order of additions to a block of queries, if its row of codes has not another one's number."""
+    """Computes the order of additions to a block of queries, by one warp.
+
+    Only the first of the rows that share a row of codes does so.
+    """
     sharing, lane = Sharing.of(a.numbers), cute.arch.lane_idx()
     if batch < sharing.batch and head < sharing.heads and row < sharing.tiles:
         number, blocks, num = sharing.number(batch, head, row), ws.mCodes.shape[1], Int32(0)
@@ -50,14 +53,14 @@ def order_row(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, ro
 
 
 def num_adding_of(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32, row: Int32) -> Int32:
-    """How many tiles add to a block of queries."""
+    """Number of tiles that add to a block of queries."""
     return ws.mAdding[Sharing.of(a.numbers).number(batch, head, row)]
 
 
 def list_of(
     config: Any, a: BackwardArguments, ws: Workspace, batch: Int32 | int, head: Int32, tile: Int32
 ) -> tuple[Int32, Int32]:
-    """The first entry and the length of the list of a tile of keys, which is numbered over all sequences."""
+    """First entry and length of the list of a tile of keys; tiles are numbered over all sequences."""
     sharing = Sharing.of(a.numbers)
     key_tiles = _blocks_of_keys(config, a) if config.features.block_mask else mask_sizes(config, a).key_tiles
     number = sharing.set_of(batch, head) * key_tiles + tile % key_tiles
@@ -66,7 +69,7 @@ def list_of(
 
 @cute.jit
 def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32, Int32, Int32]:
-    """An entry of a list: the block of queries, its code, and the tile's turn to add to its dQ."""
+    """An entry of a list: block of queries, code, and the tile's turn to add to its dQ."""
     m_block, code, turn = (ws.mEntries[i, j] for j in range(3))
     if const_expr(config.features.block_mask):
         parts = BLOCK // config.tile_m
@@ -75,10 +78,10 @@ def entry_of(config: cutlass.Constexpr, ws: Workspace, i: Int32) -> tuple[Int32,
 
 
 def launched(config: Any, a: BackwardArguments, batch: Int32, head_k: Int32, block: Int32) -> Int32:
-    """The block of keys that a block mask's order launches in the place of ``block``.
+    """The block of keys that a block mask's launch order puts in the place of ``block``.
 
-    That is one of the usual order, from the last block to the first: the rank of the last is 0. Passes that add in no
-    order go from the first to the last, so they take a block mask's order from its end.
+    ``block`` is one of the default order, from the last block to the first: the last one has rank 0. Unordered passes
+    go from the first to the last, so they read the launch order from its end.
     """
     n, blocks = a.numbers, _blocks_of_keys(config, a)
     rank = blocks - 1 - block
@@ -86,12 +89,12 @@ def launched(config: Any, a: BackwardArguments, batch: Int32, head_k: Int32, blo
 
 
 def _blocks_of_keys(config: Any, a: BackwardArguments) -> Int32:
-    """Those of a head of a dense batch."""
+    """Number of key blocks of a head in a dense batch."""
     return cute.ceil_div(a.mK.shape[1], config.tile_n)
 
 
 class KeyLists:
-    """The kernel that makes the lists, of codes and of the order of additions. One warp a list."""
+    """The kernel that makes the lists from codes and the order of additions. One warp a list."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -103,14 +106,14 @@ class KeyLists:
         self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
     def _tiles_a_set(self, a: BackwardArguments) -> Int32:
-        """Tiles of keys, those of no sequence among them."""
+        """Number of key tiles, including those that belong to no sequence."""
         if self.config.features.packed:
             return tiles.num_tiles(a.mK, 1, a.mCuSeqlensK, self.config.tile_n)
         return mask_sizes(self.config, a).key_tiles
 
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
-        """Of as many lists as there are warps."""
+        """Makes one list a warp."""
         c, sizes, sharing = self.config, mask_sizes(self.config, a), Sharing.of(a.numbers)
         index, _, _ = cute.arch.block_idx()
         index = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -152,7 +155,7 @@ class KeyLists:
 
 
 class KeyTables:
-    """All that tells a backward kernel of a mask or a block mask: made by kernels before it, around preprocessing."""
+    """Tables of a mask or a block mask for a backward kernel, made by kernels before it."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -163,7 +166,7 @@ class KeyTables:
 
     @cute.jit
     def begin(self, a: BackwardArguments, stream) -> Workspace:  # type: ignore[no-untyped-def]
-        """The pass's workspace, with the tables of a block mask, or with those of a mask, whose tiles are cut."""
+        """Returns the workspace, with a block mask's tables, or with a mask's codes and bits, which it launches."""
         ws = Workspace.of(self.config, a, mask_sizes(self.config, a))
         if const_expr(self.block_tiles is not None):
             ws = ws._replace(
@@ -178,6 +181,6 @@ class KeyTables:
 
     @cute.jit
     def finish(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """The lists of a mask, behind preprocessing, which orders additions."""
+        """Launches the kernel that makes a mask's lists, after preprocessing, which orders additions."""
         if const_expr(self.key_lists is not None):
             self.key_lists(a, ws, stream)

@@ -1,19 +1,19 @@
-"""The tiles of keys that backward kernels work on.
+"""Tiles of keys, the work tiles of backward kernels.
 
-A tile is a block of keys for one query head, or for a few that share the key head (``grouped``; not for all, so that
-heads which run together fit the L2 cache): over the queries that see it, dK and dV are summed, and to theirs dQ is
-added. If there are several tiles of the same keys, all but the last one leave dK and dV in the workspace, in float32;
-the last one is taken later than any of them, and takes what is there. (Above d = 128 it adds to it as well.)
+A tile is a block of keys for one query head, or for several that share the key head (``grouped``; not for all of them,
+so that heads that run together fit the L2 cache). Over the queries that attend to it, a tile sums dK and dV in
+registers, and adds dQ to the workspace. If several tiles have the same keys, all but the last one leave dK and dV in
+the workspace, in float32. The last one is taken after the others and reads their sums. (Above d = 128 it adds to them
+as well.)
 
-Determinism: what tiles add to a block of the workspace is added in the order in which they were taken
-    (``common.semaphores``), and they are taken from the last keys to the first (under a block mask in its own order).
-    Under a causal mask a tile's walk begins where its keys do, so the tile before has been at each block ``tile_n /
-    tile_m`` steps ago. A tile only ever waits for tiles that were taken before it, by CTAs that are running, so the
-    earliest unfinished one never waits: however few CTAs are resident, there is no deadlock (``sparsity.order`` has the
-    argument for any mask and order). The order is that of FlashAttention's "shortest processing time first"; DASH,
-    arXiv 2601.21824, models such orders. Under a right bound it would leave the longest tiles to the end, so the heads
-    of a dense batch's last section go the other way round: their tiles are taken from the first keys to the last, and
-    walk from the last query to the first. (Packed sequences and grouped heads lose by it.)
+Determinism. Tiles add to a block of the workspace in the order in which they are taken (``common.semaphores``), from
+the last keys to the first; a block mask has its own order. Under a causal mask a tile's loop begins where its keys do,
+so the tile before it was at each block ``tile_n / tile_m`` steps ago. A tile waits only for tiles that were taken
+before it, by CTAs that are running, so the first unfinished tile never waits, and there is no deadlock however few
+CTAs are resident (``sparsity.order`` has the argument for any mask and order). This is FlashAttention's "shortest
+processing time first"; DASH, arXiv 2601.21824, models such orders. Under a right bound it would leave the longest
+tiles to the end. So the heads of a dense batch's last section have the opposite order: their tiles are taken from the
+first keys to the last, and iterate from the last query to the first. (Packed sequences and grouped heads lose by it.)
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class KeyTile:
     tiles_after: Int32 | int  # and that are taken after: none, if not grouped
 
     def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory, for warps that neither load nor write padding."""
+        """Writes the tile to shared memory."""
         which = self.first_key, self.head, self.head_k, self.batch, self.block, self.first_block
         # Only dense tiles have a direction, and only packed ones a first query row: they share a field.
         shared = self.q.start if isinstance(self.blocks.direction, int) else self.blocks.direction
@@ -71,7 +71,10 @@ class KeyTile:
 
     @staticmethod
     def read(config: Any, a: BackwardArguments, fields: cute.Tensor) -> "KeyTile":
-        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        """Reads a tile from shared memory.
+
+        Unused fields are not loaded, so a role calls this where it needs the tile instead of keeping it in registers.
+        """
         values = [fields[i] for i in range(NUM_FIELDS)]
         first_key, head, head_k, batch, block, first_block, shared, *others = values[:_BLOCKS]
         tiles_before, tiles_after, q_length, k_start, k_length = others
@@ -93,18 +96,18 @@ class KeyTile:
 
     @cute.jit
     def turn(self, config: cutlass.Constexpr, m_block: Int32) -> Int32:
-        """The tile's turn to add to a block of queries: how many tiles, if deterministic, do before it."""
+        """Turn of this tile at a block of queries: how many tiles add to the block before it, if deterministic."""
         keys = key_tiles_of(
             config, m_block * config.tile_m, self.k.length, self.window.transposed, -self.blocks.direction
         )
         return keys.num_before(self.first_key // config.tile_n)
 
     def first_key_of(self, rank: Int32 | int, rows: int) -> Int32:
-        """The first key of a CTA, of those that share the tile and have so many each."""
+        """First key of the CTA of a rank, where CTAs of ``rows`` keys each share the tile."""
         return self.first_key + rows * rank
 
     def keys_of(self, rank: Int32 | int, rows: int) -> tuple[Int32, Int32]:
-        """Its rows of k, as far as there are some: the first one, and the one behind the last."""
+        """Rows of k of the CTA of a rank, clipped to the sequence: the first one, and the one behind the last."""
         first = self.first_key_of(rank, rows)
         stop = cutlass.min(first + rows, self.k.length)
         if not isinstance(rank, int):  # of a single CTA some are there
@@ -112,7 +115,7 @@ class KeyTile:
         return self.k.start + first, self.k.start + stop
 
     def place(self, config: Any, nth: Int32 | int, first_key: Int32, m_block: Int32) -> Place:
-        """Where the scores of keys from ``first_key`` on and a block of queries of the tile's nth head are."""
+        """Location of the scores of keys from ``first_key`` on and a block of queries of the tile's nth head."""
         return Place(
             rows=self.k,
             columns=self.q,
@@ -124,26 +127,26 @@ class KeyTile:
         )
 
     def rows_of_bias(self, config: Any, nth: Int32 | int, m_block: Int32) -> RowsOfScores:
-        """The rows of a bias for a block of queries of the tile's nth head."""
+        """Rows of a bias for a block of queries of the tile's nth head."""
         first = m_block * config.tile_m
         num = cutlass.min(self.q.length - first, config.tile_m)
         return RowsOfScores(self.q, self.batch, self.head + nth, first, num, 1)
 
     @property
     def is_last(self) -> Boolean | bool:
-        """Whether it is the last one of its keys: dK and dV are whole at its end."""
+        """Whether this is the last tile of its keys, at whose end dK and dV are complete."""
         return self.tiles_after == 0
 
     @property
     def is_fully_masked(self) -> Boolean | bool:
-        """Whether nobody sees its keys, by any head."""
+        """Whether no query of any head attends to this tile."""
         return self.blocks.num + self.tiles_before + self.tiles_after == 0
 
     @cute.jit
     def wait_turn(self, config: cutlass.Constexpr, semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> Boolean:
-        """For a converged warpgroup that is to add dK or dV: waits for its turn, or if in no order for the first tile.
+        """Waits for the turn to add dK or dV, by a converged warpgroup; if unordered, for the first tile only.
 
-        Returns whether it is the first one, which overwrites.
+        Returns whether this tile is the first contributor, which stores instead of adding.
         """
         turn = self.tiles_before if const_expr(config.features.deterministic) else cutlass.min(self.tiles_before, 1)
         semaphores.wait_as_warpgroup(semaphore, turn, barrier)
@@ -151,22 +154,22 @@ class KeyTile:
 
 
 class WorkTileBroadcast:
-    """What the producer tells the other roles of tiles, by shared memory."""
+    """Broadcast of work tiles from the producer to the other roles of the CTA, through shared memory."""
 
     tile_fields: cute.Tensor  # (field, stage of tiles)
     tiles: Ring
 
     def tile(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> KeyTile:
-        """What the producer has told of a tile."""
+        """The tile of a number, as published by the producer."""
         return KeyTile.read(config, a, self.tile_fields[None, self.tiles.stage(tile_idx)])
 
     def reload_tile(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> KeyTile:
-        """The same, read again: for what is not to be kept in registers all the time."""
+        """``tile``, loaded from shared memory again, to keep it out of registers in between."""
         return self.tile(config, a, tile_idx + opaque(Int32(0)))
 
     @cute.jit
     def publish(self, tile: KeyTile, tile_idx: Int32) -> None:
-        """By the producer: a tile, when all have read what was here."""
+        """Publishes a tile, by the producer, when all roles have released the stage."""
         self.tiles.wait_empty(tile_idx)  # from all other roles
         with cute.arch.elect_one():
             tile.write(self.tile_fields[None, self.tiles.stage(tile_idx)])
@@ -174,7 +177,7 @@ class WorkTileBroadcast:
 
     @cute.jit
     def publish_end(self, tile_idx: Int32) -> None:
-        """By the producer: a tile of no blocks."""
+        """Publishes the end of work, by the producer: a tile without blocks."""
         self.tiles.wait_empty(tile_idx)  # from all other roles
         with cute.arch.elect_one():
             for i in (_START, _STOP):
@@ -182,16 +185,16 @@ class WorkTileBroadcast:
             self._signal(tile_idx)
 
     def _signal(self, tile_idx: Int32) -> None:
-        """By one thread: what is to be told has been written."""
+        """Signals, by one thread, that the fields of the stage are written."""
         cute.arch.mbarrier_arrive(self.tiles.full(tile_idx))  # to all other roles
 
     def num_steps(self, config: Any, a: BackwardArguments, tile_idx: Int32) -> Int32:
-        """How many blocks a tile walks over, those of all its heads."""
+        """Number of steps of a tile, over the blocks of all its heads."""
         return rounds_a_tile(config, a) * self.tile(config, a, tile_idx).blocks.num
 
     @cute.jit
     def has_tile(self, tile_idx: Int32) -> Boolean:
-        """Whether there is another tile; the producer tells."""
+        """Waits for the producer. Returns whether it published a tile, and not the end."""
         self.tiles.wait_full(tile_idx)  # from the producer
         return (
             self.tile_fields[_START, self.tiles.stage(tile_idx)] < self.tile_fields[_STOP, self.tiles.stage(tile_idx)]
@@ -199,23 +202,23 @@ class WorkTileBroadcast:
 
 
 def heads_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
-    """How many heads a tile is for."""
+    """Number of query heads of a tile."""
     return a.numbers.heads_a_tile if config.features.grouped else 1
 
 
 def rounds_a_tile(config: Any, a: BackwardArguments) -> Int32 | int:
-    """How often a tile walks over its blocks: once a head; under a mask once, as they are those of all heads."""
+    """Number of loops of a tile over its blocks: one a head; under a mask one, over the blocks of all heads."""
     return 1 if config.features.listed else heads_a_tile(config, a)
 
 
 def num_key_tiles(config: Any, a: BackwardArguments) -> Int32:
-    """Tiles of all heads and sequences."""
+    """Number of tiles of all heads and sequences."""
     return tiles.num_tiles(a.mK, a.mQ.shape[-2] // heads_a_tile(config, a), a.mCuSeqlensK, config.tile_n)
 
 
 @cute.jit
 def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> KeyTile:
-    """What tile ``index`` is."""
+    """The tile of an index."""
     c, f = config, config.features
     heads, heads_k = a.mQ.shape[-2], a.mK.shape[-2]
     parts = heads // heads_k // heads_a_tile(c, a) if f.grouped else 1  # of a group
@@ -273,7 +276,7 @@ def key_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, ind
 def _in_window(
     config: cutlass.Constexpr, blocks: Blocks, num_keys: Int32, direction: cutlass.Constexpr | Int32
 ) -> Blocks:
-    """The blocks of queries that see a tile of so many real keys."""
+    """Blocks of queries that attend to a tile of ``num_keys`` real keys."""
     return Blocks(
         start=blocks.start,
         # Keys behind the sequence are hidden in every block.
@@ -296,7 +299,7 @@ def _listed(
     nth: Int32 | int,
     parts: Int32 | int,
 ) -> tuple[Blocks, Int32, Int32]:
-    """As many blocks as the lists of the nth tile of some keys have, and how many of the others are seen."""
+    """Number of listed blocks of the nth tile of some keys, and of the tiles before and after it that have any."""
     own, tiles_before, tiles_after = Int32(0), Int32(0), Int32(0)
     if num_keys > 0:
         seen, heads = Int32(0), heads_a_tile(config, a)
@@ -316,9 +319,9 @@ def _listed(
 def key_tiles_of(
     config: Any, first_query: Int32, k_length: Int32, window: Window, direction: Int32 | int = -1
 ) -> Blocks:
-    """The tiles of keys that a block of queries sees, and that so add to it.
+    """The tiles of keys that a block of queries attends to, which therefore add to its dQ.
 
-    They are taken, and add, in the order of this walk, whose direction is opposite to their own.
+    The tiles are taken, and add, in this order; its direction is opposite to that of their own loops.
     """
     return Blocks.of(first_query, config.tile_m, k_length, window, config.tile_n, direction=direction)
 
@@ -333,7 +336,10 @@ def zero_fully_masked_keys(
     first_tile: Int32,
     step: Int32,
 ) -> None:
-    """By one converged warp: zeros in dK and dV of padding, and of keys that nobody sees, of every so many-th tile."""
+    """Writes zeros to dK and dV of padding and of fully masked keys, by one converged warp.
+
+    The warp does so for every ``step``-th tile from ``first_tile`` on.
+    """
     c = config
     num_tiles = num_key_tiles(c, a)
     # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.

@@ -1,7 +1,7 @@
-"""Where a sequence's rows are, on one side (queries or keys): the one place where offsets and real lengths are read.
+"""Rows of a sequence, of queries or of keys: the one place where offsets and real lengths are read.
 
-Nobody has checked what they hold. So offsets are kept within the tensor, and real rows within what the sequence owns:
-wrong ones give wrong results, but nothing is read or written outside of the tensors.
+The values are not checked. Offsets are clamped to the tensor and real lengths to the sequence's rows, so that wrong
+values give wrong results, but no access outside of the tensors.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class SeqRows:
 
 
 def offset(mCuSeqlens: cute.Tensor, i: Int32, total: Int32) -> Int32:
-    """The i-th offset, within a tensor of so many rows."""
+    """The i-th offset, clamped to a tensor of ``total`` rows."""
     return cutlass.max(cutlass.min(mCuSeqlens[i], total), 0)
 
 
 @cute.jit
 def real_rows(mSeqUsed: cute.Tensor | None, sequence: Int32, slot: Int32) -> Int32:
-    """How many of the rows that a sequence owns are real."""
+    """Number of real rows among the ``slot`` rows that a sequence owns."""
     length = slot
     if const_expr(mSeqUsed is not None):
         length = cutlass.min(mSeqUsed[sequence], slot)
@@ -36,7 +36,7 @@ def real_rows(mSeqUsed: cute.Tensor | None, sequence: Int32, slot: Int32) -> Int
 
 @cute.jit
 def rows_of(mX: cute.Tensor, mCuSeqlens: cute.Tensor | None, mSeqUsed: cute.Tensor | None, sequence: Int32) -> SeqRows:
-    """The rows of a sequence in a tensor of users, dense (batch, rows, heads, d) or packed (rows, heads, d)."""
+    """Rows of a sequence in a user's tensor, dense (batch, rows, heads, d) or packed (rows, heads, d)."""
     if const_expr(mCuSeqlens is None):
         return SeqRows(Int32(0), mX.shape[1], mX.shape[1])
     else:

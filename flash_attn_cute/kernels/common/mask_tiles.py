@@ -1,10 +1,11 @@
-"""A mask, cut into the tiles that a kernel works on: what it hides of each, and bits for those that it hides a part of.
+"""Tiles of a mask, as a kernel needs them: a code for each tile, and bits for partial tiles.
 
-Every element is read once, whatever its strides, and never by the kernels that multiply: for them a mask that many
-batch entries or heads share costs nothing but a select where it hides something, and tiles that it hides cost nothing.
-Windows and ends of sequences are written into the bits, too, so those kernels look at no edge. A block mask brings
-lists, and tiles that say all that there is to say, row by row; only these are put into another order, and not even
-these where a thread has a query's scores.
+Kernels of their own read every element of a mask once, whatever its strides. For the main kernel, a mask that many
+batch entries or heads share costs a select where it masks something, and fully masked tiles cost nothing. The bits
+include windows and sequence ends, so the main kernel tests no edge.
+
+A block mask brings its own lists, and tiles of bits row by row. Only these are reordered for the main kernel, and not
+even these where a thread has the scores of one query.
 """
 
 import math
@@ -26,7 +27,7 @@ _AT_ONCE = 4  # rows of a warp, whose elements are read together
 
 
 class _Tiles:
-    """What both kernels share that make tiles of bits: how these lie. ``config`` has features and mask_tile."""
+    """Layout of tiles of bits, which both kernels that make them share. ``config`` has features and mask_tile."""
 
     def __init__(self, config: Any):
         self.config, self.tile = config, config.mask_tile
@@ -34,9 +35,9 @@ class _Tiles:
 
     @cute.jit
     def _write_bits(self, sRows: cute.Tensor, mBits: cute.Tensor, tile: Int32, thread: Int32) -> None:
-        """A tile's bits, in the order of a thread's scores: of a row, or of two, 8 apart, pairs of columns 8 apart.
+        """Writes a tile's bits in the order of a thread's scores.
 
-        ``sRows``: (query, 32 keys).
+        A thread has one row, or two rows 8 apart with pairs of columns 8 apart. ``sRows``: (query, 32 keys).
         """
         t = self.tile
         columns_a_row = t.columns // 4  # of a thread
@@ -65,7 +66,7 @@ class _Tiles:
 
 
 class MaskTiles(_Tiles):
-    """The kernel that reads the mask of one configuration's pass. One CTA a tile."""
+    """The kernel that reads the mask of a pass. One CTA a tile."""
 
     @cute.jit
     def __call__(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
@@ -82,14 +83,14 @@ class MaskTiles(_Tiles):
         self.kernel(a, mCodes, mBits).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 
     def tiles_a_set(self, a: Any) -> Int32:
-        """Tiles of queries, of one head and, if dense, of one batch entry."""
+        """Number of query tiles of one head and, if dense, of one batch entry."""
         if self.config.features.packed:
             return tiles.num_tiles(a.mQ, 1, a.mCuSeqlensQ, self.tile.queries)
         return Sharing.of(a.numbers).tiles
 
     @cute.jit
     def tile_of(self, a: Any, tile: Int32, batch: Int32) -> tuple[SeqRows, SeqRows, Int32, Int32]:
-        """Of such a tile: its sequence's queries and keys, its first query, and its number among rows of codes."""
+        """Queries and keys of a tile's sequence, its first query, and its row of codes."""
         if const_expr(self.config.features.packed):
             order = tiles.Order(last_first=False)
             work, q = tiles.row_tile(tile, a.mQ, 1, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile.queries, order)
@@ -103,7 +104,7 @@ class MaskTiles(_Tiles):
 
     @cute.kernel
     def kernel(self, a: Any, mCodes: cute.Tensor, mBits: cute.Tensor) -> None:
-        """One tile."""
+        """Makes the code, and the bits, of one tile."""
         index, _, _ = cute.arch.block_idx()
         sharing, blocks, tiles_a_set = Sharing.of(a.numbers), mCodes.shape[1], self.tiles_a_set(a)
         block, tile, which = index % blocks, index // blocks % tiles_a_set, index // (blocks * tiles_a_set)
@@ -128,7 +129,7 @@ class MaskTiles(_Tiles):
         k_length: Int32,
         first_query: Int32,
     ) -> None:
-        """A tile of real queries: into its code, and its bits if that says so."""
+        """Writes the code of a tile with real queries, and its bits if the tile is partial."""
         t = self.tile
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
@@ -177,9 +178,9 @@ class MaskTiles(_Tiles):
 
 
 class BlockTiles(_Tiles):
-    """The kernel that puts the tiles of a block mask into the order of one configuration's registers. One CTA a tile.
+    """The kernel that reorders a block mask's tiles of bits for the registers of one configuration. One CTA a tile.
 
-    Those are of 128 x 128 scores, row by row (``sparsity.bits``), of which this configuration's are parts.
+    The mask's tiles have 128 x 128 scores, row by row (``sparsity.bits``); a configuration's tile is a part of one.
     """
 
     @cute.jit
@@ -197,7 +198,7 @@ class BlockTiles(_Tiles):
         return mBits
 
     def bits(self, a: BlockArguments, stream) -> cute.Tensor:  # type: ignore[no-untyped-def]
-        """The same; as they are where a thread has a query's scores, cut along the keys."""
+        """Bits of the block mask: reordered by the kernel, or a view where a thread has the scores of one query."""
         t = self.tile
         if self.config.reorders_bits:
             return self(a, stream)
@@ -211,7 +212,7 @@ class BlockTiles(_Tiles):
 
     @cute.kernel
     def kernel(self, mTiles: cute.Tensor, mBits: cute.Tensor) -> None:
-        """One tile."""
+        """Reorders one tile."""
         t = self.tile
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -229,7 +230,7 @@ class BlockTiles(_Tiles):
 
 
 class RowLists:
-    """The kernel that lists the blocks of keys which tiles of queries see. One warp a list."""
+    """The kernel that lists the key blocks that a tile of queries attends to. One warp a list."""
 
     @cute.jit
     def __call__(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
@@ -246,7 +247,7 @@ class RowLists:
 
     @cute.kernel
     def kernel(self, mCodes: cute.Tensor, mLists: cute.Tensor, mEntries: cute.Tensor) -> None:
-        """Of as many lists as there are warps."""
+        """Makes one list a warp."""
         index, _, _ = cute.arch.block_idx()
         number = index * _WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane, blocks = cute.arch.lane_idx(), mCodes.shape[1]
@@ -266,7 +267,7 @@ class RowLists:
 
 
 class RowTables:
-    """All that tells a forward kernel of a mask or a block mask, which it walks over: made by kernels before it."""
+    """Tables of a mask or a block mask for a forward kernel, made by kernels before it."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -274,7 +275,7 @@ class RowTables:
 
     @cute.jit
     def __call__(self, a: ForwardArguments, stream) -> Tables | None:  # type: ignore[no-untyped-def]
-        """Launches what kernels it takes; None without a mask."""
+        """Launches the kernels that make the tables. Returns None without a mask."""
         c, tables = self.config, None
         if const_expr(c.features.mask):
             blocks = num_blocks(a.mMask, c.tile_n)

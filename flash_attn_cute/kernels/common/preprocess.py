@@ -1,7 +1,7 @@
-"""What the backward kernel needs of every query beside Q and dO, and zeros where it needs them.
+"""Preprocessing of the backward pass: delta and lse of every query, and the zeros that the main kernel needs.
 
-delta = rowsum(dO * O) - dlse, the part of a score's gradient that its whole row shares, and lse in base 2. A query that
-has seen no key, or that is none, gets an lse of inf: its weights vanish.
+delta = rowsum(dO * O) - dlse is what the gradients of a row's scores share. lse is in base 2, or natural with a bias. A
+fully masked query, or a padding row, gets an lse of inf, so that its P is 0.
 """
 
 from collections.abc import Callable

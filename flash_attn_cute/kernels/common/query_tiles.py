@@ -1,4 +1,4 @@
-"""Tiles of queries of a forward pass: what each is, and what the warp that chooses them tells the other roles."""
+"""Tiles of queries, the work tiles of forward kernels, and their broadcast to the roles of a CTA."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ TILE_FIELDS = 12  # Int32 that describe a tile: see ``QueryTile``
 
 @dataclass(frozen=True)
 class QueryTile:
-    """What the producer tells the others about a tile. The keys' first row matters to itself alone."""
+    """A tile of queries as the producer publishes it. The keys' first row is left out: only the producer needs it."""
 
     first_query: Int32
     head: Int32  # of q, or of k where rows are the queries of a group of heads
@@ -30,21 +30,24 @@ class QueryTile:
     blocks: Blocks | BlockList  # of keys, from the last to the first
 
     def write(self, fields: cute.Tensor) -> None:
-        """Into shared memory."""
+        """Writes the tile to shared memory."""
         values = self.first_query, self.head, self.batch, self.q.start, self.q.length, self.q.slot, self.k.length
         for i, value in enumerate((*values, *self.blocks.fields)):
             fields[i] = value
 
     @staticmethod
     def read(config: Any, fields: cute.Tensor) -> "QueryTile":
-        """From shared memory. Fields that are not used cost nothing, so none need be kept from one use to the next."""
+        """Reads a tile from shared memory.
+
+        Unused fields are not loaded, so a role calls this where it needs the tile instead of keeping it in registers.
+        """
         first_query, head, batch, start, length, slot, k_length, *blocks = (fields[i] for i in range(11))
         q, k = SeqRows(start, length, slot), SeqRows(None, k_length)
         visible = BlockList(*blocks[:2]) if config.features.listed else Blocks(*blocks, direction=-1)
         return QueryTile(first_query, head, batch, q, k, visible)
 
     def rows_of_bias(self, config: Any) -> RowsOfScores:
-        """The tile's rows of a bias."""
+        """Rows of a bias for this tile."""
         num_rows = cutlass.min(self.q.length - self.first_query, config.tile_m // config.group)
         return RowsOfScores(self.q, self.batch, self.head, self.first_query, num_rows, config.group)
 
@@ -57,17 +60,17 @@ class QueryTiles:
 
     @property
     def queries(self) -> int:
-        """Of a tile."""
+        """Number of queries of a tile."""
         return self.config.tile_m // self.config.group
 
     def num(self, a: ForwardArguments) -> Int32:
-        """Tiles of all heads and sequences."""
+        """Number of tiles of all heads and sequences."""
         heads = a.mQ.shape[-2] // self.config.group
         return tiles.num_tiles(a.mQ, heads, a.mCuSeqlensQ, self.queries)
 
     @cute.jit
     def at(self, a: ForwardArguments, tables: Any, index: Int32) -> QueryTile:
-        """What tile ``index`` is. ``tables``: what ``listed`` is to know of a mask, if there is one."""
+        """The tile of an index. ``tables``: what ``listed`` needs of a mask, if there is one."""
         c, queries = self.config, self.queries
         packed = c.features.packed
         # Packed, all heads of a tile come together.
@@ -99,7 +102,7 @@ class QueryTiles:
         batch: Int32,
         num_queries: Int32,
     ) -> BlockList:
-        """The list of a tile; an empty one, if it has no queries."""
+        """The list of a tile; empty if the tile has no queries."""
         first, num = Int32(0), Int32(0)
         if num_queries > 0:
             row = work.listed(self.config.features.packed, self.queries)
@@ -108,20 +111,20 @@ class QueryTiles:
         return BlockList(first * self.config.blocks_an_entry, num * self.config.blocks_an_entry)
 
     def is_work(self, tile: QueryTile) -> Boolean:
-        """Whether somebody has to take a tile: rows that only pad are work if they are to be zeroed."""
+        """Whether the tile has work: real rows, or padding rows that have to be zeroed."""
         stop = tile.q.slot if const_expr(self.config.features.zero_padding) else tile.q.length
         return tile.first_query < stop
 
     @cute.jit
     def ask(self, a: ForwardArguments) -> Int32:
-        """Asks which tile is next, if there can be one, of which the answer takes long to come."""
+        """Requests the next tile early, because the answer takes long; 0 if the CTA has one tile only."""
         if const_expr(self.config.persistent):
             return tiles.ask_for_tile(a.mNextTile)
         return Int32(0)
 
     @cute.jit
     def following(self, a: ForwardArguments, asked_before: Int32, num_tiles: Int32) -> Int32:
-        """The next tile, from that answer: the first that no CTA has taken. None is left from num_tiles on."""
+        """The next tile, from ``ask``'s answer. Indices from ``num_tiles`` on mean that none is left."""
         if const_expr(self.config.persistent):
             return tiles.tile_taken(a.mNextTile, asked_before, num_tiles, cute.arch.grid_dim()[0])
         return num_tiles

@@ -1,4 +1,4 @@
-"""Stages of shared memory that are used in turn, step by step, and the barriers that guard them."""
+"""Rings: stages of shared memory that steps use in rotation, with their full and empty mbarriers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,9 @@ _LEADER, _SECOND = 0, 1  # ranks of a pair's CTAs, of which the first one issues
 
 @cute.jit
 def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> None:
-    """One arrival, when all threads of the warp have come to it; with a rank, at that CTA's barrier.
+    """Arrives once at a barrier, for a converged warp; with a rank, at that CTA's barrier.
 
-    Of a cluster: then whoever waits there sees what was done here before.
+    With a rank the arrival has cluster scope: the waiter in that CTA sees what this warp did before.
     """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -29,9 +29,9 @@ def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> Non
 
 @dataclass(frozen=True)
 class Ring:
-    """Stages, a power of 2; the number of a step, counted from 0, says which stage and in what phase its barriers are.
+    """Stages, a power of 2. A step's number, counted from 0, gives its stage and the phase of the stage's barriers.
 
-    A stage is filled and emptied by whoever ``init`` counts: arrivals, and bytes that were announced with one of them.
+    ``init`` sets the arrive counts of full and empty stages. Bytes are announced with an arrival at the full barrier.
     """
 
     barriers: cute.Pointer  # those of full stages, then those of empty ones
@@ -39,52 +39,52 @@ class Ring:
 
     @cute.jit
     def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
-        """Before all else, by one thread: how many arrivals fill a stage and how many empty it."""
+        """Initialises the barriers, by one thread, before any role starts: arrive counts of full and of empty."""
         for i in cutlass.range_constexpr(self.stages):
             cute.arch.mbarrier_init(self.barriers + i, full)
             cute.arch.mbarrier_init(self.barriers + self.stages + i, empty)
 
     def stage(self, step: Int32) -> Int32:
-        """Where a step's data lie."""
+        """Stage of a step."""
         return step & self.stages - 1
 
     def full(self, step: Int32) -> cute.Pointer:
-        """The barrier at which a step's data arrive."""
+        """Barrier at which a step's data arrive."""
         return self.barriers + self.stage(step)
 
     def empty(self, step: Int32) -> cute.Pointer:
-        """The barrier at which a step is over."""
+        """Barrier at which a step's consumers release its stage."""
         return self.barriers + (self.stages + self.stage(step))
 
     def phase(self, step: Int32) -> Int32:
-        """Of the barriers of a step's stage, once it is full."""
+        """Phase of the full barrier that a step waits for."""
         return step >> self.stages.bit_length() - 1 & 1
 
     def wait_full(self, step: Int32) -> None:
-        """Until a step's data are there."""
+        """Waits, as a consumer, for a step's data."""
         cute.arch.mbarrier_wait(self.full(step), self.phase(step))
 
     def is_full(self, step: Int32) -> Boolean:
-        """Whether they are."""
+        """Whether a step's data have arrived."""
         return cute.arch.mbarrier_test_wait(self.full(step), self.phase(step))
 
     def wait_empty(self, step: Int32) -> None:
-        """Until the step before that had this stage is over."""
+        """Waits, as the producer, until the step that had this stage before is released."""
         cute.arch.mbarrier_wait(self.empty(step), self.phase(step) ^ 1)
 
     @cute.jit
     def arrive(self, step: Int32) -> None:
-        """By a warp: what it had to write is there."""
+        """Arrives at a step's full barrier, as a producer warp that has written its data."""
         arrive_as_warp(self.full(step))
 
     @cute.jit
     def release(self, step: Int32) -> None:
-        """By a warp: it has read what it had to."""
+        """Arrives at a step's empty barrier, as a consumer warp that has read its data."""
         arrive_as_warp(self.empty(step))
 
     @cute.jit
     def release_in_both(self, step: Int32) -> None:
-        """By a warp: it has read what it had to, in the eyes of both CTAs of a cluster."""
+        """``release`` at the barriers of both CTAs of a cluster."""
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         if lane < 2:
@@ -92,25 +92,25 @@ class Ring:
 
 
 class LedRing(Ring):
-    """One of several CTAs, that the first one of the cluster counts for: arrivals of all are at its barriers."""
+    """A ring of several CTAs whose barriers are those of the cluster's first CTA."""
 
     @cute.jit
     def arrive(self, step: Int32) -> None:
-        """As of ``Ring``."""
+        """Arrives at the leader's full barrier."""
         arrive_as_warp(self.full(step), _LEADER)
 
     @cute.jit
     def release(self, step: Int32) -> None:
-        """As of ``Ring``."""
+        """Arrives at the leader's empty barrier."""
         arrive_as_warp(self.empty(step), _LEADER)
 
     def publish(self, step: Int32, fields: cute.Tensor, sent: cute.Tensor) -> None:
-        """By the thread of a pair's leader that has written a step's fields: both CTAs may read them.
+        """Publishes a step's fields to both CTAs, by the thread of the leader that has written them.
 
         Args:
-            step: of the ring.
+            step: step of the ring.
             fields: (field, stage) of Int32, where each CTA reads them.
-            sent: what the second CTA is to find there, in the leader's memory: ``fields``, or others of that shape.
+            sent: what the second CTA finds there, in the leader's memory: ``fields``, or others of that shape.
         """
         full, stage = self.full(step), self.stage(step)
         source, target = (x[None, stage].iterator for x in (sent, fields))
@@ -120,13 +120,13 @@ class LedRing(Ring):
 
     @cute.jit
     def expect(self, step: Int32, fields: cute.Tensor) -> None:
-        """By a warp of a pair's second CTA: the leader is to ``publish`` of a step."""
+        """Announces the bytes of a step that the leader will ``publish``, by a warp of the second CTA."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), _bytes_of(fields))
 
 
 def _bytes_of(fields: cute.Tensor) -> int:
-    """Those of a step."""
+    """Bytes of a step's fields."""
     return 4 * cute.size(fields, mode=[0])
 
 
@@ -135,12 +135,12 @@ class RingSet:
 
     @staticmethod
     def stages(config: Any) -> dict[str, int]:
-        """Of each, by its name."""
+        """Number of stages of each ring, by name."""
         raise NotImplementedError
 
     @classmethod
     def at(cls, config: Any, barriers: cute.Pointer) -> Any:
-        """One after the other."""
+        """Rings whose barriers lie one after the other from ``barriers`` on."""
         rings, first = {}, 0
         for name, stages in cls.stages(config).items():
             rings[name] = Ring(barriers + first, stages)

@@ -1,4 +1,4 @@
-"""Tensors of users as rows first, whether dense or packed, and what is written into their rows."""
+"""Views of users' tensors with rows first, dense or packed, and stores to their rows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from flash_attn_cute.kernels.common.assembly import pack
 
 
 def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
-    """(batch, rows, heads, d), or packed (rows, heads, d), as (rows, d, heads, batch), a batch of one if packed."""
+    """View of (batch, rows, heads, d) or packed (rows, heads, d) as (rows, d, heads, batch); batch is 1 if packed."""
     if const_expr(packed):
         layout = cute.select(x.layout, mode=[0, 2, 1])
         layout = cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0))
@@ -18,7 +18,7 @@ def rows_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
 
 
 def numbers_first(x: cute.Tensor, packed: bool) -> cute.Tensor:
-    """One number a row: (batch, heads, rows), or packed (heads, rows), as (rows, heads, batch)."""
+    """View of a tensor with one number a row, (batch, heads, rows) or packed (heads, rows), as (rows, heads, batch)."""
     layout = cute.select(x.layout, mode=[1, 0] if packed else [2, 1, 0])
     if const_expr(packed):
         layout = cute.make_layout((*layout.shape, 1), stride=(*layout.stride, 0))
@@ -50,7 +50,7 @@ def zero_rows(mX: cute.Tensor, first: Int32, num_rows: Int32, thread: Int32, num
 
 @cute.jit
 def store_columns(numbers: cute.Tensor, gX: cute.Tensor, first: Int32 | int, end: Int32) -> None:
-    """A thread's float32 numbers into columns of a row, 16 bytes at a time.
+    """Stores a thread's float32 numbers to columns of a row, 16 bytes at a time.
 
     Args:
         numbers: a multiple of 4.

@@ -1,12 +1,12 @@
-"""From a product q . k to a score, and back to the product's gradient: scalar arithmetic, for any architecture.
+"""Scores from products q . k, and gradients of products from gradients of scores: scalar arithmetic.
 
     s = softmax_scale * q . k                   scaled
     s = softcap * tanh(s / softcap)             capped, if there is a softcap
     s = s + bias                                if there is a bias
-    s = -inf                                    hidden, where a query does not see a key
+    s = -inf                                    masked, where a query does not attend to a key
 
-Kernels work in base 2, so that a weight is one exp2 of a score times a factor (``ScoreScales``). What a kernel does
-with its registers is its architecture's business; a further step has its arithmetic and its derivative here.
+Kernels work in base 2: P is one exp2 of a score times a factor (``ScoreScales``). Each architecture decides what its
+registers hold. A new step of this chain has its arithmetic and its derivative here.
 """
 
 import math
@@ -26,7 +26,7 @@ LOWEST_LSE = -(2.0**20)
 
 
 class ScoreScales(NamedTuple):
-    """What scores are multiplied by, step by step."""
+    """Factors of a score, step by step."""
 
     tanh: Float32  # products, before tanh; 1 without a softcap
     bias: Float32  # what is there then, before a bias is added; 1 without one
@@ -34,7 +34,7 @@ class ScoreScales(NamedTuple):
 
     @staticmethod
     def of(features: Any, softmax_scale: Float32, softcap: Float32) -> "ScoreScales":
-        """Those of a call."""
+        """Factors of a call."""
         tanh, rest = Float32(1.0), softmax_scale
         if const_expr(features.softcap):
             tanh, rest = softmax_scale / softcap, softcap
@@ -44,10 +44,10 @@ class ScoreScales(NamedTuple):
 
 
 def probability(score: Float32, lse: Float32, scales: ScoreScales, has_bias: bool) -> Float32:
-    """A weight from a score that is yet to be scaled and its row's lse as the backward pass keeps it.
+    """P of a score that is not scaled yet, from its row's lse as the backward pass keeps it.
 
-    Without a bias that is in base 2. A bias can be so large that the rounding of its product with log2(e) alone makes a
-    weight infinite, so then it is natural, and subtracted first.
+    Without a bias lse is in base 2. A bias can be so large that the rounding of its product with log2(e) alone makes P
+    infinite, so with a bias lse is natural and is subtracted first.
     """
     if has_bias:
         return cute.math.exp2((score - lse) * scales.log2, fastmath=True)
@@ -55,17 +55,17 @@ def probability(score: Float32, lse: Float32, scales: ScoreScales, has_bias: boo
 
 
 def capped(product: Float32, score_scale: Float32) -> Float32:
-    """A product behind tanh."""
+    """Tanh of a scaled product."""
     return cute.math.tanh(product * score_scale, fastmath=True)
 
 
 def capped_slope(capped: Float32) -> Float32:
-    """The derivative of ``capped``, from its result."""
+    """Derivative of ``capped``, from its result."""
     return 1.0 - capped * capped
 
 
 def hidden(scale_log2: Float32) -> Float32:
-    """A score without weight: what becomes -inf when it is scaled, whatever the scale's sign."""
+    """A masked score: a number that scaling turns into -inf, whatever the scale's sign."""
     return scale_log2 * -Float32.inf
 
 
@@ -73,14 +73,14 @@ def hidden(scale_log2: Float32) -> Float32:
 def visible_columns(
     row: Int32, first_column: Int32, num_columns: Int32, window: Window, edges: cutlass.Constexpr
 ) -> tuple[Int32, Int32]:
-    """Columns start .. stop of a block that a row sees, counted from the block's first.
+    """Columns start .. stop of a block that a row attends to, counted from the block's first.
 
     Args:
-        row: its position in its sequence; of keys, if ``window`` is transposed.
-        first_column: the position of the block's first column.
-        num_columns: of the other sequence.
-        window: which columns a row sees.
-        edges: ``Edges``; the bound of an edge that is not looked at has no meaning.
+        row: position of the row in its sequence; a key's, if ``window`` is transposed.
+        first_column: position of the block's first column.
+        num_columns: length of the other sequence.
+        window: which columns a row attends to.
+        edges: ``Edges``. The bound of an edge that is not applied is meaningless.
     """
     position = row + window.shift
     start, stop = Int32(0), num_columns - first_column

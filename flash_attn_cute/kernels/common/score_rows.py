@@ -1,11 +1,11 @@
-"""Tiles of a bias on their way through shared memory, row by row, whatever their alignment.
+"""Tiles of a bias in shared memory, row by row, whatever the alignment of the rows.
 
-Copies that pass the registers by move vectors of 16 bytes. So a row of a tile is copied from the vector that its first
-element is in, and lies in shared memory as many bytes behind a vector's start as it does in global memory: those who
-read compute these bytes from the row's address, as those who copy do. What is copied beside the row is in vectors that
-hold some of it, so it is in memory that the tensor has a part of.
+Asynchronous copies move vectors of 16 bytes. A row is therefore copied from the vector that holds its first element,
+and keeps in shared memory the offset within a vector that it has in global memory. Readers compute this offset from
+the row's address, as the copying warps do. Bytes beside the row belong to vectors that hold part of it, so they are in
+memory that the tensor has a part of.
 
-Rows that are not real, and columns behind the last key, are not copied: anything may stand in their places.
+Padding rows and columns behind the last key are not copied; their places hold arbitrary numbers.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _THREADS_A_ROW = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where some scores are: which sequence and head, and which positions in it."""
+    """Location of some scores: sequence, head, and positions."""
 
     rows: SeqRows  # of queries, or in the backward pass of keys
     columns: SeqRows  # of the others
@@ -40,9 +40,9 @@ class Place:
 
 @dataclass(frozen=True)
 class RowsOfScores:
-    """Which rows of a bias a tile has: ``first`` .. ``first + num`` of a sequence, or of some heads of it.
+    """Rows of a bias that a tile has: ``first`` .. ``first + num`` of a sequence, or of some heads of it.
 
-    ``heads_a_row`` rows that follow each other are heads of one query.
+    ``heads_a_row`` consecutive rows are heads of one query.
     """
 
     q: SeqRows
@@ -53,13 +53,13 @@ class RowsOfScores:
     heads_a_row: cutlass.Constexpr
 
     def of(self, gX: cute.Tensor, row: Int32) -> cute.Tensor:
-        """A row of the tile, real or not, from a sequence's (heads, queries, keys)."""
+        """A row of the tile, padding included, from a sequence's (heads, queries, keys)."""
         return gX[self.head * self.heads_a_row + row % self.heads_a_row, self.first + row // self.heads_a_row, None]
 
 
 @dataclass(frozen=True)
 class SharedBias:
-    """Tiles of the bias in stages, and what guards them: an arrival of each thread that loads fills one."""
+    """Tiles of a bias in stages of shared memory. Each loading thread arrives once to fill a stage."""
 
     tensors: ScoreTensors | None
     ring: Ring
@@ -72,7 +72,7 @@ class SharedBias:
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:
-        """By all threads that load: a tile, when all have read what was in the stage."""
+        """Copies a tile, by all loading threads, when the stage is released."""
         self.ring.wait_empty(step)  # from the mma warps
         mX = self.tensors.bias
         gX, at_once = self.tensors.of_sequence(mX, rows.q, rows.batch), self.threads // _THREADS_A_ROW
@@ -104,19 +104,19 @@ class SharedBias:
         cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full(step))  # to the mma warps, when it has all come
 
     def _tile(self, step: Int32) -> Int32:
-        """Where a tile is in shared memory."""
+        """Address of a step's tile in shared memory."""
         return Int32(self.place.toint()) + self.ring.stage(step) * (self.tile_rows * self.pitch)
 
     @cute.jit
     def row(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
-        """A row of a tile from a column on, the first of which is that of a block of keys."""
+        """A row of a tile from ``column`` on, which is the first column of a block of keys."""
         return self.rows_apart(step, rows, row, column)[0, None]
 
     @cute.jit
     def rows_apart(self, step: Int32, rows: RowsOfScores, row: Int32, column: Int32) -> cute.Tensor:
-        """(row, column): every eighth row of a tile from a row on, from a column on.
+        """Every eighth row of a tile from a row on, from a column on, as (row, column).
 
-        Eight rows from each other begin at multiples of a vector, and so do all blocks of keys.
+        Rows eight apart, and blocks of keys, begin at multiples of a vector.
         """
         mX = self.tensors.bias
         size = mX.element_type.width // 8

@@ -1,8 +1,8 @@
-"""Tensors with an element for every score, mask and bias: where those of a sequence are.
+"""Mask and bias, tensors with an element for every score: how a sequence's part is found.
 
-Kernels get views of what the user has, (batch, heads, seqlen_q, seqlen_k), expanded by strides of 0; of packed
-sequences (1, heads, total_q, max_seqlen_k), keys counted from the start of their own. A dense batch that the kernels
-get packed keeps its views: a slot of so many rows is an entry of the batch.
+Kernels get views of the user's tensors: (batch, heads, seqlen_q, seqlen_k), expanded by strides of 0, or for packed
+sequences (1, heads, total_q, max_seqlen_k) with keys counted from the start of each sequence. A dense batch that the
+kernels get packed keeps its views: a slot of ``rows_a_slot`` rows is an entry of the batch.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 
 @dataclass(frozen=True)
 class ScoreTensors:
-    """Mask and bias, each None if there is none."""
+    """Mask and bias of a pass, each None if absent."""
 
     mask: cute.Tensor | None
     bias: cute.Tensor | None
@@ -26,13 +26,13 @@ class ScoreTensors:
 
     @staticmethod
     def of(features: Any, arguments: Any) -> "ScoreTensors | None":
-        """Those of the arguments of any pass; None without any."""
+        """Mask and bias of the arguments of any pass; None without either."""
         if not (features.mask or features.bias):
             return None
         return ScoreTensors(arguments.mMask, arguments.mBias, arguments.numbers.rows_a_slot, features.packed)
 
     def of_sequence(self, mX: cute.Tensor, q: SeqRows, batch: Int32 | int) -> cute.Tensor:
-        """One of them, of a sequence alone: (heads, queries, keys)."""
+        """The part of one of them that belongs to a sequence: (heads, queries, keys)."""
         if const_expr(self.packed):
             entry = q.start // self.rows_a_slot
             return cute.domain_offset((0, q.start - entry * self.rows_a_slot, 0), mX[entry, None, None, None])
@@ -40,13 +40,13 @@ class ScoreTensors:
 
 
 def keys_of(arguments: Any, sequence: Int32) -> SeqRows:
-    """The keys of a packed sequence, ``known_keys``."""
+    """Keys of a packed sequence, clipped by ``known_keys``."""
     a = arguments
     return known_keys(a, rows_of(a.mK, a.mCuSeqlensK, a.mSeqUsedK, sequence))
 
 
 def known_keys(arguments: Any, k: SeqRows) -> SeqRows:
-    """The keys of a sequence, as far as mask and bias go: a wrong bound lets nobody read behind them."""
+    """Keys of a sequence, clipped to the mask and the bias: a wrong length reads nothing behind them."""
     length = k.length
     for mX in (arguments.mMask, arguments.mBias):
         if mX is not None:

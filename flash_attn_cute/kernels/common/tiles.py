@@ -1,9 +1,9 @@
-"""Which tile is which, and which one a CTA takes next.
+"""Tile scheduler: which tile has which index, and which tile a CTA takes next.
 
-A tile is a number of rows of one sequence and head. CTAs start, and take tiles, in the order of the index, and the
-longest should start first. Under a causal mask a sequence's last queries see the most keys, so tiles of queries are
-numbered from the back (``Order.last_first``); its first keys are seen by the most queries, so those of keys are not,
-unless their additions are to have an order.
+A tile is ``tile_m`` rows of one sequence and head. CTAs take tiles in the order of the index, and the longest tiles
+should start first. Under a causal mask the last queries of a sequence attend to the most keys, so tiles of queries are
+numbered from the back (``Order.last_first``). Its first keys are attended to by the most queries, so tiles of keys are
+numbered from the front, unless their additions to dQ are ordered.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class WorkTile:
     in_last: Boolean | None = None
 
     def listed(self, packed: bool, tile_rows: int) -> Int32:
-        """The tile's number among those that have lists: packed ones over all sequences, dense ones within an entry."""
+        """The tile's number among tiles with lists: over all sequences if packed, else within a batch entry."""
         return self.block if packed else self.first_row // tile_rows
 
 
@@ -38,9 +38,9 @@ class WorkTile:
 class Order:
     """How tiles are numbered.
 
-    Those of ``heads_in_cache`` heads (of all, if it is None) come together, so that what they share stays in the L2
-    cache: a section. All that are left after so many ``sections`` are one, if that is given; with ``reverses_last`` its
-    tiles are numbered the other way round (dense batches only).
+    The tiles of ``heads_in_cache`` heads (None: of all) come together, as a section, so that what they share stays in
+    the L2 cache. With ``sections``, all heads behind that many sections form one last section; with ``reverses_last``
+    its tiles are numbered in the opposite direction (dense batches only).
     """
 
     heads_in_cache: Int32 | None = None
@@ -50,7 +50,7 @@ class Order:
 
 
 def num_tiles(mX: cute.Tensor, heads: Int32, mCuSeqlens: cute.Tensor | None, tile_m: int) -> Int32:
-    """Tiles of the rows of mX, a tensor of users, dense or packed, for so many heads."""
+    """Number of tiles of the rows of mX, a dense or packed user's tensor, for ``heads`` heads."""
     if const_expr(mCuSeqlens is None):
         batch, rows = mX.shape[0], mX.shape[1]
         return cute.ceil_div(rows, tile_m) * heads * batch
@@ -58,7 +58,7 @@ def num_tiles(mX: cute.Tensor, heads: Int32, mCuSeqlens: cute.Tensor | None, til
 
 
 def num_row_tiles(heads: Int32, blocks: Int32, packed: bool) -> Int32:
-    """The same from how many blocks of a workspace a head has: of packed tiles two have none."""
+    """Number of tiles, from a workspace's blocks a head; two tiles of packed sequences have no block."""
     return (blocks + 2 if packed else blocks) * heads
 
 
@@ -73,9 +73,9 @@ def row_tile(
     order: Order,
     copies: Int32 | int = 1,
 ) -> tuple[WorkTile, SeqRows]:
-    """Tile ``index`` of the rows of mX, and the rows of its sequence.
+    """The tile of an index among the rows of mX, and the rows of its sequence.
 
-    A dense batch counts for as many entries as it has times ``copies``.
+    A dense batch counts as ``copies`` times its number of entries.
     """
     if const_expr(mCuSeqlens is None):
         batch, slot = mX.shape[0], mX.shape[1]
@@ -106,7 +106,7 @@ def _dense_tile(
 
 @cute.jit
 def _in_sections(index: Int32, tiles_a_head: Int32, heads: Int32, order: Order) -> tuple[Int32, Int32]:
-    """Which of a head's tiles, and which head: all tiles of some heads, then all of the next ones."""
+    """Tile within a head, and head: all tiles of a section of heads, then all tiles of the next section."""
     if const_expr(order.heads_in_cache is None):
         return index // heads, index % heads
     else:
@@ -165,17 +165,17 @@ def _packed_tile(
 
 @cute.jit
 def take_tile(counter: cute.Tensor, num_questions: Int32, given: Int32 | int = 0) -> Int32:
-    """The first tile that nobody has taken yet, asked for by one converged warp, that many times in all.
+    """Takes the next tile that no CTA has taken, by one converged warp.
 
-    ``counter`` is 0 when the kernel starts, and again when it has ended. The first ``given`` tiles have owners that do
-    not ask for them.
+    ``counter`` is 0 when the kernel starts, and again when it ends, after ``num_questions`` calls in all. The first
+    ``given`` tiles belong to CTAs that do not ask for them.
     """
     return tile_taken(counter, ask_for_tile(counter), num_questions, given)
 
 
 @cute.jit
 def ask_for_tile(counter: cute.Tensor) -> Int32:
-    """``take_tile`` in two: asks, by one converged warp. The answer takes long, and is waited for by ``tile_taken``."""
+    """First half of ``take_tile``: requests a tile. The answer takes long; ``tile_taken`` waits for it."""
     asked_before = Int32(0)
     if cute.arch.lane_idx() == 0:
         asked_before = cute.arch.atomic_add(counter.iterator, Int32(1))
@@ -184,7 +184,7 @@ def ask_for_tile(counter: cute.Tensor) -> Int32:
 
 @cute.jit
 def tile_taken(counter: cute.Tensor, asked_before: Int32, num_questions: Int32, given: Int32 | int = 0) -> Int32:
-    """The tile that the answer comes to."""
+    """Second half of ``take_tile``: the tile that was taken."""
     if cute.arch.lane_idx() == 0:  # noqa: SIM102 (the DSL evaluates both sides of an "and")
         if asked_before == num_questions - 1:
             counter[0] = Int32(0)

@@ -41,9 +41,10 @@ class RowTiles:
         return cute.local_tile(rows, (self.tile_rows, self.tile_columns), (0, column_tile))
 
     def load(self, gX: cute.Tensor, sX: cute.Tensor, mbarrier: cute.Pointer, multicast: int | None = None) -> None:
-        """Loads a tile into shared memory, by one converged warp; its bytes arrive on the barrier.
+        """Loads a tile into shared memory, by one converged warp; the bytes arrive on ``mbarrier``.
 
-        With a mask of CTAs in a multicast, into that of each of them, and on its barrier.
+        With ``multicast``, a mask of CTAs, the tile goes to the shared memory of each of them and the bytes to its
+        barrier.
         """
         shared, glob = self._partition(gX, sX)
         masks = {} if multicast is None else {"mcast_mask": Int16(multicast)}
@@ -62,7 +63,7 @@ class RowTiles:
 
 
 class BackwardTiles(NamedTuple):
-    """Of the tensors that a backward kernel loads and stores, by their names."""
+    """TMA tiles of the tensors that a backward kernel loads and stores, by name."""
 
     Q: RowTiles
     dO: RowTiles
@@ -77,7 +78,7 @@ class BackwardTiles(NamedTuple):
 
 
 def prefetch_descriptors(tma: Any) -> None:
-    """Of all tiles of a named tuple, as far as they are not None, by one warp."""
+    """Prefetches the TMA descriptors of all tiles of a named tuple that are not None, by one warp."""
     for rows in tma:
         if rows is not None:
             cpasync.prefetch_descriptor(rows.atom)
@@ -86,7 +87,7 @@ def prefetch_descriptors(tma: Any) -> None:
 def make_row_tiles(
     operation: Any, mX: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int], ragged: bool
 ) -> RowTiles:
-    """The tiles of mX (s, d, heads, batch), on the host side of a launch."""
+    """TMA tiles of mX (s, d, heads, batch), on the host side of a launch."""
     if const_expr(ragged):
         _, columns, heads, _ = mX.shape
         row_stride, column_stride, head_stride, _ = mX.stride

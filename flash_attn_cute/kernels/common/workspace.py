@@ -1,10 +1,10 @@
-"""Parts of one allocation, which kernels use between them: the host is spared an allocation for each.
+"""Workspace of a pass: one allocation, cut into parts, which spares the host an allocation for each.
 
-That of a backward pass has float32 sums of dQ, and of dK and dV where query heads share a key head, and two numbers of
-every query. All are in blocks of tile_m queries (of dK and dV read keys for queries, and tile_n). The blocks of a dense
-batch follow one another; those of packed sequences are numbered as their tiles are (``common.tiles``), so that no block
-holds queries of two sequences: batch * ceil(seqlen / tile_m) of them a head, or total // tile_m + sequences. How a
-block's numbers lie is the business of the architecture that has them in registers.
+A backward pass's workspace holds float32 sums of dQ, of dK and dV where query heads share a key head, and lse and
+delta of every query. All are in blocks of tile_m queries (tile_n keys for dK and dV). The blocks of a dense batch
+follow one another. Blocks of packed sequences are numbered like their tiles (``common.tiles``), so that no block holds
+queries of two sequences: a head has batch * ceil(seqlen / tile_m) blocks, or total // tile_m + sequences. The order of
+numbers within a block is up to the architecture that has them in registers.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ _SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of a backward pass's workspac
 
 
 def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], dtype: Any) -> dict[str, cute.Tensor]:
-    """The parts of a workspace, as ``arguments.workspace_bytes`` counts them, each a compact tensor.
+    """Cuts a workspace into compact tensors, sized as ``arguments.workspace_bytes`` counts them.
 
     Args:
         mWorkspace: bytes.
@@ -32,7 +32,7 @@ def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], d
 
 
 def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cute.Tensor, Int64]:
-    """A compact part of the workspace, and where the next one begins. Its first and last size may be constants."""
+    """A compact part of the workspace, and the address of the next one. The first and last size may be constants."""
     row = shape[-1] if isinstance(shape[-1], int) else 1  # all strides but the last are multiples of it
     strides: list[Int64 | int] = [1]
     for size in shape[:0:-1]:
@@ -47,7 +47,7 @@ def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cu
 
 
 class Workspace(NamedTuple):
-    """The parts of a pass's workspace (``BackwardConfig.parts``); None for those that it does without."""
+    """Parts of a pass's workspace (``BackwardConfig.parts``); None for parts that the pass does without."""
 
     mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
     mdQaccum: cute.Tensor  # (heads, sums, tile_m * tile_d), those of a block one after the other; most have one
@@ -66,7 +66,7 @@ class Workspace(NamedTuple):
 
     @staticmethod
     def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
-        """That of a pass; ``sizes`` are those of the tables that are made of a mask."""
+        """Workspace of a pass; ``sizes`` are those of a mask's tables."""
         n = a.numbers
         shapes = config.parts(a.mQ.shape[-2], n.num_m_blocks, sums_of(config, a), a.mK.shape[-2], n.num_n_blocks, sizes)
         given = carved(a.mWorkspace, shapes, lambda name: Float32 if name in _SUMS else Int32)
@@ -74,10 +74,10 @@ class Workspace(NamedTuple):
 
 
 def sums_of(config: Any, a: BackwardArguments) -> Int32 | int:
-    """How many sums a block of dQ has. A tile adds to that of its turn modulo their number."""
+    """Number of partial sums of a dQ block. A tile adds to the one that is its turn modulo their number."""
     return a.numbers.sums if config.spreads_sums else 1
 
 
 def packed_block(first_row: Int32, sequence: Int32, tile_m: int) -> Int32:
-    """The first block of a packed sequence."""
+    """First block of a packed sequence."""
     return first_row // tile_m + sequence
