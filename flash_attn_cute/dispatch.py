@@ -55,9 +55,9 @@ def supposing(gpu: str) -> dict[str, Backend]:
 
 
 def warn_of_fallback(selection: Selection, device: torch.device) -> None:
-    """Warns, once a process, of a call that kernels made for its GPU did not get, as nobody asked for another backend.
+    """Warns, once a process, that a call runs on another backend although kernels exist for its GPU.
 
-    Not while torch.compile traces, which knows no warnings.
+    It does not warn if the caller chose the backend.
     """
     global _has_warned
     if not selection.passed_over or torch.compiler.is_compiling() or _has_warned:

@@ -1,4 +1,4 @@
-"""What a call would get, told without running it."""
+"""Explanations: what a call would run, found without running it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would get; ``str()`` of it is for people.
+    """What a call would run; ``str()`` of it is for people.
 
     Attributes:
         backend: the name of the backend that serves the call.

@@ -1,4 +1,4 @@
-"""What one attention call asks for, in the words that every layer shares.
+"""Specification of one attention call, which every layer shares.
 
 ``AttentionInputs`` holds what changes from call to call without changing any code: the tensors and the
 bounds on the sequence lengths. ``AttentionSpec`` holds the rest, is hashable, and is what a backend
@@ -83,7 +83,7 @@ class RealRows(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """What a backend reads of a block mask; see ``sparsity``.
+    """Tables of a block mask for a backend; see ``sparsity``.
 
     ``columns`` is None where nothing is differentiated, ``real`` where no row is padding. ``intervals`` are a backend's
     own (``backends.packing.Seen``).

@@ -89,7 +89,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
 
 
 def _passes(chosen: argparse.Namespace) -> list[Any]:
-    """Those asked for, or all that the architecture has."""
+    """Passes that were asked for, or all that the architecture has."""
     has = _ARCHITECTURES[chosen.architecture].passes
     missing = [name for name in chosen.passes or () if name not in has]
     if missing:
@@ -150,7 +150,7 @@ def run_clear(path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m flash_attn_cute.jit",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""What a compiled kernel depends on, and the name that follows from it."""
+"""Identity of a compiled kernel, everything it depends on, and the name that follows from it."""
 
 import dataclasses
 import functools

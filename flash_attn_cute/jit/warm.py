@@ -13,7 +13,7 @@ from flash_attn_cute.jit import cache
 
 
 class Warmed(NamedTuple):
-    """What it took to have a kernel on disk."""
+    """Record of how a kernel came to be on disk."""
 
     config: Any
     compiled: bool  # False if it was there

@@ -1,4 +1,4 @@
-"""What the kernels of a pass are launched with, by name: every tensor and number once.
+"""Launch arguments of each pass, by name: every tensor and number once.
 
 A field's annotation says what it is. From that alone ``jit.compile`` makes fake arguments to compile with, so a new
 argument, of a new ``Kind`` too, is a line here, one where the backend gives it, and one where a kernel uses it. The
@@ -29,7 +29,7 @@ BLOCK = 128  # queries and keys of a block mask's blocks
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument is, as compiled code has to know it."""
+    """Kind of an argument, as compiled code has to know it."""
 
     dtype: str  # as cutlass calls it; none: the configuration's
     rank: int = 0  # 0: a number; 1: a vector; more: a tensor of a dense batch, which packed has a dimension less
@@ -55,7 +55,7 @@ BIAS = replace(MASK, dtype="", strided="features.strided_bias", float32_if="feat
 
 @dataclass(frozen=True)
 class Argument:
-    """What an argument is, and whether a configuration has it."""
+    """Kind of an argument, and whether a configuration has it."""
 
     kind: Kind
     when: str = ""  # the configuration's attribute that says so; none: always
@@ -80,7 +80,9 @@ _TABLE = Argument(INTS, when="features.block_mask")
 
 
 class BlockArguments(NamedTuple):
-    """The tables of a block mask (``spec.BlockTables``), flattened, from the side that a pass walks from.
+    """Tables of a block mask (``spec.BlockTables``), flattened. A forward pass reads rows, a backward pass columns.
+
+    rows for a forward pass, columns for a backward pass.
 
     Forward, and for the gradient of a bias, those of its rows; backward those of its columns.
     """
@@ -92,7 +94,7 @@ class BlockArguments(NamedTuple):
 
 
 class ForwardNumbers(NamedTuple):
-    """Those of a forward pass that a plan fixes, before there are tensors."""
+    """Numbers of a forward pass that a plan fixes before there are tensors."""
 
     softmax_scale: Annotated[Any, _FLOAT]  # not 0: a product with infinity must be infinite
     softcap: Annotated[Any, _FLOAT]
@@ -108,7 +110,7 @@ class ForwardNumbers(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """Those of a forward pass."""
+    """Arguments of a forward pass."""
 
     mQ: Annotated[Any, _ROWS]
     mK: Annotated[Any, _ROWS]
@@ -130,7 +132,7 @@ class ForwardArguments(NamedTuple):
 
 
 class BackwardNumbers(NamedTuple):
-    """Those of a backward pass that a plan fixes."""
+    """Numbers of a backward pass that a plan fixes."""
 
     softmax_scale: Annotated[Any, _FLOAT]
     softcap: Annotated[Any, _FLOAT]
@@ -153,7 +155,7 @@ class BackwardNumbers(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """Those of a backward pass."""
+    """Arguments of a backward pass."""
 
     mQ: Annotated[Any, _ROWS]
     mK: Annotated[Any, _ROWS]
@@ -184,7 +186,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BiasGradientNumbers(NamedTuple):
-    """Those of the gradient of a bias that a plan fixes."""
+    """Numbers of a bias-gradient pass that a plan fixes."""
 
     softmax_scale: Annotated[Any, _FLOAT]
     softcap: Annotated[Any, _FLOAT]
@@ -205,7 +207,7 @@ class BiasGradientNumbers(NamedTuple):
 
 
 class BiasGradientArguments(NamedTuple):
-    """Those of the gradient of a bias, which is computed behind the backward pass."""
+    """Arguments of a bias-gradient pass, which follows the backward pass."""
 
     mQ: Annotated[Any, _ROWS]
     mK: Annotated[Any, _ROWS]
@@ -226,7 +228,7 @@ class BiasGradientArguments(NamedTuple):
 
 
 class MaskSizes(NamedTuple):
-    """Of the tables that a backward pass makes of a mask."""
+    """Sizes of the tables that a backward pass makes of a mask."""
 
     sets: Any  # of batch entries and heads that do not see alike
     rows: Any  # blocks of queries of a set that do not see alike
@@ -241,6 +243,6 @@ def workspace_bytes(parts: dict[str, tuple[int, ...]]) -> int:
 
 
 def described(arguments: type) -> dict[str, Any]:
-    """What each of them is, in their order: an ``Argument``, or a class of more of them."""
+    """Annotations of an arguments class, by field and in order: an ``Argument``, or a class of more arguments."""
     hints = get_type_hints(arguments, include_extras=True)
     return {name: hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint for name, hint in hints.items()}

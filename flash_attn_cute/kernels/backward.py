@@ -1,4 +1,4 @@
-"""What the configurations of all architectures' backward passes have in common. Needs no cutlass."""
+"""Sizes that the configurations of all architectures' backward passes have in common. Needs no cutlass."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""What a call asks of the kernels, as far as it changes their code: every flag once, with its name and its meaning.
+"""Features of a call that change the kernels' code: every flag once, with its name and its meaning.
 
 Backends make ``Features`` from a call, configurations hold them, kernels read them, and ``jit`` prints and parses them.
 What changes from call to call without changing code (lengths, strides, scales, window sizes) is an argument instead
@@ -45,7 +45,7 @@ class Features:
 
     @property
     def listed(self) -> bool:
-        """Whether tiles walk over lists (``common.block_lists``): those made of a mask, or those of a block mask."""
+        """Whether tiles iterate over lists (``common.block_lists``), made from a mask or brought by a block mask."""
         return self.mask or self.block_mask
 
     @property
@@ -57,7 +57,7 @@ class Features:
         return self.left or self.bias
 
     def of_pass(self, name: PassName) -> "Features":
-        """The same without what that pass does not read, so that calls which differ in nothing else share a kernel."""
+        """Features without those that the pass ignores, so that calls which differ only in these share a kernel."""
         others = {f.name: f.default for f in fields(self) if f.metadata["only"] not in (None, name)}
         return replace(self, **others)
 
@@ -82,7 +82,12 @@ class Features:
 
 
 def words() -> dict[str, str]:
-    """What ``Features.parse`` reads, and its meaning: a flag's name, or ``no_`` and that of one that is usually on."""
+    """Words that ``Features.parse`` reads, with their meanings.
+
+    Each is a flag, or ``no_`` and a flag that is on by default.
+
+    a flag's name, or ``no_`` and a flag that is on by default.
+    """
     return {
         f"no_{f.name}" if f.default else f.name: f"not: {f.metadata['meaning']}" if f.default else f.metadata["meaning"]
         for f in fields(Features)

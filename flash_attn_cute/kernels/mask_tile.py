@@ -29,12 +29,12 @@ class MaskTile:
 
     @property
     def columns(self) -> int:
-        """Of scores, that a warpgroup has."""
+        """Number of score columns of a warpgroup."""
         return (self.queries if self.rows_are_keys else self.keys) // self.sharing
 
     @property
     def rows_a_warpgroup(self) -> int:
-        """Of scores."""
+        """Number of score rows of a warpgroup."""
         return 128 if self.row_a_thread else 64
 
     @property
@@ -45,12 +45,12 @@ class MaskTile:
 
     @property
     def words(self) -> int:
-        """Of 32 bits, in which a thread's scores are told."""
+        """Number of 32-bit words that hold the bits of a thread's scores."""
         return -(-self.columns * self.rows_a_warpgroup // (128 * 32))
 
     @property
     def words_a_block(self) -> int:
-        """Of 32 bits, of all tiles that a block mask's block is cut into."""
+        """Number of 32-bit words of all tiles that a block of a block mask is cut into."""
         return BLOCK // self.queries * (BLOCK // self.keys) * self.warpgroups * 128 * self.words
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
@@ -58,5 +58,5 @@ class MaskTile:
         return {"mCodes": (lists, blocks), "mBits": (lists * blocks, self.warpgroups, 128, self.words)}
 
     def parts_with_lists(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """The same behind lists of blocks of keys, one a row of tiles."""
+        """``parts``, followed by lists of key blocks, one a row of tiles."""
         return {"mLists": (lists, 2), "mEntries": (lists * blocks, 2)} | self.parts(lists, blocks)

@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     arguments: type  # a class of ``kernels.arguments``
 
     def make_kernel(self, config: Any) -> Any:
-        """What ``cute.compile`` takes, of one configuration. Imports cutlass."""
+        """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
         module, name = self.kernel.split(":")
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
 
@@ -46,7 +46,7 @@ class Architecture(NamedTuple):
     by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
-        """The same with kernels for GPUs of one compute capability, where it has several."""
+        """The architecture with kernels for one compute capability, where it has several targets."""
         target = self.targets[capability]
         passes = {n: p._replace(configure=partial(p.configure, target=target)) for n, p in self.passes.items()}
         return self._replace(passes=passes)
@@ -90,10 +90,10 @@ ARCHITECTURES = {
 
 
 def architecture_of(config: Any) -> Architecture:
-    """That which a configuration is for."""
+    """Architecture that a configuration belongs to."""
     return ARCHITECTURES[config.architecture]
 
 
 def pass_of(config: Any) -> Pass:
-    """That which a configuration is for."""
+    """Pass that a configuration belongs to."""
     return architecture_of(config).passes[config.pass_name]

@@ -1,4 +1,4 @@
-"""What attention spends its time on, by NVIDIA's profilers and PyTorch's.
+"""Command that profiles attention with NVIDIA's profilers or PyTorch's.
 
     python -m flash_attn_cute.profile nsys -- python train.py   a timeline of a command, with ranges around every pass
     python -m flash_attn_cute.profile ncu -- python train.py    one launch of a kernel in it: pipes, stalls, memory

@@ -1,4 +1,4 @@
-"""What a machine has: NVIDIA's profilers, wherever they were installed, a GPU, and its driver's bindings."""
+"""Tools of a machine: NVIDIA's profilers, wherever they were installed, a GPU, and its driver's bindings."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ _SOURCES = {
 
 
 class Unavailable(Exception):
-    """What this machine lacks; the message says how to get it."""
+    """Error: the machine lacks something; the message says how to get it."""
 
 
 def find(tool: str, root: Path = Path("/")) -> Path:

@@ -1,4 +1,4 @@
-"""What one kernel spends its time on, by Nsight Compute: pipes, issue slots, stalls and memory, in a few lines.
+"""Nsight Compute on one kernel: pipes, issue slots, stalls and memory, in a few lines.
 
     python -m flash_attn_cute.profile ncu --skip 100 -- python train.py --steps 20
     python -m flash_attn_cute.profile ncu --documents 64,4096,1000 --causal --hot 20
@@ -114,7 +114,7 @@ def collect(ncu: Path, report: Path, which: Sequence[str], command: Sequence[str
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    """What a command that succeeds prints.
+    """Output of a command that succeeds.
 
     Raises:
         Failed: it did not.

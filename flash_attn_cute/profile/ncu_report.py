@@ -1,4 +1,4 @@
-"""What Nsight Compute prints as CSV, read, and told in a few lines.
+"""Reader of Nsight Compute's CSV, and a summary in a few lines.
 
 Metric names are those of Hopper (``ncu --query-metrics --chips gh100``). One that is missing from a report is told as
 "not available".
@@ -184,7 +184,7 @@ def parse_source(text: str) -> list[Instruction]:
 
 
 def summary(kernel: Kernel) -> str:
-    """What the kernel spent its time on, as text."""
+    """Summary of a kernel's time, as text."""
     lines = [kernel.name, f"grid {kernel.grid}, block {kernel.block}"]
     for title, rows in _SECTIONS.items():
         lines += ["", title]

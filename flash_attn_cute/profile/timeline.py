@@ -99,7 +99,7 @@ def record(chosen: Workload, calls: int, device: torch.device, path: Path) -> No
 
 
 def read(path: Path) -> list[Span]:
-    """What a trace holds: all on GPUs, and of the host what is in nothing else; times from the first on.
+    """Events of a trace: all on GPUs, and the outermost ones of the host; times count from the first event.
 
     Args:
         path: JSON as torch.profiler's export_chrome_trace writes it, or that in gzip's format, named ``.gz``.
@@ -202,7 +202,7 @@ def _place(row: str) -> tuple[bool, list[int]]:
 
 
 def _short(name: str) -> str:
-    """What fits into a bar: the class of a kernel of ours, an operator without its namespace."""
+    """Short name for a bar: a kernel's class, or an operator without its namespace."""
     kernel = _KERNEL.search(name)
     return kernel[1] if kernel else re.split(r"::| ", name)[-1]
 

@@ -1,4 +1,4 @@
-"""What the profilers run: attention of a chosen shape on random inputs, first to warm up, then to be profiled.
+"""Workload of the profilers: attention of a chosen shape on random inputs, warmed up, then profiled.
 
     python -m flash_attn_cute.profile workload --heads 32 --heads-k 8 --seqlen 8192 --causal --direction both
     python -m flash_attn_cute.profile workload --documents 64,4096,1000 --causal
@@ -44,7 +44,7 @@ class Workload:
 
     @classmethod
     def chosen(cls, options: argparse.Namespace) -> "Workload":
-        """What the options of ``add_options`` ask for."""
+        """The workload that the options of ``add_options`` ask for."""
         return cls(
             batch=options.batch,
             seqlen=options.seqlen,

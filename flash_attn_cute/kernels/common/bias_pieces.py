@@ -252,7 +252,7 @@ class PieceMap:
         dov: Ring,
         pieces: Pieces,
     ) -> None:
-        """By one warp: tells all others of this CTA's pieces, and loads what is multiplied, of one after the other.
+        """Publishes this CTA's pieces and loads their operands, one piece after the other, by one warp.
 
         Args:
             a: of the kernel.
@@ -299,7 +299,7 @@ class PieceMap:
 
     @cute.jit
     def _code_in_list(self, tables: Tables, number: Int32, n_block: Int32) -> Int32:
-        """That of a block, which may be a part of one of the mask's."""
+        """Code of a block, which may be a part of a block of the mask."""
         parts = BLOCK // self.config.tile_n
         code = code_in_list(tables.mLists, tables.mEntries, number, n_block // parts)
         return code * parts + n_block % parts if code >= 0 else code

@@ -101,7 +101,7 @@ class KeyLists:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, one warp a list."""
         grid = cute.ceil_div(self._tiles_a_set(a) * mask_sizes(self.config, a).sets, _WARPS)
         self.kernel(a, ws).launch(grid=[grid, 1, 1], block=[32 * _WARPS, 1, 1], stream=stream)
 

@@ -212,7 +212,7 @@ class BlockTiles(_Tiles):
 
     @cute.kernel
     def kernel(self, mTiles: cute.Tensor, mBits: cute.Tensor) -> None:
-        """Reorders one tile."""
+        """Reorders the bits of one tile."""
         t = self.tile
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()

@@ -1,7 +1,7 @@
 """Preprocessing of the backward pass: delta and lse of every query, and the zeros that the main kernel needs.
 
-delta = rowsum(dO * O) - dlse is what the gradients of a row's scores share. lse is in base 2, or natural with a bias. A
-fully masked query, or a padding row, gets an lse of inf, so that its P is 0.
+delta = rowsum(dO * O) - dlse is what the gradients of a row's scores share; lse is in base 2, or natural with a bias. A
+fully masked query, or a row that is none, gets an lse of inf, so that its P is 0.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ _THREADS = 256
 
 
 class Preprocess:
-    """One CTA a block of ``tile_m`` queries of one head; a row by a power of 2 of threads, a vector of 16 bytes each.
+    """The preprocessing kernel. One CTA a block of ``tile_m`` queries of one head.
 
-    Under a mask it also finds out in which order tiles add to the block's dQ.
-
-    Zeroed are the counters of additions, if there are any, and where these have no order the sums of dQ.
+    A power of 2 of threads reads a row, a vector of 16 bytes each. Under a mask the kernel also computes the order in
+    which tiles add to the block's dQ. It zeroes the semaphores, if there are any, and the sums of dQ if additions are
+    unordered.
     """
 
     def __init__(self, config: Any, place: Callable[[Int32], Int32] | None = None):
@@ -38,13 +38,13 @@ class Preprocess:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, one CTA a block."""
         _, heads, blocks, _ = ws.mStats.shape
         self.kernel(a, ws).launch(grid=[blocks * heads, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: BackwardArguments, ws: Workspace) -> None:
-        """One block."""
+        """Processes one block of queries."""
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         mO, mdO = rows_first(a.mO, self.packed), rows_first(a.mdO, self.packed)

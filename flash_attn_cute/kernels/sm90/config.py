@@ -19,7 +19,10 @@ _SHARED_MEMORY = 224 * 1024  # bytes of a CTA for tiles; the rest is for barrier
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """What every kernel is made for. Lengths, strides, scale and window sizes are arguments (``kernels.arguments``)."""
+    """Fields that every configuration has.
+
+    Lengths, strides, scale and window sizes are arguments (``kernels.arguments``).
+    """
 
     architecture: ClassVar[str] = "sm90"
     target: ClassVar[str] = "sm_90a"
@@ -52,7 +55,7 @@ def pitch_of(columns: int, element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class ForwardConfig(Sm90Config):
-    """What a compiled forward kernel is made for."""
+    """Configuration of a forward kernel."""
 
     pass_name: ClassVar[PassName] = "forward"
     ctas_a_tile: ClassVar[int] = 1
@@ -71,7 +74,7 @@ class ForwardConfig(Sm90Config):
 
     @property
     def bias_rows(self) -> int:
-        """Of a tile of the bias in shared memory."""
+        """Number of rows of a bias tile in shared memory."""
         return 1 if self.features.uniform_bias and self.group == 1 else self.tile_m
 
     @property
@@ -80,7 +83,7 @@ class ForwardConfig(Sm90Config):
         return 2 if self._bytes(1, 2) <= _SHARED_MEMORY else 1
 
     def _bytes(self, tile_stages: int, bias_stages: int) -> int:
-        """Of shared memory: O takes the place of Q if there is only one of them."""
+        """Bytes of shared memory. O takes the place of Q if there is only one stage of Q."""
         rows_O = self.tile_dv if tile_stages > 1 else 0
         rows = self.tile_m * (tile_stages * self.tile_d + rows_O)
         rows += self.stages * self.tile_n * (self.tile_d + self.tile_dv)
@@ -93,7 +96,11 @@ class ForwardConfig(Sm90Config):
 
     @property
     def blocks_an_entry(self) -> int:
-        """Of a list: where registers do not suffice for all keys of a block mask's, a step has a part of them."""
+        """Number of key blocks of a list entry.
+
+        It is more than 1 where registers do not suffice for all keys of a block mask's block: a step then has a part of
+        them.
+        """
         if not self.features.block_mask:
             return 1
         assert self.tile_m == BLOCK
@@ -206,7 +213,7 @@ def _tile_columns(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class BackwardConfig(Sm90Config, BackwardSizes):
-    """What all kernels of a backward pass are made for; the main one comes in two kinds, see below."""
+    """Configuration of the kernels of a backward pass; the main kernel comes in two kinds, see below."""
 
     pass_name: ClassVar[PassName] = "backward"
     tile_n: ClassVar[int] = 128  # keys a tile
@@ -224,7 +231,7 @@ class BackwardConfig(Sm90Config, BackwardSizes):
         return MaskTile(self.tile_m, self.tile_n, rows_are_keys=True)
 
     def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """As in ``BackwardSizes``."""
+        """See ``BackwardSizes``."""
         return self.mask_tile.parts(lists, blocks)
 
 
@@ -249,7 +256,7 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def spreads_sums(self) -> bool:
-        """As in ``BackwardSizes``."""
+        """See ``BackwardSizes``."""
         return self.features.deterministic and self.features.listed
 
     @property
@@ -259,12 +266,12 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def bias_pitch(self) -> int:
-        """As in ``ForwardConfig``; at d = 128 there is no room for float32, but for a row."""
+        """See ``ForwardConfig``. At d = 128 float32 has no room, except for one row."""
         return _backward_bias_pitch(self.tile_d, self.features)
 
     @property
     def bias_rows(self) -> int:
-        """As in ``ForwardConfig``."""
+        """See ``ForwardConfig.bias_rows``."""
         return 1 if self.features.uniform_bias else self.tile_m
 
     @property
@@ -273,7 +280,7 @@ class BackwardCtaConfig(BackwardConfig):
         return 2 if self.bytes_shared(2) <= _SHARED_MEMORY else 1
 
     def bytes_shared(self, bias_stages: int) -> int:
-        """Of shared memory: K and V, Q and dO, dS in two stages, dQ on its way out, and the bias."""
+        """Bytes of shared memory: K and V, Q and dO, dS in two stages, dQ on its way out, and the bias."""
         keys, queries = (self.k_stages + 1) * self.tile_n, 2 * self.stages * self.tile_m
         sums = 2 * self.num_mma_warpgroups * 64 * self.columns_dQ
         columns = (keys + queries) * self.tile_d + 2 * self.tile_n * self.tile_m + sums
@@ -286,7 +293,7 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def columns_dQ(self) -> int:
-        """Those that a warpgroup computes, for 64 queries: all of them if there are queries for each."""
+        """Number of dQ columns a warpgroup computes, for 64 queries: all if each has its own queries."""
         return self.tile_d * self.tile_m // 64 // self.num_mma_warpgroups
 
     @property
@@ -296,12 +303,12 @@ class BackwardCtaConfig(BackwardConfig):
 
     @property
     def semaphores(self) -> tuple[int, int]:
-        """One a warpgroup."""
+        """Number of semaphores of a block: one a warpgroup."""
         return self.num_mma_warpgroups, self.num_mma_warpgroups
 
     @property
     def reverses_last(self) -> bool:
-        """Where that pays."""
+        """Whether the last section's tiles have the opposite order, where that pays."""
         return REVERSES_LAST.fits(self.features)
 
 
@@ -368,12 +375,12 @@ class BackwardClusterConfig(BackwardConfig):
 
     @property
     def columns_dQ(self) -> int:
-        """Those that a CTA computes."""
+        """Number of dQ columns that a CTA computes."""
         return self.tile_d // 2
 
     @property
     def semaphores(self) -> tuple[int, int]:
-        """Of queries one a CTA; of keys one a CTA and gradient, dK and dV."""
+        """Number of semaphores: of queries one a CTA; of keys one a CTA and gradient, dK and dV."""
         return 2, 4
 
 
@@ -425,7 +432,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
 
 @dataclass(frozen=True)
 class BiasGradientConfig(Sm90Config):
-    """What the kernel of a bias's gradient is made for."""
+    """Configuration of a bias-gradient kernel."""
 
     pass_name: ClassVar[PassName] = "bias_gradient"
 
@@ -437,12 +444,12 @@ class BiasGradientConfig(Sm90Config):
 
     @property
     def bias_pitch(self) -> int:
-        """As in ``ForwardConfig``."""
+        """See ``ForwardConfig.bias_pitch``."""
         return bias_pitch(self.features, self.tile_n)
 
     @property
     def bias_rows(self) -> int:
-        """As in ``ForwardConfig``."""
+        """See ``ForwardConfig.bias_rows``."""
         return 1 if self.features.uniform_bias else self.tile_m
 
     @property
@@ -457,11 +464,11 @@ class BiasGradientConfig(Sm90Config):
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory of a CTA."""
         return self._bytes(self.stages)
 
     def _bytes(self, stages: int) -> int:
-        """Of Q, K, dO and V, the bias of a tile, its warps' sums over queries, and 4 KB that tell of pieces."""
+        """Bytes of Q, K, dO and V, of a bias tile, of its warps' sums over queries, and 4 KB for pieces."""
         operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
         return stages * operands + self.bias_rows * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n + 4096
 

@@ -105,7 +105,7 @@ class ForwardSm90:
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, behind those that make the tables of a mask."""
         c, a, dtype = self.config, arguments, self.dtype
         mQ, mK, mV, mO = (rows_first(x, c.features.packed) for x in (a.mQ, a.mK, a.mV, a.mO))
         mLSE = numbers_first(a.mLSE, c.features.packed)
@@ -356,7 +356,7 @@ class ForwardSm90:
 
     @cute.jit
     def _read_entry(self, work: "_Work", step: Int32) -> Entry:
-        """What warp 0 has told of a step's block, whose K is there; its bits are on their way."""
+        """Entry of a step's block, published by warp 0 with K; its bits are being loaded."""
         entries, i = work.shared.entries, step % entry_stages(self.config)
         block, code = entries[0, i], entries[1, i]
         return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread, asks=True))

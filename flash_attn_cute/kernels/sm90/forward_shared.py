@@ -1,4 +1,4 @@
-"""Shared memory of the forward kernel (``forward``): what lies where, what roles tell each other, what guards it."""
+"""Shared memory of the forward kernel (``forward``): layouts, storage, and the fields that roles read."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.sm90.shared import swizzled
 
 
 class Layouts(NamedTuple):
-    """Of operands, and of O on its way out."""
+    """Layouts of the operands, and of O on its way out."""
 
     sQ: cute.ComposedLayout  # (64, d, warpgroup, tile stage)
     sK: cute.ComposedLayout  # (tile_n, d, stage)
@@ -39,10 +39,10 @@ def layouts_of(config: ForwardConfig, dtype: type) -> Layouts:
 
 
 def entry_stages(config: ForwardConfig) -> int:
-    """Blocks of which warp 0 has told, under a mask.
+    """Number of stages of entries that warp 0 publishes under a mask.
 
-    It tells of a block before it knows that its stage of K is released: that of the block before is, so the scores of
-    the one that comes ``stages`` before that have been read, and what was told of it.
+    Warp 0 publishes a block before it knows that the block's stage of K is released. The stage of the block before is
+    released, so the scores of the block ``stages`` before that have been computed, and its entry read.
     """
     return 2 * config.stages
 

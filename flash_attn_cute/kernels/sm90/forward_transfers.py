@@ -24,7 +24,7 @@ class Tma(NamedTuple):
 
 
 class Transfers:
-    """Warp by warp."""
+    """Roles of warpgroup 0: the producer, and the warps that copy a bias."""
 
     def __init__(self, config: ForwardConfig):
         self.config = config
@@ -73,7 +73,7 @@ class Transfers:
 
     @cute.jit
     def _publish_entry(self, block: Int32, code: Int32, shared: Shared, step: Int32) -> None:
-        """Tells the mma warpgroups, before K of a step is there, which block it is, and where its bits are."""
+        """Publishes a step's block and the place of its bits, before K of the step arrives."""
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):
                 shared.entries[i, step % entry_stages(self.config)] = value

@@ -51,7 +51,7 @@ def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
 
 
 def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
-    """Registers laid out as an accumulator, seen as the A operand of the next product: no data moves."""
+    """Accumulator registers viewed as the A operand of the next product; no data moves."""
     (pair, row, group), m, n = acc.layout.shape
     (pair_stride, row_stride, group_stride), m_stride, n_stride = acc.layout.stride
     layout = cute.make_layout(
@@ -69,7 +69,7 @@ def store_row(
     thread: Int32,
     first_column: cutlass.Constexpr = 0,
 ) -> None:
-    """This thread's part of the row of an accumulator that is its r-th one, from registers: pairs of columns.
+    """Stores this thread's part of the r-th of its accumulator rows, in pairs of columns.
 
     Args:
         rX: what it has of the accumulator, in the dtype of gX.
@@ -89,7 +89,12 @@ def store_row(
 def store_rows(
     rX: cute.Tensor, gX: cute.Tensor, first: Int32, stop: Int32, thread: Int32, first_column: cutlass.Constexpr = 0
 ) -> None:
-    """The same of all rows: the first one's place is row ``first`` of gX (rows, columns); none from ``stop`` on."""
+    """Stores all rows of this thread to gX.
+
+    The accumulator's row 0 goes to row ``first``; rows from ``stop`` on are dropped.
+
+    the accumulator's row 0 goes to row ``first`` of gX; rows from ``stop`` on are dropped.
+    """
     for r in cutlass.range_constexpr(2):
         row = first + thread // 32 * 16 + thread % 32 // 4 + 8 * r
         if row < stop:

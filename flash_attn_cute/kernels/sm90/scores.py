@@ -1,9 +1,9 @@
-"""Scores in a warpgroup's registers: capped, biased, hidden in both passes, weights and gradients in the backward one.
+"""Scores in a warpgroup's registers: softcap, bias and masks in both passes, P and dS in the backward pass.
 
-The arithmetic is ``common.score``'s. In the forward pass rows are queries and columns keys. In the backward one rows
-are keys and columns queries, and a thread has its scores in groups of eight: two neighbouring queries of a key and of
-another key, and again of the two queries that are eight further on. What belongs to the four queries of a group, lse or
-delta, is asked for group by group.
+The arithmetic is in ``common.score``. In the forward pass rows are queries and columns are keys. In the backward pass
+rows are keys and columns are queries, and a thread has its scores in groups of eight: two neighbouring queries of a key
+and of another key, and the same of the two queries that are eight further on. lse and delta of a group's four queries
+are read group by group.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from flash_attn_cute.kernels.sm90.mma import rows_and_columns
 
 @cute.jit
 def cap(acc_S: cute.Tensor, score_scale: Float32) -> None:
-    """Products to what is behind tanh."""
+    """Applies the softcap's tanh to products."""
     for i in cutlass.range_constexpr(cute.size(acc_S)):
         acc_S[i] = capped(acc_S[i], score_scale)
 
 
 class Elements:
-    """This thread's elements of a bias, for its scores (row, column) as ``rows_and_columns`` has them.
+    """This thread's elements of a bias, loaded one by one from global memory.
 
-    Rows are queries. Read from global memory one by one. Behind a sequence's end stands its last element, for scores
-    that nobody sees.
+    They are indexed by (row, column) as ``rows_and_columns`` has scores; rows are queries. Behind a sequence's end the
+    last element is read, for scores that are masked or dropped.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Elements:
             self.rows.append(gR if clips_columns else cute.domain_offset((self.first_column,), gR))
 
     def __call__(self, r: int, c: int) -> Any:
-        """The element of row r and column c."""
+        """Element of row r and column c."""
         column = c // 2 * 8 + c % 2
         if self.clips_columns:
             return self.rows[r][cutlass.min(self.first_column + column, self.last_column)]
@@ -59,7 +59,7 @@ class Elements:
 
 
 class SharedElements:
-    """The same from shared memory; ``first_row`` is this warpgroup's of the tile."""
+    """This thread's elements of a bias in shared memory; ``first_row`` is this warpgroup's first row of the tile."""
 
     def __init__(self, shared: SharedBias, step: Int32, rows: RowsOfScores, first_row: Int32, coordinates: cute.Tensor):
         self.rows = [
@@ -70,7 +70,7 @@ class SharedElements:
         self.pairs: dict[tuple[int, int], cute.Tensor] = {}
 
     def __call__(self, r: int, c: int) -> Any:
-        """The element of row r and column c."""
+        """Element of row r and column c."""
         r = 0 if self.uniform else r  # one read serves both rows
         row = self.rows[r]
         if not self.paired:
@@ -94,7 +94,7 @@ def bias_elements(
     coordinates: cute.Tensor,
     clips_columns: bool,
 ) -> Elements | SharedElements:
-    """From where a bias is read: its stage, if it comes through shared memory. Arguments as in ``add_bias_rows``."""
+    """Reader of a bias: from its stage, or from global memory. Arguments as in ``add_bias_rows``."""
     if shared.pitch:
         return SharedElements(shared, step, rows, first_row, coordinates)
     return Elements(shared.tensors, place, coordinates, rows.heads_a_row, clips_columns)
@@ -104,7 +104,7 @@ def bias_elements(
 def add_bias(
     acc_S: cute.Tensor, scales: ScoreScales, bias: cutlass.Constexpr, columns: cutlass.Constexpr = None
 ) -> None:
-    """Adds a bias, of which (row, column) tells an element, in all columns or some."""
+    """Adds a bias in all columns, or in ``columns``; ``bias(row, column)`` gives an element."""
     scores = rows_and_columns(acc_S)
     chosen = range(cute.size(scores, mode=[1])) if const_expr(columns is None) else columns
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -146,7 +146,7 @@ def add_bias_rows(
 
 @cute.jit
 def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> None:
-    """Hides scores whose bits are 0, by selection; a thread's bits are those of one row after the other."""
+    """Masks scores whose bits are 0, by selection; a thread's bits are in row order."""
     scores = rows_and_columns(acc_S)
     columns = cute.size(scores, mode=[1])
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -159,13 +159,13 @@ def hide_by_bits(acc_S: cute.Tensor, words: cute.Tensor, nothing: Float32) -> No
 def load_row_interval(
     mIntervals: cute.Tensor, entry: Int32, length: Int32, first_row: Int32, cS: cute.Tensor
 ) -> cute.Tensor:
-    """(first and behind the last, row): which columns this thread's rows see of an entry of the batch.
+    """Loads the intervals of columns that this thread's rows attend to, as (first and behind the last, row).
 
     Args:
-        mIntervals: of all rows of all entries, ``length`` each; rows behind the last one see what that does.
-        entry: which.
-        length: its rows.
-        first_row: the warpgroup's.
+        mIntervals: intervals of all rows of all batch entries, ``length`` rows each.
+        entry: batch entry.
+        length: rows of an entry; rows behind the last one get its interval.
+        first_row: first row of the warpgroup.
         cS: (row, column) coordinates of its scores.
     """
     coordinates = rows_and_columns(cS)
@@ -180,7 +180,7 @@ def load_row_interval(
 def mask_outside_interval(
     acc_S: cute.Tensor, cS: cute.Tensor, seen: cute.Tensor, first_column: Int32, columns: int, nothing: Float32
 ) -> None:
-    """Hides scores that are not in their row's interval, by selection.
+    """Masks scores outside of their row's interval, by selection.
 
     Args:
         acc_S: a warpgroup's scores.
@@ -210,7 +210,7 @@ def hide(
     heads_a_row: cutlass.Constexpr = 1,
     hides_rows: cutlass.Constexpr = False,
 ) -> None:
-    """Hides scores that an edge does, by selection: NaN in hidden places reaches nothing.
+    """Masks scores beyond an edge, by selection, so that a NaN in a masked place has no effect.
 
     Args:
         acc_S: a warpgroup's scores.
@@ -240,7 +240,7 @@ def hide(
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a backward pass: a warpgroup's scores of 64 keys and a block of queries, and what they become."""
+    """Scores of a backward pass's step, for 64 keys and a block of queries, and the registers that they become."""
 
     acc_S: cute.Tensor
     rP: cute.Tensor  # weights rounded, laid out as acc_S
@@ -251,7 +251,7 @@ class Scores:
 
 
 class Transposed(NamedTuple):
-    """This thread's elements of a bias where rows are keys, in registers.
+    """This thread's elements of a bias in registers, for some columns, where rows are keys.
 
     Of some of the columns, as ``rows_and_columns`` has them.
     """
@@ -260,12 +260,12 @@ class Transposed(NamedTuple):
     columns: range
 
     def __call__(self, r: int, c: int) -> Any:
-        """The element of row r and column c."""
+        """Element of row r and column c."""
         return self.bias[r, c - self.columns.start]
 
 
 class SharedTransposed:
-    """This thread's elements of a bias where rows are keys, from shared memory, where its rows are queries.
+    """This thread's elements of a bias in shared memory, where scores have keys as rows and the bias queries.
 
     Of 16-bit or wider numbers, rows 8 apart lie alike within vectors of 16 bytes.
     """
@@ -279,7 +279,7 @@ class SharedTransposed:
         self.pairs = [shared.rows_apart(step, rows, query + i, key) for i in range(1 if shared.uniform else 2)]
 
     def __call__(self, r: int, c: int) -> Any:
-        """The element of row r and column c."""
+        """Element of row r and column c."""
         return self.pairs[c % len(self.pairs)][c // 2, 8 * r]
 
 
@@ -324,7 +324,7 @@ def compute_P(
     words: cute.Tensor | None = None,
     seen: cute.Tensor | None = None,
 ) -> None:
-    """Scores to weights.
+    """Computes P = exp2(S - lse), masked and rounded, from a block of scores.
 
     Args:
         config: the kernel's.
@@ -383,12 +383,12 @@ def compute_P(
 
 @cute.jit
 def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constexpr, rdS: cute.Tensor) -> None:
-    """Gradients of the scores, but for their scale, rounded into rdS.
+    """Computes dS = P * (dP - delta), without the softmax scale, rounded into rdS.
 
     Args:
-        acc_dP: gradients of the weights.
-        P: tells a group's weights, times the derivative of a softcap, two a register.
-        delta: tells a group's delta.
+        acc_dP: dP.
+        P: gives a group's P, times the derivative of a softcap, two a register.
+        delta: gives a group's delta.
         rdS: laid out as acc_dP.
     """
     packed, dtype = cute.recast_tensor(rdS, Int32), rdS.element_type
@@ -403,7 +403,7 @@ def compute_dS(acc_dP: cute.Tensor, P: cutlass.Constexpr, delta: cutlass.Constex
 def store_transposed(
     rdS: cute.Tensor, mdBias: cute.Tensor, tensors: ScoreTensors, place: Place, cS: cute.Tensor
 ) -> None:
-    """Rounded gradients of scores, whose rows are keys, to a tensor of their dtype that has an element for each.
+    """Stores rounded dS, whose rows are keys, to a tensor of its dtype with an element for each score.
 
     Eight neighbours store 16 bytes of a query between them. Pairs of keys they would have to exchange first, and rows
     of an odd number of keys have no aligned ones.

@@ -1,4 +1,4 @@
-"""Shared memory: how tiles lie in it for TMA and the tensor cores, and what guards them."""
+"""Layouts of tiles in shared memory for TMA and the tensor cores, and TMA pipelines."""
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -14,20 +14,23 @@ def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.Composed
 
 
 def transposed(x: cute.Tensor) -> cute.Tensor:
-    """The same tile with its first two modes exchanged."""
+    """The tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
 
 
 @cute.jit
 def write(rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> None:
-    """A warpgroup's rounded accumulator into its tile in shared memory; TMA and tensor cores see it after a fence."""
+    """Writes a warpgroup's rounded accumulator to its tile in shared memory.
+
+    A fence makes it visible to TMA and WGMMA.
+    """
     tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), mma)
     to_shared = tiled_copy.get_slice(thread)
     cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX))
 
 
 def tma_pipeline(barriers: cute.Pointer, stages: int, consumer_warps: int, num_bytes: int) -> pipeline.PipelineTmaAsync:
-    """From one warp that loads ``num_bytes`` a stage by TMA to others, each of which releases a stage by itself."""
+    """Pipeline from a warp that loads ``num_bytes`` a stage by TMA to warps that each release a stage once."""
     return pipeline.PipelineTmaAsync.create(
         num_stages=stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),

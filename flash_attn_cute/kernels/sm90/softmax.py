@@ -1,17 +1,18 @@
 """Online softmax over blocks of keys (Milakov and Gimelshein, arXiv 1805.02867), in base 2.
 
-Weights are exp2(score - row_max). What is called a row's maximum need not be it: any number near it gives the same
-quotient. So a block is first weighed with the one that earlier blocks have left, and no maximum is looked for. Only
-rows where a sum then shows that some weight is too large, or none at all, are weighed again, by their true maximum.
-Maxima are a fifth of a block's instructions, and those that all others wait for.
-(FlashAttention-4 spares the rescaling of O while a maximum grows by little; this spares the maximum, too.)
+P = exp2(score - row_max). ``row_max`` need not be the row's maximum: any number near it gives the same quotient. So P
+of a block is first computed with the ``row_max`` of the blocks before, and no maximum is searched. P is computed again,
+with the true maximum, only for rows whose sum shows that some element is too large, or that all are masked so far.
+Maxima are a fifth of a block's instructions, and all others wait for them. (FlashAttention-4 spares the rescaling of O
+while a maximum grows by little; this spares the maximum, too.)
 
-Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
-hold.
+Whether a row is computed again follows from that row alone, so that its result has the same bits whatever its
+neighbours hold.
 
-A bias can be so large (-1e9, or the lowest number of a dtype, which many take for -inf) that its product with log2(e),
-or the rounding of it, is too large for a weight. So with a bias a maximum is kept as the score is, and a large one is
-subtracted first: that takes an instruction more an element, so such rows are not weighed in advance.
+A bias can be so large (-1e9, or the lowest number of a dtype, which is often used for -inf) that its product with
+log2(e), or the rounding of it, is too large for an exponent. So with a bias ``row_max`` is natural, as the scores are,
+and a large one is subtracted first. That takes one more instruction an element, so P of such rows is not computed in
+advance.
 """
 
 import cutlass
@@ -27,11 +28,11 @@ _LARGE = 2.0**16  # of a maximum: up to it the rounding of its product with log2
 
 
 class OnlineSoftmax:
-    """The running maximum and sum of each of a thread's rows.
+    """The running row_max and row_sum of each of a thread's rows.
 
     ``row_max`` is in base 2, of scaled scores, or natural with ``is_natural`` (whose scale is positive). The four
-    neighbouring lanes that hold a row between them share it, and it is -inf until the row has seen a key. ``row_sum``
-    is this thread's part of the sum of weights.
+    neighbouring lanes that share a row have the same one; it is -inf while the row has no visible key. ``row_sum`` is
+    this thread's part of the sum of P.
     """
 
     def __init__(self, num_rows: int, scale_log2: Float32, is_natural: bool):
@@ -42,13 +43,13 @@ class OnlineSoftmax:
         self.row_sum = cute.make_rmem_tensor(num_rows, Float32)
 
     def reset(self) -> None:
-        """Before the first block: nothing seen."""
+        """Resets the state of all rows, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, rP: cute.Tensor, acc_O: cute.Tensor, is_first: cutlass.Constexpr) -> None:
-        """Weighs a block of scores into rP, rounded, and brings O to the maxima if they have changed."""
+        """Computes P of a block, rounded into rP, and rescales O where row_max has changed."""
         sums = cute.make_rmem_tensor(self.num_rows, Float32)
         if const_expr(is_first):
             self._raise_max_and_compute_P(acc_S, rP, sums, None)
@@ -72,9 +73,9 @@ class OnlineSoftmax:
     def _raise_max_and_compute_P(
         self, acc_S: cute.Tensor, rP: cute.Tensor, sums: cute.Tensor, first_sums: list[Float32] | None
     ) -> cute.Tensor:
-        """Raises maxima first: all, or of rows whose earlier sums in this block do not fit.
+        """Raises row_max, of all rows or of rows whose first sums in this block do not fit, and computes P.
 
-        Returns what earlier weights must be multiplied by: 1 where nothing was raised, and then weights stay, too.
+        Returns the factors that O must be multiplied by: 1 where row_max stays, and then P stays as well.
         """
         scores = rows_and_columns(acc_S)
         shifts = cute.make_rmem_tensor_like(self.row_max)
@@ -100,7 +101,7 @@ class OnlineSoftmax:
         return corrections
 
     def _of_row(self, fits: Boolean) -> Boolean:
-        """Whether something holds for all four lanes of a row."""
+        """Whether a condition holds for all four lanes of a row."""
         lanes = cute.arch.vote_ballot_sync(fits) >> (cute.arch.lane_idx() // 4 * 4)
         return lanes & 0b1111 == 0b1111
 
@@ -113,9 +114,10 @@ class OnlineSoftmax:
         shifts: cute.Tensor,
         in_advance: cutlass.Constexpr,
     ) -> None:
-        """Weights exp2(score - shift) into rP and this thread's sums of them; the scores stay.
+        """Computes exp2(score - shift) into rP, and this thread's sums of it; the scores stay.
 
-        By explicit fused additions: however often a row is weighed, with the same shift it gets the same weights.
+        The additions are explicitly fused: P of a row has the same bits however often it is computed with the same
+        shift.
         """
         packed = cute.recast_tensor(rP, Int32)
         # In variables: every access to a tensor of registers is two operations, which take time to compile.
@@ -148,9 +150,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None) -> None:
-        """Divides O by the sums, the weights of sinks (of each row, natural) included, and fills lse, natural.
+        """Divides O by the row sums, sinks (of each row, natural) included, and fills lse, natural.
 
-        A row that saw nothing gives 0.
+        O of a fully masked row is 0.
         """
         out = rows_and_columns(acc_O)
         for r in cutlass.range_constexpr(self.num_rows):

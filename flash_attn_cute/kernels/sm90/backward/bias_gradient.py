@@ -77,7 +77,7 @@ class BiasGradientSm90:
 
     @cute.jit
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, and if tiles are split the one that adds up their parts."""
         c, a, dtype, packed = self.config, arguments, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
         k_major = OperandMajorMode.K

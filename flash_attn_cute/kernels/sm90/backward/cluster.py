@@ -96,7 +96,7 @@ class BackwardClusterSm90:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, one cluster a tile."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
@@ -299,7 +299,7 @@ class BackwardClusterSm90:
             cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(operand))
 
     def _read_elements(self, scores: Scores, place: Place) -> tuple[Any, ...]:
-        """Those of a bias: now, as it takes long, or part by part when there are registers for them."""
+        """Elements of a bias: loaded now, because it takes long, or part by part when registers are free."""
         parts = self.config.parts_of_bias
         if parts == 1:
             return (read_transposed(scores, place),)

@@ -1,4 +1,4 @@
-"""A cluster's walk over blocks of queries (see ``cluster``), which every role reads by itself."""
+"""Blocks of queries of a cluster's tile (see ``cluster``); every role reads them by itself."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from flash_attn_cute.kernels.common.workspace import Workspace
 
 @dataclass(frozen=True)
 class BlockIterator:
-    """Of a tile over an interval of blocks, or under a mask over its list."""
+    """Blocks of queries of a tile, step by step: an interval, or under a mask a list."""
 
     tile: KeyTile
     first_entry: Int32  # of the list
@@ -24,13 +24,13 @@ class BlockIterator:
         return ws.mEntries[self.first_entry + step, 0] if config.features.listed else self.tile.blocks.nth(step)
 
     def turn(self, config: cutlass.Constexpr, ws: Workspace, step: Int32, m_block: Int32) -> Int32:
-        """The tile's turn to add to dQ of that block."""
+        """Turn of the tile at dQ of that block."""
         return ws.mEntries[self.first_entry + step, 2] if config.features.listed else self.tile.turn(config, m_block)
 
 
 @cute.jit
 def blocks_of_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> BlockIterator:
-    """That of the tile of a number."""
+    """Blocks of the tile of an index."""
     tile, first_entry = key_tile(config, a, ws, index), Int32(0)
     if const_expr(config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
         if tile.blocks.num > 0:

@@ -1,4 +1,4 @@
-"""Shared memory of the backward kernel above d = 128: what lies where, and what guards it (see ``cluster``)."""
+"""Shared memory of the backward kernel above d = 128: layouts, storage and barriers (see ``cluster``)."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ _WARPS = 4  # of a warpgroup
 
 
 class Layouts(NamedTuple):
-    """Of operands."""
+    """Layouts of the operands."""
 
     sK: cute.ComposedLayout  # (64, d)
     sK_peer: cute.ComposedLayout  # (64, columns of dQ)
@@ -92,7 +92,7 @@ class Shared:
 
     @staticmethod
     def at(config: BackwardClusterConfig, dtype: type, storage: Any, rank: Int32) -> "Shared":
-        """Of a CTA, on the kernel's side."""
+        """Shared memory of a CTA, on the device."""
         return Shared(
             **{
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)

@@ -22,7 +22,7 @@ _RANK_OF_Q, _RANK_OF_DO = 0, 1  # who loads it for both
 
 
 class Tiles(NamedTuple):
-    """Of the tensors, by their names."""
+    """TMA tiles of the tensors, by name."""
 
     Q: RowTiles
     dO: RowTiles
@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class _Loads:
-    """What one of the producers loads."""
+    """Loads of one of the producers."""
 
     keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
     keys_full: cute.Pointer  # where their bytes arrive

@@ -121,7 +121,7 @@ class BackwardCtaSm90:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, one persistent CTA an SM."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
@@ -330,7 +330,7 @@ class BackwardCtaSm90:
 
     @cute.jit
     def _finish_dQ(self, work: "_Work", step: Int32, tile_idx: Int32, piece: Int32) -> None:
-        """That of the last step before ``step``, if there was one."""
+        """Computes dQ of the last step before ``step``, if there was one."""
         shared = work.shared
         if step > 0:
             # From all mma warps: the last step's dS is there.
@@ -527,7 +527,7 @@ class BackwardCtaSm90:
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
-        """This warpgroup's part of dQ into shared memory, as it is to lie in the workspace.
+        """Writes this warpgroup's part of dQ to shared memory, in the order that it has in the workspace.
 
         If steps are short, nobody is told yet.
         """
@@ -541,7 +541,7 @@ class BackwardCtaSm90:
 
     @cute.jit
     def _hand_out(self, work: "_Work", piece: Int32) -> None:
-        """Tells warp 1 or 2 of what has been put out."""
+        """Signals warp 1 or 2 that a part is in shared memory."""
         cute.arch.fence_proxy("async.shared", space="cta")
         work.shared.out(work.warpgroup).arrive(piece)  # to warp 1 or 2
 
@@ -592,7 +592,7 @@ class BackwardCtaSm90:
         return cute.local_tile(block, (64 * self.config.tile_d,), (work.warpgroup,))
 
     def _place(self, work: "_Work", tile_idx: Int32, nth: Int32 | int, m_block: Int32) -> Place:
-        """Where the scores are; the tile is read again, which is seldom, rather than kept in registers."""
+        """Location of the scores; reloads the tile, which is rarely needed, to keep it out of registers."""
         tile = work.shared.reload_tile(self.config, work.arguments, tile_idx)
         return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 

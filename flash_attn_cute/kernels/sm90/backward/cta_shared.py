@@ -1,4 +1,4 @@
-"""Shared memory of the backward kernel up to d = 128: what lies where, and what guards it (see ``cta``)."""
+"""Shared memory of the backward kernel up to d = 128: layouts, storage and barriers (see ``cta``)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,7 @@ STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before h
 
 
 class StepFields(NamedTuple):
-    """What warp 0 tells of a step. The last three are told under a mask alone, for the mma warpgroups."""
+    """Fields of a step that warp 0 publishes. The last three exist under a mask alone, for the mma warpgroups."""
 
     block: Int32  # of dQ, counted over all heads, or if it has several sums, which of all
     turn: Int32  # the tile's, to add to it
@@ -27,7 +27,7 @@ class StepFields(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Of operands."""
+    """Layouts of the operands."""
 
     sK: cute.ComposedLayout  # (64, d, warpgroup, stage)
     sV: cute.ComposedLayout  # (64, d, warpgroup)
@@ -110,29 +110,30 @@ class Shared(WorkTileBroadcast):
     bias: SharedBias
 
     def out(self, warpgroup: Int32) -> Ring:
-        """What guards its part of sOut."""
+        """Ring that guards a warpgroup's part of sOut."""
         return Ring(self.out_barriers + 2 * warpgroup, 1)
 
     def publish_step(self, step: Int32, info: StepFields) -> None:
-        """By one thread of warp 0, before it announces Q."""
+        """Publishes a step's fields, by one thread of warp 0, before it announces Q."""
         for i in range(self.step_fields.shape[0]):
             self.step_fields[i, self.steps.stage(step)] = info[i]
         cute.arch.mbarrier_arrive(self.steps.full(step))  # to warps 1 and 2
 
     def read_step(self, step: Int32) -> tuple[Int32, Int32]:
-        """What has been told: to who has found that it has, or has the step's dQ."""
+        """Block and turn of a step, for a role that has waited for the step, or that has its dQ."""
         return self.step_fields[0, self.steps.stage(step)], self.step_fields[1, self.steps.stage(step)]
 
     def read_scores_step(self, step: Int32) -> tuple[Int32, Int32, Int32]:
-        """Under a mask, to who has Q: a step's m_block, head and code."""
+        """Under a mask, for a role that has Q: m_block, head and code of a step."""
         m_block, nth, code = (self.step_fields[i, self.steps.stage(step)] for i in range(2, 5))
         return m_block, nth, code
 
 
 def piece_number(step: Int32, tile_idx: Int32) -> Int32:
-    """That of what a warpgroup puts out next in a step, or behind it: dQ is a step late, dV and dK come once a tile.
+    """Number of the next piece that a warpgroup puts out, in a step or behind it.
 
-    Where shared memory has but one K, the tile's last dQ comes before these. Where dV and dK are float32 they are no
-    pieces, and counted all the same: two more or less are one to a ring of one stage.
+    dQ is a step late; dV and dK come once a tile. Where shared memory has one stage of K, the tile's last dQ comes
+    before dV and dK. Where dV and dK are float32 they are no pieces, but are counted all the same: two more or less
+    make no difference to a ring of one stage.
     """
     return step - 1 + 2 * tile_idx

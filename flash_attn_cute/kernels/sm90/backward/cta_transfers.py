@@ -19,7 +19,7 @@ from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 
 class Transfers:
-    """Warpgroup 0, warp by warp."""
+    """Roles of warpgroup 0: producer, bias loader, and the two warps that store and add results."""
 
     def __init__(self, config: BackwardCtaConfig):
         self.config = config
@@ -111,7 +111,7 @@ class Transfers:
         info: StepFields,
         step: Int32,
     ) -> None:
-        """Q, dO, lse and delta of a block of queries, and what others are told of it."""
+        """Loads Q, dO, lse and delta of a block of queries, and publishes the step's fields."""
         c, block = self.config, tile.first_block + m_block
         start = m_block * c.tile_m
         stop = tile.q.start + cutlass.min(start + c.tile_m, tile.q.length)

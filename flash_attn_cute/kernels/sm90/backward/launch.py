@@ -40,7 +40,7 @@ class BackwardPassSm90:
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernels."""
+        """Launches the kernels of the pass."""
         a, w = arguments, self.tables.begin(arguments, stream)
         self.preprocess(a, w, stream)
         self.tables.finish(a, w, stream)
@@ -72,7 +72,7 @@ class BackwardPassSm90:
                 )
 
     def _sums(self, w: Workspace, which: int) -> cute.Tensor:
-        """Those of dK (0) or dV (1), (heads_k, tiles, numbers): the first of a place that is for the wider of them."""
+        """Sums of dK (0) or dV (1), (heads_k, tiles, numbers), in a part that is sized for the wider of them."""
         sums, size = w.mdKVaccum[which, None, None, None], self.config.tile_n * self.postprocess_keys[which].tile_d
         (heads, tiles, _), strides = sums.shape, sums.stride
         return cute.make_tensor(sums.iterator, cute.make_layout((heads, tiles, size), stride=strides))

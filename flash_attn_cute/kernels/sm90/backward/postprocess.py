@@ -36,14 +36,14 @@ class Postprocess:
 
     @cute.jit
     def __call__(self, a: PostprocessArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, one CTA a block."""
         heads, blocks, _ = a.mdXaccum.shape
         num_tiles = tiles.num_row_tiles(heads, blocks, self.packed)
         self.kernel(a).launch(grid=[num_tiles, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, a: PostprocessArguments) -> None:
-        """One block."""
+        """Scales and rounds one block."""
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         mdX = rows_first(a.mdX, self.packed)

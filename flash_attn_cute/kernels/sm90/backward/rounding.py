@@ -78,13 +78,13 @@ class _Unit(NamedTuple):
 
     @staticmethod
     def of(index: Int32, columns: int) -> "_Unit":
-        """That of a thread; parts are of so many columns."""
+        """The unit of a thread, where parts have ``columns`` columns."""
         vectors = columns // 8
         row = index // vectors % 32
         return _Unit(index // vectors // 32, row // 8 * 16 + row % 8, index % vectors)
 
     def read(self, sums: cute.Tensor, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """From the workspace, into registers."""
+        """Loads the unit from the workspace into registers."""
         return read_rows(cute.local_tile(sums, (64 * columns,), (self.part,)), self.row, self.group)
 
     def place(self, tile_d: int, columns: int) -> tuple[Int32, Int32]:

@@ -19,7 +19,7 @@ def permuted(row: Int32) -> Int32:
 
 
 def four_stats(stats: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
-    """Those of a thread's four queries in the i-th group of sixteen; ``quad`` is its place among four neighbours."""
+    """Statistics of a thread's four queries in the i-th group of sixteen; ``quad`` is its lane modulo 4."""
     return cute.local_tile(stats, (4,), (4 * i + quad,))
 
 
@@ -43,7 +43,7 @@ def add(acc: cute.Tensor, part: cute.Tensor, thread: Int32, is_first: Boolean | 
 
 
 def put(acc: cute.Tensor, part: cute.Tensor, thread: Int32) -> None:
-    """Writes a warpgroup's accumulator into a part of the workspace, or of shared memory that is to be copied there."""
+    """Writes a warpgroup's accumulator to a part of the workspace, or of shared memory that will be copied there."""
     fours, target = _fours(acc, part)
     for i in range(cute.size(fours, mode=[1])):
         cute.autovec_copy(fours[None, i], target[None, thread, i])
