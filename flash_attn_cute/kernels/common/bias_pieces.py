@@ -25,7 +25,7 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved, packed_block
 
 _PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
-PIECE_STAGES = 2  # of 32 pieces each, that roles have been told of
+PIECE_STAGES = 2  # of 32 pieces each, that warp 0 publishes
 PIECE_NUMBERS = _PIECE_FIELDS * 32 * PIECE_STAGES  # Int32 in shared memory that describe all of them
 
 
@@ -261,7 +261,7 @@ class PieceMap:
             operands: (rows, columns, stage), in the order of ``tma``.
             qk: what Q and K are filled and emptied by.
             dov: likewise dO and V.
-            pieces: what the others are told by.
+            pieces: where the pieces are published.
         """
         c = self.config
         group = a.mQ.shape[-2] // a.mK.shape[-2]

@@ -97,7 +97,7 @@ def code_in_list(mLists: cute.Tensor, mEntries: cute.Tensor, number: Int32, bloc
             low = middle + 1
         else:
             high = middle
-    if low < end:  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+    if low < end:
         if mEntries[low, 0] == block:
             code = mEntries[low, 1]
     return code

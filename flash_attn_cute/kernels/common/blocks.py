@@ -63,7 +63,7 @@ class Blocks:
     full_start: Int32
     full_stop: Int32
     stop: Int32
-    # Of the walk: 1 from the first block to the last, -1 the other way round. An int is known when compiling.
+    # 1: from the first block to the last, -1: from the last to the first. An int is known at compile time.
     direction: Int32 | int = 1
 
     @staticmethod
@@ -142,8 +142,7 @@ class Blocks:
         """Whether the right edge masks some of the block for some row."""
         return block >= self.full_stop
 
-    # A consumer of the backward pass has few registers, and counts blocks from the first one below which the left edge
-    # hides some, as it then keeps one number less: such a count is a position.
+    # A position is a block's index relative to full_start. It saves a register of the backward pass's consumers.
 
     @property
     def positions(self) -> tuple[Int32, Int32]:

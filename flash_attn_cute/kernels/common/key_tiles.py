@@ -53,8 +53,8 @@ class KeyTile:
     k: SeqRows
     first_block: Int32  # of its sequence, in the workspace of dQ
     window: Window  # transposed: which queries see a key
-    # Of queries; all tiles of a head walk in the same direction. Under a mask these are entries of lists instead, those
-    # of all heads of the tile, one head after the other.
+    # Blocks of queries; all tiles of a head have the same direction. Under a mask the numbers are those of list
+    # entries, of all heads of the tile, one head after the other.
     blocks: Blocks
     tiles_before: Int32 | int  # tiles of the same keys and of other heads that are taken before, and are seen, too,
     tiles_after: Int32 | int  # and that are taken after: none, if not grouped
@@ -342,7 +342,7 @@ def zero_fully_masked_keys(
     """
     c = config
     num_tiles = num_key_tiles(c, a)
-    # As registers are few: one walk over packed tiles for both takes fewest, and over dense ones a walk for each.
+    # Registers are few: one loop over packed tiles for both gradients takes fewest, and for dense ones a loop for each.
     for gradients in ((mdK, mdV),) if c.features.packed else ((mdK,), (mdV,)):
         index = first_tile
         while index < num_tiles:

@@ -86,7 +86,7 @@ class Preprocess:
                 place = within if const_expr(self.place is None) else self.place(within)
                 ws.mStats[0, work.head, work.block, place] = lse
                 ws.mStats[1, work.head, work.block, place] = delta
-        if const_expr(ws.mCodes is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(ws.mCodes is not None):
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))
         if const_expr(ws.mSemaphoresQ is not None):

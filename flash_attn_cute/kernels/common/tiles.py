@@ -98,7 +98,7 @@ def _dense_tile(
     in_last = Boolean(False)
     if const_expr(order.reverses_last):
         in_last = pair >= order.sections * order.heads_in_cache
-    if const_expr(order.last_first):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+    if const_expr(order.last_first):
         if not in_last:
             m_block = num_m - 1 - m_block
     return WorkTile(m_block * tile_m, pair % heads, pair // heads, pair // heads * num_m + m_block, in_last)
@@ -112,7 +112,7 @@ def _in_sections(index: Int32, tiles_a_head: Int32, heads: Int32, order: Order) 
     else:
         section = index // (order.heads_in_cache * tiles_a_head)
         heads_here = cutlass.min(order.heads_in_cache, heads - section * order.heads_in_cache)
-        if const_expr(order.sections is not None):  # noqa: SIM102 (as above)
+        if const_expr(order.sections is not None):
             if section >= order.sections:
                 section = order.sections
                 heads_here = heads - section * order.heads_in_cache
@@ -185,7 +185,7 @@ def ask_for_tile(counter: cute.Tensor) -> Int32:
 @cute.jit
 def tile_taken(counter: cute.Tensor, asked_before: Int32, num_questions: Int32, given: Int32 | int = 0) -> Int32:
     """Second half of ``take_tile``: the tile that was taken."""
-    if cute.arch.lane_idx() == 0:  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+    if cute.arch.lane_idx() == 0:
         if asked_before == num_questions - 1:
             counter[0] = Int32(0)
     return cute.arch.shuffle_sync(asked_before + given, 0)

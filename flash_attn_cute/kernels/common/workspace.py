@@ -60,7 +60,7 @@ class Workspace(NamedTuple):
     mAdding: cute.Tensor | None  # (row,): how many tiles add
     mLists: cute.Tensor | None  # (list, first entry and how many)
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
-    # (parts, heads, sums): additions to mdQaccum, which is 0 as yet if they have no order; None if nobody asks
+    # (parts, heads, sums): additions to mdQaccum, which starts at 0 if they are unordered; None if unused
     mSemaphoresQ: cute.Tensor | None
     mSemaphoresK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 

@@ -249,7 +249,7 @@ class Epilogue:
                     gO = tO.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch, piece)
                     tO.store(sO, gO)
                 cute.arch.cp_async_bulk_commit_group()
-        if const_expr(c.o_in_q):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.o_in_q):
             if thread < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 rings.q.release(o_step)  # to the producer: the place of Q is free
@@ -283,7 +283,7 @@ class Epilogue:
             store_columns(rO, gO, first, end)
         tensor_memory.before_sync()
         rings.outputs.release(o_step)  # to the mma warp: O may be overwritten
-        if const_expr(c.o_in_q):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.o_in_q):
             if thread < 32:
                 rings.q.release(o_step)  # to the producer
 

@@ -250,7 +250,7 @@ class BackwardCtaConfig(BackwardConfig):
     # Columns of K that are in registers for the scores, and not read from shared memory for every block.
     columns_K: int
     # Whether a step is a chain of short links, in which to wait for a load or a fence is what costs most. Then lse is
-    # read before the scores are begun, and of dQ others are told in the next step.
+    # read before the scores are begun, and dQ is signalled in the next step.
     short_steps: bool
     registers: tuple[int, int]  # a thread of the producer warpgroup and of the others
 

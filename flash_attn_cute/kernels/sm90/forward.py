@@ -22,10 +22,11 @@ FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is t
 while the other warpgroups have the tensor cores. So only the first tile of a CTA waits for its loads. Where shared
 memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
-Windows and sequence ends are looked at only in blocks that an edge can cross: the walk over the blocks is cut in parts
-(``Blocks.parts``). Under a mask a tile walks over a list of blocks instead (``common.block_lists``), which kernels
-before this one make of it, or which a block mask brings; with K of a block warp 0 tells which one it is, and where the
-bits are that hide its scores.
+Masks of windows and sequence ends are applied only in blocks that an edge can cross: the mainloop is cut into parts
+(``Blocks.parts``). Under a mask a tile iterates over a list of blocks instead (``common.block_lists``), which kernels
+before this one make from the mask, or which a block mask brings. With K of a block, warp 0 publishes the block's index
+and the place of the bits that mask its scores.
+
 Tiles of packed sequences load and store through ragged views (``common.tma``): rows behind a
 sequence's end read as zeros, so NaN behind it cannot reach P V, and are not written. Padding rows of out and lse are
 zeroed by the warpgroup whose tile they fall in. (A dense batch with padding is packed to this kernel: every slot of
@@ -204,7 +205,7 @@ class ForwardSm90:
             set_registers(c.registers[0], self.threads)
             if warp_idx == 0:
                 self.transfers.producer(arguments, tables, tma, shared)
-            if const_expr(c.bias_pitch):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if const_expr(c.bias_pitch):
                 if warp_idx > 0:
                     self.transfers.bias_producer(tables, shared)
         else:
@@ -329,7 +330,7 @@ class ForwardSm90:
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """All blocks of keys of a tile but the first's scores and the last's output, which neighbours have a part in.
 
-        Each part of the walk with the masks it needs.
+        Each part of the mainloop applies the masks that it needs.
         """
         f = self.config.features
         blocks = QueryTile.read(self.config, work.shared.tiles[None, stage]).blocks
@@ -374,7 +375,7 @@ class ForwardSm90:
     ) -> None:
         """One block of the steady state: its scores, and the output of the block before it.
 
-        No ``entry``: warp 0 has told of it.
+        Without ``entry`` it is read here, as warp 0 has published it.
         """
         shared = work.shared
         shared.pipe_K.consumer_wait(k_state)
@@ -455,7 +456,7 @@ class ForwardSm90:
                 add_bias_rows(work.acc_S, work.cS, work.scales, shared.bias, step, rows, place, first_row, clips)
             if const_expr(edges.left or edges.right):
                 hide(work.acc_S, work.cS, work.scales.log2, place, edges, heads_a_row=c.group)
-        if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.features.listed):
             if entry.code >= 0:
                 hide_by_bits(work.acc_S, entry.words, hidden(work.scales.log2))
         if const_expr(c.features.intervals):

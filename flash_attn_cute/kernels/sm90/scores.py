@@ -291,7 +291,7 @@ def read_transposed(
     t, coordinates = scores.tensors, rows_and_columns(scores.cS)
     num_rows, num_columns = cute.size(coordinates, mode=[0]), cute.size(coordinates, mode=[1]) // parts
     columns = range(part * num_columns, (part + 1) * num_columns)
-    # Behind a sequence's end stands some element before it, for scores that nobody sees.
+    # Behind a sequence's end some element before it is read, for scores that are masked or dropped.
     last_key, last_query = place.rows.length - 1, place.columns.length - 1
     keys = [cutlass.min(place.first_row + coordinates[r, 0][0], last_key) for r in range(num_rows)]
     first_query = place.first_column + coordinates[0, 0][1] + 4 * columns.start
@@ -330,10 +330,10 @@ def compute_P(
         config: the kernel's.
         scores: of a block of queries.
         hides: whether some of the queries do not see some of the keys.
-        place: tells where the scores are; asked only where that matters.
-        lse: tells a group's lse, in base 2, or with a bias natural.
+        place: gives the location of the scores; called only where it is needed.
+        lse: gives a group's lse, in base 2, or with a bias natural.
         elements: of a bias, ``Transposed``, or what reads it when those before it are not needed any more.
-        words: bits that tell, under a mask, what is hidden.
+        words: bits of the visible scores, under a mask.
         seen: intervals of queries that keys see, if they have any (``load_row_interval``).
     """
     f, acc_S, dtype = config.features, scores.acc_S, scores.rP.element_type

@@ -339,7 +339,7 @@ class BiasGradientSm100:
         for first in cutlass.range_constexpr(0, c.keys, _COLUMNS):
             bias = tensor_memory.load(work.address + (c.first_bias + first), _COLUMNS)
             add_in_memory(place + first, work.scales.bias, bias)
-        if const_expr(f.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(f.listed):
             if piece.code >= 0:
                 words = bits_of(work.tables.mBits, piece.code, Int32(0), work.thread)
                 own = [

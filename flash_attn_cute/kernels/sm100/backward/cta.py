@@ -319,7 +319,7 @@ class BackwardCtaSm100:
             if not is_last or tiles_before > 0:
                 is_first = tile.wait_turn(c, semaphore, barrier)
         self._pieces(work, ws, tma, tile_idx, is_first, results)
-        if const_expr(c.features.grouped):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.features.grouped):
             if not is_last:
                 semaphores.signal_as_warpgroup(semaphore, barrier)
 
@@ -338,7 +338,7 @@ class BackwardCtaSm100:
         for which in results:
             num = (c.pieces_dV, c.pieces_dK)[which]
             odd = num % COMPUTE_WARPGROUPS
-            if const_expr(odd):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if const_expr(odd):
                 if work.warpgroup == which:
                     self._piece(work, ws, tma, tile_idx, which, Int32(0), num == 1, is_first)
             for first in cutlass.range_constexpr(odd, num, COMPUTE_WARPGROUPS):

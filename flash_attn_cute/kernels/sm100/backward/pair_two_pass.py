@@ -204,7 +204,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                 commit_to_both(rings.do.empty(dq_step + i))  # to producers
                 commit_to_both(rings.scores.full(gradients))  # to compute warps
             if i > 0:
-                if const_expr(c.dQ_over_S):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if const_expr(c.dQ_over_S):
                     if i < num:
                         rings.scores.wait_empty(scores + 2)  # from compute warps: S is read, in whose place dQ is to be
                 rings.exchange.wait_full(before)  # from the second CTA's compute warps: their dS

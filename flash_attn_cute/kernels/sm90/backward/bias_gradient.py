@@ -246,7 +246,7 @@ class BiasGradientSm90:
                 if const_expr(f.softcap):
                     cap(acc_S, scales.tanh)
                 add_bias(acc_S, scales, bias_elements(shared, Int32(0), rows, place, 64 * w, coordinates, True))
-                if const_expr(f.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+                if const_expr(f.listed):
                     if p.code >= 0:
                         hide_by_bits(acc_S, words, hidden(scales.log2))
                 if p.hides:

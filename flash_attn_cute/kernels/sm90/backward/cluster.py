@@ -1,8 +1,8 @@
 """Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
 
-A tile (``tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs walk over
-the same blocks of 64 queries in step, from the first that sees the tile to the last. Which tile it is, rank 0 asks a
-counter, so tiles start in the order of their numbers.
+A tile (``tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs go over the
+same blocks of 64 queries in lockstep, from the first that attends to the tile to the last. Rank 0 takes the tile's
+index from a counter, so tiles start in the order of their numbers.
 
 Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registers``):
     warp 0              producer of K, then of Q, lse and delta block by block.
@@ -22,7 +22,7 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
            other CTA -> the warps of warpgroups 3 of both CTAs.
     order  see ``common.semaphores``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
            heads, once a tile, warpgroups 1 and 2 wait and count themselves.
-    k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> whoever reads keys or values.
+    k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> warps that read keys or values.
 
 A step j of the mma warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
     1   S' = K Q'       P to registers, and to warpgroup 2      dV += P' dO
@@ -34,7 +34,7 @@ behind both.
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
 
-Under a mask the walk is one over a list of blocks of queries. Every role reads it by itself (``cluster_blocks``).
+Under a mask the mainloop goes over a list of blocks of queries. Every role reads it by itself (``cluster_blocks``).
 
 Windows are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.

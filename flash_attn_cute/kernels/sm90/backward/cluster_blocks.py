@@ -32,7 +32,7 @@ class BlockIterator:
 def blocks_of_tile(config: cutlass.Constexpr, a: BackwardArguments, ws: Workspace, index: Int32) -> BlockIterator:
     """Blocks of the tile of an index."""
     tile, first_entry = key_tile(config, a, ws, index), Int32(0)
-    if const_expr(config.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+    if const_expr(config.features.listed):
         if tile.blocks.num > 0:
             first_entry, _ = list_of(config, a, ws, tile.batch, tile.head, tile.block)
     return BlockIterator(tile, first_entry)

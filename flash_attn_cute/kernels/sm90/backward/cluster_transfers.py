@@ -129,7 +129,7 @@ class Transfers:
             m_block = blocks.m_block(c, ws, step)
             first_semaphore = semaphores.at(ws.mSemaphoresQ, shared.rank, tile.head, tile.first_block + m_block)
             another = step + 1 < tile.blocks.num
-            if const_expr(c.features.listed):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+            if const_expr(c.features.listed):
                 if another:  # its counter has to be the next one
                     another = blocks.m_block(c, ws, step + 1) == m_block + 1
             step += shared.order.signal(step, first_semaphore, another)

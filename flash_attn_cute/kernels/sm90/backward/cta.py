@@ -1,27 +1,27 @@
 """Attention backward on Hopper, up to d = 128: a tile of keys is the work of a CTA.
 
-Roles (a CTA takes one tile after the other, ``tiles``, as in the forward kernel, and walks over the queries that see
-it, from the first to the last or, under a right bound, for some heads the other way round):
+Roles (a CTA takes one tile of keys after the other, ``tiles``. Its mainloop goes over the queries that attend to the
+tile, from the first to the last or, under a right bound, for some heads from the last to the first):
     warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
                         block.
-                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory: dQ is added to
-                        the workspace, in turn, over which the first to come writes (under masks in no order, unless
-                        that is asked for, to zeros); dK and dV are stored.
-                        Warp 3 copies what a bias adds, then writes zeros into dK and dV where nothing else is to be.
+                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory. dQ is added to
+                        the workspace in semaphore order; the first contributor stores instead of adding. (Under masks
+                        dQ is added to zeros, unordered unless determinism is asked for.) dK and dV are stored.
+                        Warp 3 copies a bias, then writes zeros to dK and dV of padding and fully masked keys.
     warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``common.dq_rounding``).
 Registers a thread: ``BackwardCtaConfig.registers``.
 
 Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
     tiles  2 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile:
-           warps 1, 2 and the mma ones. Only tiles that some query sees are told of.
+           warps 1, 2 and the mma warps. Fully masked tiles are not published.
     k      2 stages: warp 0 and the bytes -> one arrival an mma warp, after the tile's last dQ.
     v      1 stage: the same, after the tile's last dP.
     bias   1 stage at d = 128, where there is but one of K, too: each tile then computes its own last dQ. Else 2 stages.
            An arrival of each thread of warp 3 -> one arrival an mma warp, when its elements are in registers.
     q, do  2 stages: warp 0 and the bytes -> one arrival an mma warp. With Q comes lse, with dO comes delta =
            rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
-    steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. Nobody says that it has been read, as Q
-           of four steps later waits for those who wait for this dQ's being out.
+    steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. They have no empty barrier: Q of four
+           steps later waits for the mma warps, which wait until this dQ has left shared memory.
     ds     mbarriers, two: one arrival an mma warp, when its part of dS is in shared memory -> the same warps.
     out    1 stage an mma warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
 
@@ -30,15 +30,15 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
     dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
                        warpgroups, into shared memory
-    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part
-    dK += dS' Q        in flight while dQ is put out, of which warp 1 or 2 is told when the next scores are in flight
-                       (at once, if steps are not short)
+    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part dK +=
+    dS' Q        in flight while dQ is written to shared memory. Warp 1 or 2 gets a signal when the next scores are
+                       in flight (at once, if steps are not short)
 A bias comes through shared memory: warp 3 copies that of every step. A strided one, or one in float32 at d = 128, for
 which there is no room, threads read from global memory behind the start of S', into the registers that dP' would have,
 which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored from registers.
 
-Under a mask a tile's walk is one over a list of blocks of queries, of all its heads (``common.key_lists``); with Q of a
-block warp 0 tells which one it is, and where the bits are that hide its scores (``common.block_lists``).
+Under a mask the mainloop goes over a list of blocks of queries, of all the tile's heads (``common.key_lists``). With Q
+of a block, warp 0 publishes its index and the place of the bits that mask its scores (``common.block_lists``).
 
 The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
 of one computes the last dQ of the one before.
@@ -368,7 +368,7 @@ class BackwardCtaSm90:
             for n in cutlass.range(first, end, unroll=1):
                 self._step(work, tile, tile_idx, n, step, nth, is_first and n == first, is_last and n + 1 == end)
                 step += 1
-        if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
+        if const_expr(self.config.short_steps):
             if is_last and step > 1:
                 self._hand_out(work, piece_number(step - 1, tile_idx))
         return step
@@ -395,7 +395,7 @@ class BackwardCtaSm90:
             work: this warpgroup's operands.
             tile: the keys.
             tile_idx: number of the tile among those of the CTA.
-            n: the block's position in the walk.
+            n: the block's position in the mainloop.
             step: counts blocks, over all tiles of this CTA.
             nth: which of the tile's heads.
             is_first: whether it is the tile's first one.
@@ -418,7 +418,7 @@ class BackwardCtaSm90:
             keys = shared.reload_tile(self.config, work.arguments, tile_idx)
             first_row = keys.first_key + 64 * work.warpgroup
             seen = load_row_interval(work.arguments.mIntervals, keys.batch, keys.k.length, first_row, work.scores.cS)
-        if const_expr(self.config.short_steps):  # noqa: SIM102 (as elsewhere)
+        if const_expr(self.config.short_steps):
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, tile_idx))
         if is_first:
@@ -482,7 +482,7 @@ class BackwardCtaSm90:
         self._start_dQ(work, step - 1, last_tile_idx)
         gemm(work.mmas.dK, work.acc_dK, as_operand_a(work.rdS), work.tKrQ[None, None, None, stage], False)
         warpgroup.wait_group(1)  # dQ is there
-        if const_expr(self.config.k_stages == 2):  # noqa: SIM102 (as elsewhere)
+        if const_expr(self.config.k_stages == 2):
             if is_first and tile_idx > 0:
                 shared.k.release(last_tile_idx)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
@@ -529,7 +529,7 @@ class BackwardCtaSm90:
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
         """Writes this warpgroup's part of dQ to shared memory, in the order that it has in the workspace.
 
-        If steps are short, nobody is told yet.
+        If steps are short, the signal to warp 1 or 2 comes later.
         """
         shared, size = work.shared, cute.size(work.acc_dQ)
         out = shared.out(work.warpgroup)

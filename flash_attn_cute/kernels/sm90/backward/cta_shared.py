@@ -13,7 +13,7 @@ from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 TILE_STAGES = 2
-STEP_STAGES = 4  # warp 0 tells of a step when dQ of the one four steps before has been read
+STEP_STAGES = 4  # warp 0 publishes a step when dQ of the step four before has been read
 
 
 class StepFields(NamedTuple):

@@ -35,7 +35,7 @@ class Transfers:
         tile_idx, step = Int32(0), Int32(0)
         while index < num_tiles:
             tile = key_tile(c, a, ws, index)
-            if tile.blocks.num > 0:  # the others are nobody's but warp 3's
+            if tile.blocks.num > 0:  # other tiles are left to warp 3
                 shared.publish(tile, tile_idx)
                 self._load_keys(tile, tma.K, shared.sK[None, None, None, shared.k.stage(tile_idx)], shared.k, tile_idx)
                 first_step = step
@@ -60,7 +60,7 @@ class Transfers:
                             self._load_keys(tile, tma.V, shared.sV, shared.v, tile_idx)
                         step += 1
                 tile_idx += 1
-            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             index = take_tile(a.mNextTile, num_questions)
         shared.publish_end(tile_idx)
 
@@ -73,7 +73,7 @@ class Transfers:
             tile = shared.tile(c, a, tile_idx)
             num_blocks = tile.blocks.num
             num_keys = cutlass.min(tile.k.length - tile.first_key, c.tile_n)
-            # Under a mask the blocks are those of all heads, and warp 0 tells of each.
+            # Under a mask the blocks are those of all heads, and warp 0 publishes each.
             for head in cutlass.range(1 if const_expr(c.features.listed) else heads_a_tile(c, a), unroll=1):
                 for i in cutlass.range(num_blocks, unroll=1):
                     m_block, nth = tile.blocks.nth(i), head
@@ -167,7 +167,7 @@ class Transfers:
                     out.release(piece)  # to warpgroup w
             shared.tiles.release(tile_idx)  # to warp 0
             tile_idx += 1
-        if const_expr(c.k_stages == 2):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
+        if const_expr(c.k_stages == 2):
             if step > 0:
                 self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
 
@@ -217,7 +217,7 @@ class Transfers:
     def _turn_has_come(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> Int32:
         """Whether it is a step's turn to add, as far as is known of it: 1 or 0, to the converged warp."""
         come = Int32(0)
-        if cute.arch.lane_idx() == 0:  # noqa: SIM102 (as elsewhere)
+        if cute.arch.lane_idx() == 0:
             if shared.steps.is_full(step):
                 block, turn = shared.read_step(step)
                 come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)

@@ -24,7 +24,7 @@ class PostprocessArguments(NamedTuple):
     scale: Float32
     mSemaphores: (
         cute.Tensor | None
-    )  # (parts, heads, blocks): 0 if nobody has added to mdXaccum, which was not zero then
+    )  # (parts, heads, blocks): 0 if no tile has added to mdXaccum, which is then uninitialised
 
 
 class Postprocess:
@@ -50,8 +50,8 @@ class Postprocess:
         work, rows = tiles.row_tile(index, a.mdX, a.mdX.shape[-2], a.mCuSeqlens, a.mSeqUsed, self.tile_m, tiles.Order())
         gdX = mdX[None, None, work.head, Int32(0) if const_expr(self.packed) else work.batch]
         length, stop = rows.length, rows.slot if const_expr(self.zero_padding) else rows.length
-        if const_expr(a.mSemaphores is not None):  # noqa: SIM102 (the DSL evaluates both sides of an "and")
-            if work.first_row < length:  # noqa: SIM102 (rows of no sequence may have no block)
+        if const_expr(a.mSemaphores is not None):
+            if work.first_row < length:
                 if a.mSemaphores[0, work.head, work.block] == 0:
                     length = Int32(0)
         if work.first_row < length:
