@@ -1,363 +1,535 @@
-"""Everything that outlives a call, in every way in which calls come to it."""
+"""State that outlives a call: each kept thing in each situation gives what a new one gives in none.
+
+``python -m tests.host.test_kept`` writes the table of things and situations into CONTRIBUTING.md.
+"""
 
 import copy
 import gc
 import io
-import multiprocessing
+import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import create_block_mask
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.data import DataLoader
 
-from flash_attn_cute import BlockMask, flash_attn_func, plan
-from flash_attn_cute.distributed import Sharding, context_parallel_attn_func
-from flash_attn_cute.distributed.context import _balanced
+from flash_attn_cute import BlockMask, flash_attn_func, kept, plan
+from flash_attn_cute.distributed import Sharding, context
+from tests.lib.checks import needs_kernels
+from tests.lib.kept_things import (
+    BY_NAME,
+    MASKS,
+    ROWS,
+    THINGS,
+    Results,
+    Thing,
+    check,
+    expected,
+    inputs,
+    results,
+    tensors_kept,
+)
 
-S = 384
-Results = list[Tensor]
-
-
-def blocks_of(device: str) -> Tensor:
-    return torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool, device=device)
-
-
-def far(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q - k) % 3 != 1
-
-
-class Sees:
-    """A ``mask_mod`` that looks a tensor up, and can be pickled."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Whether a query sees a key."""
-        return self.table[q] >= k
-
-
-def flex_mask(device: str) -> BlockMask:
-    table = torch.arange(S, device=device)
-    return BlockMask.from_flex(create_block_mask(Sees(table), None, None, S, S, device=device))
-
-
-# Each makes one thing of which something is kept, and the tensor that it is made of, if that is large.
-MASKS: dict[str, Callable[[str], tuple[BlockMask, Tensor | None]]] = {
-    "causal": lambda device: (BlockMask.causal(S, S).with_order("spt"), None),
-    "offsets": lambda device: (BlockMask.documents(torch.arange(S, device=device) // 192), None),
-    "documents": lambda device: (BlockMask.documents(torch.arange(S, device=device) // 100), None),
-    "prefix": lambda device: (BlockMask.prefix_lm(S, S, torch.tensor([100], device=device)), None),
-    "order": lambda device: (
-        BlockMask.from_blocks(blocks_of(device)).with_order(torch.tensor([1, 0, 2], dtype=torch.int32, device=device)),
-        None,
-    ),
-    "searched": lambda device: (BlockMask.from_blocks(blocks_of(device)).with_order("permutation"), None),
-    "blocks": lambda device: _with_source(BlockMask.from_blocks, blocks_of(device)),
-    "indices": lambda device: _with_source(
-        partial(BlockMask.from_indices, seqlen_k=S), torch.tensor([[[[0, 2], [0, 1], [1, 2]]]], device=device)
-    ),
-    "dense": lambda device: _with_source(
-        BlockMask.from_dense, torch.ones(S, S, dtype=torch.bool, device=device).tril()
-    ),
-    "function": lambda device: _with_source(
-        lambda table: BlockMask.from_function(Sees(table), S, S, device=device), torch.arange(S, device=device)
-    ),
-    "flex": lambda device: (flex_mask(device), None),
-}
-SHARDINGS: dict[str, Callable[[], Sharding]] = {
-    "sharding": lambda: Sharding.balanced([0, S], 1, causal=True),
-    "context_parallel": lambda: _balanced(S, 1),
-}
-OWNERS = (*MASKS, *SHARDINGS)
-
-
-def _with_source(make: Callable[[Tensor], BlockMask], source: Tensor) -> tuple[BlockMask, Tensor]:
-    return make(source), source
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    """A group of one rank; and one thread, as those of OpenMP do not live on in forked children."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process as a group of its own."""
+    store = f"file://{tmp_path_factory.mktemp('rank')}/store"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
-    _balanced.cache_clear()
+    """The sharding of context_parallel has no other owner than the process."""
+    context._balanced.cache_clear()
 
 
-def new(name: str, device: str = "cpu") -> Any:
-    """An owner of which nothing is kept yet."""
-    return MASKS[name](device)[0] if name in MASKS else SHARDINGS[name]()
+# Situations. Each is given a thing and a device.
 
 
-def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randn(1, S, 2, 64, generator=draw, device="cpu").to(device, dtype) for _ in range(3)]
+def _first_within(mode: Callable[[], AbstractContextManager[Any]], thing: Thing, device: str) -> None:
+    made, _ = thing.on(device)
+    with mode():
+        thing.call(made, inputs(device, grad=False))
+    check(thing, results(thing, made, device), device)
 
 
-def forward(owner: Any, qkv: list[Tensor]) -> Tensor:
-    if isinstance(owner, BlockMask):
-        result: Tensor = flash_attn_func(*qkv, block_mask=owner, deterministic=True)
-        return result
-    q, k, v = qkv
-    return context_parallel_attn_func(q, k, v, owner, causal=True)
+def inference_mode_first(thing: Thing, device: str) -> None:
+    """An evaluation, and then training."""
+    _first_within(torch.inference_mode, thing, device)
 
 
-def both(owner: Any, qkv: list[Tensor] | None = None) -> Results:
-    """Out and all gradients."""
-    leaves = [x.detach().clone().requires_grad_() for x in qkv or inputs()]
-    out = forward(owner, leaves)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+def no_grad_first(thing: Thing, device: str) -> None:
+    """Rows are made first, and columns later."""
+    _first_within(torch.no_grad, thing, device)
 
 
-def equal(a: Results, b: Results) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def autocast_first(thing: Thing, device: str) -> None:
+    """Another dtype of q, k and v."""
+    _first_within(lambda: torch.autocast(device, torch.bfloat16), thing, device)
 
 
-def under(mode: Callable[[], Any]) -> Callable[[Any], Any]:
-    """The first call in a mode."""
-
-    def first(owner: Any) -> Any:
-        qkv = inputs()
-        with mode():
-            forward(owner, qkv)
-        return owner
-
-    return first
-
-
-def fakes(owner: Any) -> Any:
-    mode = FakeTensorMode()
-    qkv: list[Tensor] = [mode.from_tensor(x) for x in inputs()]
-    if isinstance(owner, Sharding):
-        with mode:
-            return Sharding.balanced([0, S], 1, causal=True)
-    with mode:
-        assert forward(owner, qkv).shape == qkv[0].shape
-    return owner
+def fake_tensors_first(thing: Thing, device: str) -> None:
+    """Shapes are worked out, and nothing fake is kept. Collectives are not faked: shardings are only made there."""
+    if thing.name == "sharding":
+        with FakeTensorMode():
+            made = Sharding.balanced([0, 100, ROWS], 1, causal=True)
+        check(thing, results(thing, made, device), device)
+        return
+    made, _ = thing.on(device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty_like(inputs(device)[0])
+        out = thing.call(made, [q, q, q])
+    assert isinstance(out, FakeTensor)
+    assert out.shape == q.shape
+    assert not any(isinstance(x, FakeTensor) for x in tensors_kept(made))
+    check(thing, results(thing, made, device), device)
 
 
-def threads(owner: Any) -> Any:
-    """Four at once, the first calls of all."""
-    start, seen = threading.Barrier(4), []
+def traced_first(thing: Thing, device: str) -> None:
+    """What make_fx records reads tables as constants, or asks for them to be built; nothing of its own is kept."""
+    made, _ = thing.on(device)
+    x = inputs(device)
+    program = make_fx(lambda *x: thing.call(made, list(x)))(*x)
+    check(thing, results(thing, made, device), device)
+    assert torch.equal(program(*x), expected(thing.name, device)[0])
 
-    def call() -> None:
-        start.wait()
-        seen.append(both(owner))
 
-    running = [threading.Thread(target=call) for _ in range(4)]
-    for thread in running:
+def default_device(thing: Thing, device: str) -> None:
+    """One on which nothing is stored, so that what is made there shows."""
+    expected(thing.name, device)
+    x = inputs(device)
+    made, _ = thing.on(device)
+    with torch.device("meta"):
+        out = thing.call(made, x)
+        found = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+    check(thing, found, device)
+    check(thing, results(thing, made, device), device)
+
+
+def threads(thing: Thing, device: str) -> None:
+    """Several use it first at once, and on a GPU each on a stream of its own."""
+    made, _ = thing.on(device)
+    expected(thing.name, device)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    found: list[Results] = []
+
+    def run() -> None:
+        with nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream()):
+            found.append(results(thing, made, device))
+
+    every = [threading.Thread(target=run) for _ in range(3)]
+    for thread in every:
         thread.start()
-    for thread in running:
+    for thread in every:
         thread.join()
-    assert all(equal(seen[0], each) for each in seen[1:])
-    assert len(seen) == 4
-    return owner
+    assert len(found) == len(every)
+    for each in found:
+        check(thing, each, device)
 
 
-def compiled(owner: Any) -> Any:
-    """Built before, as programs want it."""
-    if isinstance(owner, BlockMask):
-        owner.build("cpu")
-    torch._dynamo.reset()
-    program = torch.compile(forward, backend="eager", fullgraph=True)
-    qkv = inputs()
-    torch.testing.assert_close(program(owner, qkv), forward(new_like(owner), qkv))
-    return owner
+def compiled(thing: Thing, device: str) -> None:
+    """A program that is given what has been built."""
+    made, _ = thing.on(device)
+    if isinstance(made, BlockMask):
+        made.build(device)
+    torch.compiler.reset()
+    program = torch.compile(
+        lambda *x: thing.call(made, list(x)), backend="eager", fullgraph=isinstance(made, BlockMask)
+    )
+    x = inputs(device)
+    for _ in range(2):
+        out = program(*x)
+        check(thing, [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))], device)
+    check(thing, results(thing, made, device), device)
 
 
-def new_like(owner: Any) -> Any:
-    return copy.copy(owner)
+def copied(thing: Thing, device: str) -> None:
+    """A copy shares the expression, has no tables, and is as good."""
+    made, _ = thing.on(device)
+    results(thing, made, device)
+    other = copy.copy(made)
+    assert not (other.plans if isinstance(other, Sharding) else other._rows or other._tables or other._offsets)
+    check(thing, results(thing, other, device), device)
 
 
-def saved(owner: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(owner, file)
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=False)
+def deeply_copied(thing: Thing, device: str) -> None:
+    """It has the sources alone, and is as good."""
+    _carried(thing, device, copy.deepcopy)
 
 
-def _in_child(owner: Any, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    pipe.send([x.numpy() for x in both(owner)])
+def pickled(thing: Thing, device: str) -> None:
+    """Likewise, and tables take no room in it."""
+    made, _ = thing.on(device)
+    size = len(pickle.dumps(made))
+    _carried(thing, device, lambda made: pickle.loads(pickle.dumps(made)))
+    results(thing, made, device)
+    assert len(pickle.dumps(made)) == size
 
 
-def forked(owner: Any) -> Any:
-    """In a child that was forked while another thread was making something of the owner's."""
-    both(owner)
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(owner, theirs))
-    child.start()
-    assert ours.poll(60), "the child hangs"
-    assert equal([torch.from_numpy(x) for x in ours.recv()], both(owner))
-    child.join()
-    return owner
+def _carried(thing: Thing, device: str, carry: Callable[[Any], Any]) -> None:
+    made, _ = thing.on(device)
+    check(thing, results(thing, made, device), device)
+    other = carry(made)
+    assert other is not made
+    assert not tensors_kept(other)
+    check(thing, results(thing, other, device), device)
+    check(thing, results(thing, carry(other), device), device)
 
 
-class OneOwner(torch.utils.data.Dataset[Any]):
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+def loaded(thing: Thing, device: str) -> None:
+    """Where map_location says."""
+    made, _ = thing.on(device)
+    results(thing, made, device)
+    for where in {device, "cpu", "meta"}:
+        file = io.BytesIO()
+        torch.save(made, file)
+        file.seek(0)
+        other = torch.load(file, map_location=where, weights_only=False)
+        if isinstance(made, BlockMask):
+            assert other.device.type == torch.device(where).type
+        assert not tensors_kept(other)
+        if where != "meta":
+            check(thing, results(thing, other, where), where)
+
+
+def moved(thing: Thing, device: str) -> None:
+    """To another device, and back."""
+    made, sources = thing.on(device)
+    assert made.to(device) is made
+    if thing.name in ("function", "flex"):
+        with pytest.raises(ValueError, match=f"device: expected {device}.*, as a mask_mod may look tensors up"):
+            made.to("meta")
+        return
+    results(thing, made, device)
+    other = made.to("meta")
+    assert other.device.type == "meta"
+    assert not tensors_kept(other)
+    if device != "cpu":
+        on_host = made.to("cpu")
+        check(thing, results(thing, on_host, "cpu"), "cpu")
+        check(thing, results(thing, on_host.to(device), device), device)
+    if thing.written == "refused":
+        made, sources = thing.on(device)
+        sources.popitem()[1].zero_()
+        for use in (lambda: made.to("meta"), lambda: pickle.dumps(made)):
+            with pytest.raises(ValueError, match="has been written to"):
+                use()
+
+
+class _Things(torch.utils.data.Dataset[Any]):
+    """Gives what it is given, having used it."""
+
+    def __init__(self, thing: Thing, made: Any) -> None:
+        self.thing, self.made = thing, made
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> Any:
-        return self.owner
+    def __getitem__(self, place: int) -> tuple[Any, Results]:
+        return self.made, results(self.thing, self.made, "cpu")
 
 
-def from_worker(owner: Any) -> Any:
-    both(owner)
-    loader = torch.utils.data.DataLoader(
-        OneOwner(owner), batch_size=None, num_workers=1, multiprocessing_context="fork"
+def data_loader_worker(thing: Thing, device: str) -> None:
+    """The worker reads what was made here, and sends it back."""
+    made, _ = thing.on(device)
+    check(thing, results(thing, made, device), device)
+    loader = DataLoader(_Things(thing, made), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    ((other, found),) = loader
+    check(thing, found, device)
+    check(thing, results(thing, other, device), device)
+
+
+def forked(thing: Thing, device: str) -> None:
+    """A child uses what is in memory, makes what another thread was making, and leaves the GPU of its parent alone."""
+    made, _ = thing.on(device)
+    expected(thing.name, device)
+    results(thing, made, device)
+    if isinstance(made, BlockMask):
+        made.build(device, tables=True)
+    new, _ = thing.on(device)
+    if device == "cpu" and isinstance(new, BlockMask):
+        unfinished = kept._Unfinished(new._rows, torch.device("cpu"))
+        new._rows[torch.device("cpu")] = unfinished
+        kept._unfinished.add(unfinished)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            if device == "cpu":
+                check(thing, results(thing, made, device), device)
+                check(thing, results(thing, new, device), device)
+            else:
+                if isinstance(made, BlockMask):
+                    with pytest.raises(RuntimeError, match=r"before it was forked"):
+                        made.tables(torch.device(device, 0), backward=True)
+                del made, new
+                gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    if device == "cpu" and isinstance(new, BlockMask):
+        kept._unfinished.discard(unfinished)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def written_before_use(thing: Thing, device: str) -> None:
+    """It is what it was, or says that it cannot be."""
+    made, sources = thing.on(device)
+    for x in sources.values():
+        x.zero_()
+    if thing.written == "copied":
+        check(thing, results(thing, made, device), device)
+    else:
+        name = "mask_mod" if thing.name == "function" else ""
+        with pytest.raises(ValueError, match=rf"^{name}.*: expected what it was when the BlockMask was made of it"):
+            results(thing, made, device)
+
+
+def written_between_passes(thing: Thing, device: str) -> None:
+    """Columns are of the rows that there are."""
+    made, sources = thing.on(device)
+    with torch.no_grad():
+        thing.call(made, inputs(device, grad=False))
+    for x in sources.values():
+        x.zero_()
+    check(thing, results(thing, made, device), device)
+
+
+def written_afterwards(thing: Thing, device: str) -> None:
+    """Nothing reads them any more."""
+    made, sources = thing.on(device)
+    check(thing, results(thing, made, device), device)
+    for x in sources.values():
+        x.zero_()
+    check(thing, results(thing, made, device), device)
+
+
+def other_strides(thing: Thing, device: str) -> None:
+    """Sources at one address, strided and not, of two dtypes, come to things of their own."""
+    _, sources = thing.on(device)
+    strided = {name: torch.stack((x, x.flip(-1)), -1)[..., 0] for name, x in sources.items()}
+    made = thing.make(**strided)
+    check(thing, results(thing, made, device), device)
+    if thing.name not in ("order", "sharding", "flex", "function"):  # whose numbers would not be valid
+        same_address = {name: x.as_strided(x.shape, sources[name].stride()) for name, x in strided.items()}
+        clones = {name: x.clone() for name, x in same_address.items()}
+        found = results(thing, thing.make(**same_address), device)
+        for one, other in zip(found, results(thing, thing.make(**clones), device), strict=True):
+            assert torch.equal(one, other)
+    check(thing, results(thing, made, device), device)
+    narrow = {name: x.int() if x.dtype == torch.int64 else x for name, x in sources.items()}
+    check(thing, results(thing, thing.make(**narrow), device), device)
+
+
+def second_stream(thing: Thing, device: str) -> None:
+    """Made behind a long wait, and read on another stream at once; then dropped while that one reads."""
+    expected(thing.name, device)
+    x = inputs(device)
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for waits_first in (True, False):
+        made, _ = thing.on(device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            if waits_first:
+                torch.cuda._sleep(50_000_000)
+            thing.call(made, x)
+        with torch.cuda.stream(other):
+            if not waits_first:
+                torch.cuda._sleep(50_000_000)
+            out = thing.call(made, x)
+            found = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+        del made, out
+        context._balanced.cache_clear()
+        with torch.cuda.stream(one):  # memory of the things must not come back here
+            junk = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (64, 512, 4096) for _ in range(40)]
+        check(thing, found, device)
+        del junk
+
+
+def captured(thing: Thing, device: str) -> None:
+    """A graph gives the same whenever it is replayed."""
+    made, _ = thing.on(device)
+    graph, found = _capture(thing, made, device)
+    check(thing, found, device)
+    graph.replay()
+    check(thing, found, device)
+
+
+def captured_on_another_gpu(thing: Thing, device: str) -> None:
+    """The GPU that captures is not the current one."""
+    made, _ = thing.on("cuda:1")
+    expected(thing.name, "cuda:1")
+    unbuilt, _ = thing.on("cuda:1")
+    with torch.cuda.device(1):
+        graph, found = _capture(thing, made, "cuda:1", current=0)
+        check(thing, found, "cuda:1")
+        del graph
+        if thing.name in MASKS - {"indices"}:
+            stream = torch.cuda.Stream()
+            graph = torch.cuda.CUDAGraph()
+            is_refused = pytest.raises(RuntimeError, match="expected one that has been built")
+            with torch.cuda.graph(graph, stream=stream), torch.cuda.device(0), is_refused:
+                unbuilt.tables(torch.device("cuda", 1), backward=True)
+
+
+def dropped_after_capture(thing: Thing, device: str) -> None:
+    """A graph keeps what it reads."""
+    made, _ = thing.on(device)
+    graph, found = _capture(thing, made, device)
+    del made
+    context._balanced.cache_clear()
+    gc.collect()
+    torch.cuda.synchronize()
+    junk = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (64, 512, 4096, 65536) for _ in range(200)]
+    for x in found:
+        x.zero_()
+    graph.replay()
+    check(thing, found, device)
+    del junk
+
+
+def _capture(thing: Thing, made: Any, device: str, current: int | None = None) -> tuple[torch.cuda.CUDAGraph, Results]:
+    expected(thing.name, device)
+    x = inputs(device)
+    if isinstance(made, BlockMask):
+        made.build(device)
+
+    def step() -> Results:
+        with nullcontext() if current is None else torch.cuda.device(current):
+            out = thing.call(made, x)
+            return [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    return graph, found
+
+
+BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
+ALL = {thing.name for thing in THINGS}
+OWNED = ALL - {"context_parallel"}
+PICKLED = OWNED - {"function"}  # whose function is of a function
+# In which devices a situation can be, and which things it can be about.
+SITUATIONS: dict[Callable[[Thing, str], None], tuple[tuple[str, ...], set[str]]] = {
+    second_stream: (GPU, ALL),
+    threads: (BOTH, ALL - {"context_parallel"}),  # which puts attention of all threads in its place
+    inference_mode_first: (BOTH, ALL),
+    no_grad_first: (BOTH, ALL),
+    autocast_first: (BOTH, ALL),
+    fake_tensors_first: (BOTH, OWNED),
+    traced_first: (BOTH, MASKS),
+    default_device: (BOTH, ALL),
+    compiled: (BOTH, MASKS),  # tests of ranks compile the others
+    captured: (GPU, MASKS),  # Gloo, which ranks use here, is on the host
+    captured_on_another_gpu: (GPU, MASKS),
+    dropped_after_capture: (GPU, MASKS),
+    copied: (BOTH, OWNED),
+    deeply_copied: (BOTH, OWNED),
+    pickled: (BOTH, PICKLED),
+    loaded: (BOTH, PICKLED - {"flex"}),
+    moved: (BOTH, MASKS),
+    data_loader_worker: (CPU, PICKLED),
+    forked: (BOTH, OWNED),
+    written_before_use: (BOTH, OWNED),
+    written_between_passes: (BOTH, OWNED),
+    written_afterwards: (BOTH, OWNED),
+    other_strides: (BOTH, OWNED),
+}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def marks_of(situation: Callable[[Thing, str], None], device: str) -> list[pytest.MarkDecorator]:
+    """What a cell needs."""
+    if situation is captured_on_another_gpu:
+        return [needs_kernels, two_gpus]
+    return [needs_kernels] if device == "cuda" else []
+
+
+CELLS = [
+    pytest.param(
+        thing,
+        situation,
+        device,
+        id=f"{thing.name}-{situation.__name__}-{device}",
+        marks=marks_of(situation, device),
     )
-    (received,) = loader
-    return received
+    for situation, (devices, names) in SITUATIONS.items()
+    for device in devices
+    for thing in THINGS
+    if thing.name in names
+]
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "thread": threads,
-    "inference_mode first": under(torch.inference_mode),
-    "no_grad first": under(torch.no_grad),
-    "autocast first": under(partial(torch.autocast, "cpu", torch.bfloat16)),
-    "FakeTensorMode first": fakes,
-    "default device": under(partial(torch.device, "meta")),
-    "torch.compile": compiled,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda owner: pickle.loads(pickle.dumps(owner)),
-    "torch.save, torch.load": saved,
-    "fork": forked,
-    "DataLoader worker": from_worker,
-}
+@pytest.mark.parametrize(("thing", "situation", "device"), CELLS)
+def test_kept(thing: Thing, situation: Callable[[Thing, str], None], device: str) -> None:
+    situation(thing, device)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OWNERS)
-@pytest.mark.filterwarnings("ignore")
-def test_kept(name: str, way: str) -> None:
-    """Whatever comes first, an owner then trains as a new one does."""
-    expected = both(new(name))
-    assert equal(both(WAYS[way](new(name))), expected)
-
-
-CHECKED = ("blocks", "indices", "dense", "function")
-COPIED: dict[str, Callable[[], tuple[BlockMask, Tensor]]] = {
-    "ids": lambda: _with_source(BlockMask.documents, torch.arange(S) // 100),
-    "ids of offsets": lambda: _with_source(BlockMask.documents, torch.arange(S) // 192),
-    "cu_seqlens": lambda: _with_source(
-        lambda x: BlockMask.documents(cu_seqlens=x, seqlen_q=S), torch.tensor([0, 100, S])
-    ),
-    "length": lambda: _with_source(partial(BlockMask.prefix_lm, S, S), torch.tensor([100])),
-    "order": lambda: _with_source(
-        lambda x: BlockMask.from_blocks(blocks_of("cpu")).with_order(x), torch.tensor([1, 0, 2], dtype=torch.int32)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.parametrize("use", ["call", "to", "pickle"])
-def test_sources_written_to_before_the_first_use(name: str, use: str) -> None:
-    mask, source = MASKS[name]("cpu")
-    assert source is not None
-    source.fill_(0)
-    uses = {"call": lambda: both(mask), "to": lambda: mask.to("meta"), "pickle": lambda: pickle.dumps(mask)}
-    refusal = "cannot be moved" if (name, use) == ("function", "to") else "has been written to since"
-    with pytest.raises(ValueError, match=refusal):
-        uses[use]()
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_sources_written_to_after_the_first_use(name: str) -> None:
-    """Whether the first pass has been a forward one or a backward one."""
-    expected = both(new(name))
-    for first in (both, lambda mask: forward(mask, inputs())):
-        mask, source = MASKS[name]("cpu")
-        assert source is not None
-        first(mask)
-        source.fill_(0)
-        assert equal(both(mask), expected)
-
-
-@pytest.mark.parametrize("name", COPIED)
-def test_sources_that_are_copied(name: str) -> None:
-    expected = both(COPIED[name]()[0])
-    mask, source = COPIED[name]()
-    source.zero_()
-    assert equal(both(mask), expected)
-
-
-def test_inference_tensors_are_copied() -> None:
+def test_tensors_of_inference_mode_are_copied() -> None:
+    """PyTorch counts no writes to them."""
+    thing = BY_NAME["dense"]
     with torch.inference_mode():
-        mask, source = MASKS["dense"]("cpu")
-        assert source is not None
-        source.zero_()
-    assert equal(both(mask), both(new("dense")))
+        made, sources = thing.on("cpu")
+        sources["mask"].zero_()
+    check(thing, results(thing, made, "cpu"), "cpu")
 
 
 def test_failures_leave_nothing() -> None:
     def fails(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise ZeroDivisionError
 
-    mask = BlockMask.from_function(fails, S, S)
+    made = BlockMask.from_function(fails, ROWS, ROWS)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            both(mask)
+            flash_attn_func(*inputs("cpu"), block_mask=made)
 
 
-def test_copies_have_no_tables() -> None:
-    mask = BlockMask.from_dense(torch.rand(S, S) < 0.5)
-    before = len(pickle.dumps(mask))
-    mask.build(tables=True)
-    assert len(pickle.dumps(mask)) == before
-    assert len(pickle.dumps(BlockMask.from_dense(torch.ones(9 * S, S, dtype=torch.bool)[:S]))) == before
+def test_copies_of_parts_are_not_of_the_whole() -> None:
+    part = BlockMask.from_dense(torch.ones(9 * ROWS, ROWS, dtype=torch.bool)[:ROWS])
+    assert len(pickle.dumps(part)) == len(pickle.dumps(BlockMask.from_dense(torch.rand(ROWS, ROWS) < 0.5)))
 
 
 def test_masks_go_with_their_last_reference() -> None:
     """Nothing waits for the garbage collector, which comes late and does not know how large tables are."""
     gc.disable()
     try:
-        mask = new("documents")
-        both(mask)
-        ids = id(mask)
-        alive = torch.utils.weak.WeakIdRef(mask._node)
-        del mask
-        assert alive() is None, ids
+        made, _ = BY_NAME["documents"].on("cpu")
+        results(BY_NAME["documents"], made, "cpu")
+        node = weakref.ref(made._node)
+        del made
+        assert node() is None
     finally:
         gc.enable()
 
 
-def test_moved() -> None:
-    for name in MASKS:
-        mask = new(name)
-        assert mask.to("cpu") is mask
-        if name in ("function", "flex"):
-            with pytest.raises(ValueError, match="device: expected cpu, as a mask_mod may look tensors up"):
-                mask.to("meta")
-        elif mask.device is not None:
-            moved = mask.to("meta")
-            assert moved.device == torch.device("meta")
-            assert moved.sizes == mask.sizes
-
-
 def test_plans_of_calls_hold_no_tensors() -> None:
-    both(new("dense"))
-    seen = [*plan._kept.items()]
-    assert seen
-    waiting: list[Any] = [seen]
+    results(BY_NAME["dense"], BY_NAME["dense"].on("cpu")[0], "cpu")
+    waiting: list[Any] = [*plan._kept.items()]
+    assert waiting
     while waiting:
         x = waiting.pop()
         assert not isinstance(x, Tensor)
@@ -365,10 +537,77 @@ def test_plans_of_calls_hold_no_tensors() -> None:
 
 
 def test_other_looks_of_one_address() -> None:
-    """Plans are found by shape, stride and dtype."""
-    mask = new("documents")
-    halves = torch.randn(1, S, 4, 128).bfloat16()
+    """Plans are found by shape, stride and dtype of q, k and v."""
+    made, _ = BY_NAME["documents"].on("cpu")
+    halves = torch.randn(1, ROWS, 4, 16).bfloat16()
     memory = halves.view(torch.float32)
-    for x in (memory[:, :, :2], memory[:, :, ::2], halves[:, :, :2, :64]):
+    for x in (memory[:, :, :2], memory[:, :, ::2], halves[:, :, :2, :8]):
         own = x.clone()
-        assert torch.equal(forward(mask, [x, x, x]), forward(new("documents"), [own, own, own]))
+        new, _ = BY_NAME["documents"].on("cpu")
+        assert torch.equal(flash_attn_func(x, x, x, block_mask=made), flash_attn_func(own, own, own, block_mask=new))
+
+
+@needs_kernels
+def test_graphs_let_go_of_what_they_kept() -> None:
+    """Many captures of new masks take no more memory than a few."""
+    allocated, seqlen = [], 2048  # half a megabyte of tables
+    x = torch.randn(1, seqlen, 2, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(12):
+        made = BlockMask.from_dense(torch.rand(seqlen, seqlen, device="cuda") < 0.5).build()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = flash_attn_func(x, x, x, block_mask=made)
+            graph.replay()
+        torch.cuda.synchronize()
+        del graph, out, made
+        gc.collect()
+        torch.cuda.empty_cache()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] < allocated[2] + (2 << 20), "tables of about nine masks have piled up"
+
+
+@needs_kernels
+def test_graphs_read_indices_anew() -> None:
+    """Lists of blocks in a buffer that replays read again, of a mask that is made in the capture or before it."""
+    x = inputs("cuda", grad=False)
+    lists = [torch.tensor([[[[0], [i], [2]]]], dtype=torch.int32, device="cuda") for i in range(3)]
+    every = [flash_attn_func(*x, block_mask=BlockMask.from_indices(each, seqlen_k=ROWS)) for each in lists]
+    buffer = lists[0].clone()
+    before = BlockMask.from_indices(buffer, seqlen_k=ROWS)
+    for make in (lambda: before, lambda: BlockMask.from_indices(buffer, seqlen_k=ROWS)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flash_attn_func(*x, block_mask=make())
+        for each, wanted in zip(lists, every, strict=True):
+            buffer.copy_(each)
+            graph.replay()
+            assert torch.equal(out, wanted)
+
+
+def table() -> str:
+    """Things and situations, and on which devices tests have both."""
+    lines = ["| | " + " | ".join(thing.name for thing in THINGS) + " |", "|---" * (len(THINGS) + 1) + "|"]
+    for situation, (devices, names) in SITUATIONS.items():
+        told = " ".join("GPU" if device == "cuda" else "CPU" for device in devices)
+        cells = [told if thing.name in names else "" for thing in THINGS]
+        lines.append(f"| {situation.__name__.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page_with(new: str) -> str:
+    """The page with another table between its marks."""
+    before, _, rest = PAGE.read_text().partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(f"\n{END}")
+    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+
+
+BEGIN, END = "<!-- kept: written by python -m tests.host.test_kept -->", "<!-- end of kept -->"
+
+
+def test_the_table_is_current() -> None:
+    assert page_with(table()) == PAGE.read_text(), "run python -m tests.host.test_kept"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(table()))
