@@ -183,7 +183,7 @@ def _elect(s: Statement) -> Effect:
 
     def elect(warp: Warp, mask: Mask) -> None:
         converged(mask)
-        write(warp, warp.elected == LANES, mask)
+        write(warp, warp.elected, mask)
 
     return elect
 

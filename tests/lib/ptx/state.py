@@ -174,9 +174,9 @@ class Warp:
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
 
     @property
-    def elected(self) -> int:
-        """The lane that hardware chooses, which is any, and always the same."""
-        return (5 + 7 * self.index) % len(LANES)
+    def elected(self) -> Array:
+        """The one lane that hardware chooses, which is any, and always the same."""
+        return np.eye(len(LANES), dtype=bool)[(5 + 7 * self.index) % len(LANES)]
 
     def __post_init__(self) -> None:
         for name, value in {

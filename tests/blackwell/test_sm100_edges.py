@@ -1,0 +1,49 @@
+"""Numbers at an edge, on Blackwell's kernels, executed on the CPU; and their polynomials of exp2 alone."""
+
+import random
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lib import ptx
+from tests.lib.edge_calls import EDGES
+from tests.lib.interpreted import backward, forward
+from tests.lib.ptx.state import Array
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str) -> None:
+    call = EDGES[name](dtype=torch.float16)
+    forward.check(call, random.Random(name))
+    backward.check(call, backward.Interpreted(random.Random(name)))
+
+
+def exp2_by_polynomials(x: Array) -> Array:
+    """Two numbers a thread, of 512."""
+    cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
+    import cutlass
+    from cutlass.base_dsl.compiler import DumpDir
+
+    from tests.lib.exponentials import Exponentials
+
+    numbers = cute.runtime.make_fake_tensor(cutlass.Float32, (512,), (1,), assumed_align=16)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = cute.EnableTVMFFI, cute.GPUArch("sm_100a"), cute.KeepPTX, DumpDir(folder)
+        kernel = cute.compile[options](Exponentials(), numbers, numbers, stream, no_jit_engine=True)
+    memory = np.concatenate([x, np.zeros_like(x)]).view(np.uint8)
+    params = [ptx.address_of(place).to_bytes(8, "little") for place in (0, 2048)]
+    ptx.run(ptx.Program(kernel.artifacts.PTX), params, memory, {}, 1, random.Random(0), 1024)
+    return memory.view(np.float32)[512:]
+
+
+def test_exp2_by_polynomials() -> None:
+    """Within 1e-4 of 2^x; nothing below -127, 2^127 above 127, NaN of NaN."""
+    x = np.concatenate([np.linspace(-126, 127, 509), [-np.inf, np.inf, np.nan]]).astype(np.float32)
+    found = exp2_by_polynomials(x).astype(np.float64)
+    assert np.abs(found[:509] / np.exp2(x[:509].astype(np.float64)) - 1).max() < 1e-4
+    assert found[509] < 2.0**-120
+    assert found[510] == 2.0**127
+    assert np.isnan(found[511])
