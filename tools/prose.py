@@ -8,7 +8,6 @@ Rules:
     jargon    a word that the project has replaced by the field's (``docs/architecture.md``, "Glossary")
     long      a sentence of a docstring or comment has more than 35 words
 
-    jargon    a word that the project has replaced by the field's ("Glossary" in ``docs/architecture.md``)
 """
 
 import ast

@@ -1,11 +1,12 @@
-"""A tile's walk under a mask: over the lists of its parts at once, each block of keys that one of them has coming once.
+"""Iterator over the key blocks of a tile under a mask: the union of its parts' lists, each block once.
 
-Lists are of 128 queries (``common.block_lists``), which are a part of a tile. Neighbouring parts see much the same, so
-that a block is loaded once for both; where they do not, who sees a block gets its products alone (``forward``).
+A list is of 128 queries (``common.block_lists``), a part of a tile. Neighbouring parts attend to almost the same
+blocks, so a block is loaded once for both. Where only one part attends to a block, only that part gets its products
+(``forward``).
 
-One warp reads the lists, ascending, by windows of 32 blocks: of each list the entries whose blocks are in the window,
-of which there are at most as many as lanes, and a word that says which blocks these are. How many blocks a tile has is
-known by a first walk.
+One warp reads the lists, ascending, by windows of 32 blocks. For each list it keeps the codes of the blocks in the
+window, at most one a lane, and a word of bits that says which blocks these are. The number of blocks of a tile is
+counted beforehand.
 """
 
 from dataclasses import dataclass
@@ -27,10 +28,10 @@ _BEHIND_ALL = 2**30  # the block of an entry that there is not
 
 @dataclass(frozen=True)
 class BlockIterator:
-    """A walk over the lists of a tile's parts, by one converged warp.
+    """Iterator over the lists of a tile's parts, by one converged warp.
 
-    What it has no registers for is in shared memory, of each part: its next entry that no window has had, the end of
-    its list, and what that says of the 32 blocks of the window.
+    State that registers have no room for is in shared memory, for each part: the next entry that no window has had, the
+    end of its list, and the codes of the window's 32 blocks.
     """
 
     tables: Tables
@@ -44,19 +45,19 @@ class BlockIterator:
 
     @staticmethod
     def of(config: ForwardConfig, tables: Tables, fields: cute.Tensor) -> "BlockIterator":
-        """One that is yet to begin."""
+        """An iterator that has not begun."""
         numbers = (cute.make_rmem_tensor(n, Int32) for n in (1, 1, 1 + config.q_parts))
         return BlockIterator(tables, fields, config.q_parts, config.blocks_an_entry, *numbers)
 
     def begin(self, part: int, first: Int32, end: Int32) -> None:
-        """At a part's list, of each part."""
-        cute.arch.sync_warp()  # nobody reads what was there
+        """Begins at a part's list; called for each part."""
+        cute.arch.sync_warp()  # all lanes have read the old fields
         self.fields[0, part], self.fields[1, part] = first, end
         self.coming.fill(0)
 
     @cute.jit
     def count(self) -> Int32:
-        """Goes to the end; returns how many entries of any list have blocks of their own."""
+        """Goes to the end; returns the number of blocks in the union of the lists."""
         num = Int32(0)
         while self._has_entries():
             self._read_window()
@@ -65,7 +66,7 @@ class BlockIterator:
 
     @cute.jit
     def nth(self, i: Int32) -> tuple[Int32, list[Int32]]:
-        """The i-th block, asked for one after the other, and what the list of each part says of it."""
+        """The i-th block, with each part's code; called for i in ascending order."""
         if i % self.blocks_an_entry == 0:
             self._take_entry()
         block, *codes = (self.entry[j] for j in range(1 + self.parts))
@@ -128,7 +129,7 @@ class ListedTiles(QueryTiles):
     def listed(
         self, a: ForwardArguments, iterator: BlockIterator, work: WorkTile, q: SeqRows, batch: Int32, num_queries: Int32
     ) -> BlockList:
-        """How many blocks the lists of a tile have together; its walk begins. By one converged warp."""
+        """Begins the iterator at a tile, by one converged warp. Returns the number of blocks of its lists' union."""
         c = self.config
         row = work.first_row // PART_ROWS
         if const_expr(c.features.packed):

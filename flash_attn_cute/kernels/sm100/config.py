@@ -34,7 +34,7 @@ class Registers(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """What a compiled forward kernel is made for."""
+    """Configuration of a forward kernel."""
 
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "forward"
@@ -56,7 +56,7 @@ class ForwardConfig:
 
     @property
     def queries(self) -> int:
-        """Of a tile, that a CTA has."""
+        """Number of a tile's queries that a CTA has."""
         return self.q_parts * PART_ROWS
 
     @property
@@ -76,7 +76,7 @@ class ForwardConfig:
 
     @property
     def mask_tile(self) -> MaskTile:
-        """How a mask is cut: a part of a tile, whose lists that walks over, and a block."""
+        """Cut of a mask: a part of a tile, which has a list of its own, and a block."""
         return MaskTile(PART_ROWS, self.tile_n, row_a_thread=True)
 
     @property
@@ -90,7 +90,7 @@ class ForwardConfig:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a part may see nothing of a block that the tile walks over, and gets no products of it."""
+        """Whether a part may see nothing of a block of its tile, and gets no products of it."""
         return self.features.listed and self.q_parts > 1
 
     @property
@@ -111,7 +111,7 @@ class ForwardConfig:
         """512 in sum, at most, over four warpgroups."""
         if self.q_parts == 1:
             return Registers(softmax=232, epilogue=120, others=120)
-        if self.ctas_a_tile == 2:  # whose producers also keep what they are told, and their own share of each block
+        if self.ctas_a_tile == 2:  # whose producers also keep the published fields, and their own share of each block
             return Registers(softmax=192, epilogue=72, others=56)
         return Registers(softmax=200, epilogue=72, others=40)
 
@@ -133,7 +133,7 @@ class ForwardConfig:
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory, at most: Q, K, V, two pieces of O on its way out, and what guards them."""
+        """Bytes of shared memory, at most: Q, K, V, two pieces of O on its way out, and barriers."""
         blocks = self.tile_n * (self.k_stages * self.tile_d + self.v_stages * self.tile_dv)
         numbers = self.queries * self.tile_d + blocks // self.ctas_a_tile
         if not self.o_in_q:
@@ -142,9 +142,9 @@ class ForwardConfig:
 
 
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
-TILE_STAGES = 2  # tiles that roles have been told of
-ENTRY_STAGES = 8  # entries of lists that roles have been told of: more than there are blocks in flight
-WINDOW = 32  # blocks of keys that a walk over lists looks at together
+TILE_STAGES = 2  # tiles that the producer may have published
+ENTRY_STAGES = 8  # published entries of lists: more than there are blocks in flight
+WINDOW = 32  # blocks of keys in a window of the block iterator
 ITERATOR_FIELDS = 2 + WINDOW  # Int32 in shared memory, a part of a tile, that it keeps
 
 
@@ -263,7 +263,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def tile_n(self) -> int:
-        """Keys a tile."""
+        """Number of keys of a tile."""
         return PART_ROWS * self.ctas_a_tile
 
     @property
@@ -273,7 +273,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def delta_stages(self) -> int:
-        """Blocks whose delta is in shared memory: it comes with dO, or, of two walks, with Q."""
+        """Stages of delta in shared memory: it comes with dO, or in two passes with Q."""
         return self.do_stages if self.num_passes == 1 else self.q_stages
 
     @property
@@ -287,7 +287,7 @@ class BackwardConfig(BackwardSizes):
         return self.features.block_mask
 
     def mask_parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
-        """As in ``BackwardSizes``."""
+        """Parts of the workspace for a mask, see ``BackwardSizes``."""
         return self.mask_tile.parts(lists, blocks)
 
     @property
@@ -305,23 +305,23 @@ class BackwardConfig(BackwardSizes):
     def semaphores(self) -> tuple[int, int]:
         """One a CTA, which has some rows of a block of queries, or some columns.
 
-        Of keys one a warpgroup that computes, and a walk, at whose end they are added.
+        Of keys one a warpgroup that computes, and a pass, at whose end they are added.
         """
         return self.ctas_a_tile, self.ctas_a_tile * self.num_passes * COMPUTE_WARPGROUPS
 
     @property
     def reverses_last(self) -> bool:
-        """Where that pays."""
+        """Whether the last section's tiles have the opposite order, where that pays."""
         return REVERSES_LAST.fits(self.features)
 
     @property
     def queries(self) -> int:
-        """Of a block, that a warpgroup computes with."""
+        """Number of a block's queries that a warpgroup computes with."""
         return self.tile_m // COMPUTE_WARPGROUPS
 
     @property
     def queries_shared(self) -> int:
-        """Of a block, that a CTA has in shared memory by rows, and dS of for dQ."""
+        """Number of a block's queries that a CTA has in shared memory by rows, and whose dS it has for dQ."""
         return self.tile_m // self.ctas_a_tile
 
     # The map of tensor memory. Weights and gradients of scores, of 16 bits, lie where their scores, or gradients of
@@ -359,7 +359,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def columns_dQ(self) -> int:
-        """Of tensor memory, that each of them takes.
+        """Columns of tensor memory that each part of dQ takes.
 
         A CTA of a pair has half of a block's rows, the second half of their columns in the lanes behind the first's;
         or of a dQ that is transposed one of two parts, which are computed together.
@@ -397,7 +397,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def dQ_over_S(self) -> bool:
-        """Whether dQ takes the place of scores; of one walk between the weights of two warpgroups."""
+        """Whether dQ takes the place of scores; of one pass between the weights of two warpgroups."""
         return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
 
     @property
@@ -427,7 +427,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def piece_numbers(self) -> int:
-        """Of a piece of dQ."""
+        """Number of elements of a piece of dQ."""
         return self.piece_lanes * self.piece_columns
 
     @property
@@ -442,17 +442,17 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def pieces_dK(self) -> int:
-        """Of 64 columns, in which dK leaves."""
+        """Number of pieces of 64 columns in which dK leaves."""
         return self.tile_d // O_COLUMNS
 
     @property
     def pieces_dV(self) -> int:
-        """And dV."""
+        """Number of pieces of 64 columns in which dV leaves."""
         return self.tile_dv // O_COLUMNS
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and what guards them.
+        """Bytes of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and barriers.
 
         A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
         and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one. If K is in
@@ -541,7 +541,7 @@ class BiasGradientRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasGradientConfig:
-    """What the kernel of a bias's gradient is made for."""
+    """Configuration of a bias-gradient kernel."""
 
     architecture: ClassVar[str] = "sm100"
     pass_name: ClassVar[PassName] = "bias_gradient"
@@ -561,7 +561,7 @@ class BiasGradientConfig:
 
     @property
     def keys(self) -> int:
-        """Of a tile, that a warpgroup computes with."""
+        """Number of a tile's keys that a warpgroup computes with."""
         return self.tile_n // COMPUTE_WARPGROUPS
 
     @property
@@ -592,7 +592,7 @@ class BiasGradientConfig:
 
     @property
     def numbers_a_stage(self) -> int:
-        """Of 16 bits, of a piece's operands."""
+        """Number of 16-bit elements of a piece's operands."""
         return sum(rows * columns for rows, columns in self.operands)
 
     @property
@@ -602,7 +602,7 @@ class BiasGradientConfig:
 
     @property
     def bytes_shared(self) -> int:
-        """Of shared memory, at most: Q, K, dO and V, what tells of pieces, and what guards them."""
+        """Bytes of shared memory, at most: Q, K, dO and V, fields of pieces, and barriers."""
         return self._bytes(self.stages)
 
     def _bytes(self, stages: int) -> int:

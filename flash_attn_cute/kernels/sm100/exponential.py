@@ -11,7 +11,7 @@ Pair = tuple[Float32, Float32]
 # 2^x on 0 .. 1 is 1 + x (c1 + x (c2 + x c3)) within 8.6e-5 of itself: weighted least squares, reweighted until all
 # extremes of the error are equal.
 _COEFFICIENTS = (0.69511663, 0.22764568, 0.07706641)
-_LIMIT = 127.0  # of exponents: a weight of 2^127 is as good as infinite, as its row will be weighed again
+_LIMIT = 127.0  # of exponents: P of 2^127 is as good as infinite, as its row will be computed again
 _SHIFT = 1.5 * 2.0**23  # added to a number it leaves a whole one in the last bits
 
 

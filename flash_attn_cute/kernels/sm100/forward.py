@@ -25,11 +25,11 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     k         table   a block        1 + bytes, producer's TMA        1, commit of its scores (last part)
     v         table   a block        1 + bytes, producer's TMA        1, commit of its output (last part)
     scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored
-    weights   2       a unit         4, softmax: P is stored but for  nobody: others come behind their product
+    p         2       a unit         4, softmax: P is stored but for  none: others come behind their product
                                      its last keys, O rescaled
     outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
     stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
-    added     1       a unit         1, commit of O; only of one part  nobody: the next unit's weights come behind it
+    added     1       a unit         1, commit of O; only of one part  none: the next unit's weights come behind it
     entries   8       a block        1, producer; only under a mask    4 a part, softmax; of two parts also 1, mma: read
 
 Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
@@ -43,11 +43,11 @@ and on into the next tile:
     softmax 1                 P1 from S1     | P3 from S3 ...
 
 so that one part's softmax runs beside the products of the other. With one part the same order has two blocks in flight.
-Where the next tile is not known yet, what is left of O(u) is issued first: the producer tells of a tile only when the
+Where the next tile is not known yet, what is left of O(u) is issued first: the producer publishes a tile only when the
 one two before it is stored.
 Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(u + 2) may take the place of P(u), which O(u) reads ahead of it.
-  - With two parts full scores of unit u tell softmax that O of unit u - 2, the part's last, is complete, and O may be
+  - With two parts full scores of unit u show softmax that O of unit u - 2, the part's last, is complete, and O may be
     rescaled. With one part O(u - 1) is behind S(u), and who rescales waits for it to be added.
   - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
     rescales O before a block that it has seen a key in, which is a later one.
@@ -60,17 +60,16 @@ What is read or overwritten by another proxy or thread, and what orders it:
     O in shared memory -> TMA         st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
-Weights and references are in ``softmax``. Windows and sequence ends are looked at only in blocks that an edge crosses
-for the part (``Blocks``); blocks that a part does not see at all get weights of zero without being read.
+P and row_max are in ``softmax``. Masks of windows and sequence ends are applied only in blocks that an edge crosses for
+the part (``Blocks``). Where a block is empty for a part, its P is zero without its scores being read.
 
 Under a mask or a block mask each part of 128 queries has a list of the blocks that it sees (``common.block_lists``),
-and the tile iterates over the union (``block_iterator``): a block that both parts see is loaded once,
-and where neighbouring parts see different blocks no part computes what it does not see. The producer tells of each
-block which it is, and of each part whether it sees it, and where the bits are that hide some of it. Of a part that does
-not see it the mma warp leaves the products out, and softmax the weights; all else, commits and arrivals, goes on, so
-that units are counted as ever. O of a part begins with the first block that it sees. A thread's bits are the four words
-of its row, 16 bytes, which it asks for while it waits for scores; intervals of keys beside a block mask (packed
-sequences, windows) it writes into these words.
+and the tile iterates over the union (``block_iterator``). A block that both parts attend to is loaded once; a block
+that is empty for one part is computed for the other alone. The producer publishes each block's index and its code for
+each part. For a part whose code is EMPTY the mma warp leaves out the products, and softmax leaves out P. Commits and
+arrivals go on, so that units are counted as without a mask. O of a part begins with the first block that is not empty
+for it. A thread's bits are the four words of its row, 16 bytes, which it loads while it waits for scores. It applies
+intervals of keys beside a block mask (packed sequences, windows) to these words.
 
 A bias is read by the softmax threads, each its own row (``scores.BiasRow``), and added to scores where they are.
 
@@ -140,7 +139,7 @@ class ForwardSm100:
 
     @cute.jit
     def __call__(self, arguments: ForwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, behind those that make the tables of a mask."""
         c, a, dtype = self.config, arguments, self.dtype
         packed, ctas = c.features.packed, c.ctas_a_tile
         mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
@@ -205,7 +204,7 @@ class ForwardSm100:
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
-        """What a CTA has of it."""
+        """Shared memory of the CTA."""
         return Shared.of(self.config, self.dtype, storage)
 
     @cute.jit
@@ -227,8 +226,8 @@ class ForwardSm100:
             for i in cutlass.range(num_blocks, unroll=1):
                 self._advance(products, shared, progress, i, i == num_blocks - 1, has_scores=True)
             step += 1
-            # Nobody is to wait for an output while this warp waits for a tile: the producer may tell of none before
-            # that output is read.
+            # No role may wait for an output while this warp waits for a tile: the producer may publish none before that
+            # output is read.
             is_followed = cute.arch.vote_all_sync(tiles.is_full(step))
             if is_followed:
                 is_followed = shared.tiles[0, tiles.stage(step)] >= 0
@@ -393,7 +392,7 @@ class ForwardSm100:
 
 
 class _Progress:
-    """Of the mma warp: counts over all tiles of the CTA, in registers."""
+    """Progress of the mma warp: counts over all tiles of the CTA, in registers."""
 
     def __init__(self, blocks_ahead: int, q_parts: int) -> None:
         # Blocks whose scores, and whose output, have been begun; parts of Q that scores and outputs are done with.
@@ -423,7 +422,7 @@ class _Products:
 
     @staticmethod
     def of(config: ForwardConfig, mmas: Mmas, shared: Shared) -> "_Products":
-        """Those of all operands in shared memory."""
+        """Products of all operands in shared memory."""
         tSrQ = mmas.S.make_fragment_A(operand(shared.sQ))
         tSrK = mmas.S.make_fragment_B(operand(shared.sK))
         tOrV = mmas.O.make_fragment_B(operand(transposed(shared.sV)))
@@ -449,7 +448,7 @@ class _Products:
 
     @property
     def _rows(self) -> int:
-        """Of a product."""
+        """Number of rows of a product."""
         return PART_ROWS * self.config.ctas_a_tile
 
     def _columns(self, first: Int32 | int) -> cute.Pointer:
@@ -458,7 +457,7 @@ class _Products:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A softmax warpgroup's rows of a tile, one a thread, and what weighs them."""
+    """A softmax warpgroup's rows of a tile, one a thread, and their softmax."""
 
     arguments: ForwardArguments
     tables: Tables | None
@@ -473,11 +472,11 @@ class _Rows:
     # waits for scores it has the time, but when it has them it lacks registers.
 
     def tile(self, config: ForwardConfig, step: Int32) -> QueryTile:
-        """What the producer has told."""
+        """Tile of a step, as the producer has published it."""
         return QueryTile.read(config, self.shared.tiles[None, self.shared.rings.tiles.stage(step)])
 
     def visible_blocks(self, config: ForwardConfig, step: Int32) -> Blocks:
-        """Those of the tile's blocks that this part of its queries sees."""
+        """Blocks of the tile that this part of its queries attends to."""
         tile = self.tile(config, step)
         first_row = tile.first_query + PART_ROWS * self.part
         num_rows = cutlass.min(tile.q.length - first_row, PART_ROWS)
@@ -486,7 +485,7 @@ class _Rows:
 
     @cute.jit
     def read_entry(self, config: cutlass.Constexpr, step: Int32, block_step: Int32) -> tuple[Int32, Int32, list[Int32]]:
-        """A block that the producer has told of, what the part's list says of it, and the row's bits, 32 keys each."""
+        """Entry of a block: its index, the code in the part's list, and the row's bits, 32 keys a word."""
         ring = self.shared.rings.entries
         ring.wait_full(block_step)  # from the producer
         block, code = (self.shared.entries[j, ring.stage(block_step)] for j in (0, 1 + self.part))
@@ -533,7 +532,7 @@ class _Rows:
         tensor_memory.store(place + piece * _COLUMNS // 2, P)
 
     def hand_over(self, unit: Int32) -> None:
-        """Tells the mma warp that all weights but those of the last piece are there."""
+        """Signals the mma warp that all of P but the last piece is there."""
         tensor_memory.before_sync()
         self.shared.rings.p.arrive(unit)
 

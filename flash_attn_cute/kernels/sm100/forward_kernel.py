@@ -6,6 +6,6 @@ from flash_attn_cute.kernels.sm100.forward_pair import ForwardPairSm100
 
 
 def forward_kernel(config: ForwardConfig) -> ForwardSm100:
-    """That of one CTA a tile, or of a pair of them."""
+    """The forward kernel class of a configuration: one CTA a tile, or a pair of CTAs."""
     kernels = {1: ForwardSm100, 2: ForwardPairSm100}
     return kernels[config.ctas_a_tile](config)

@@ -7,10 +7,10 @@ two stages of K and of V where those of one CTA would not. (Pairs forward are Fl
 
 A CTA has the roles of ``forward``, each with the same warps, and but for what follows does what is said there. It has
 as many queries of the pair's tile as a tile of ``forward`` has, the second CTA those behind the leader's. All roles but
-producer and mma work on them as if they were the CTA's own tile, but that it walks over all blocks that some query of
-the pair sees:
+producer and mma work on them as if they were the CTA's own tile, except that the mainloop goes over all blocks that
+some query of the pair attends to:
     warp 12   mma: the leader's (rank 0) issues the products of both. The second CTA's only owns tensor memory.
-    warp 13   producer: the leader's chooses tiles, and tells both CTAs. Each loads for its own CTA.
+    warp 13   producer: the leader's chooses tiles, and publishes them to both CTAs. Each loads for its own CTA.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s):
                   sum, in tensor memory      left                             right, in shared memory
@@ -33,11 +33,11 @@ both.
     k         2       a block        1 + bytes*, TMA of both             1, commit of its scores (last part)
     v         2       a block        1 + bytes*, TMA of both             1, commit of its output (last part)
     scores    2       a unit         1, commit of S                      8*, softmax: S is read, P is stored
-    weights   2       a unit         8*, softmax: P is stored but for    nobody
+    p         2       a unit         8*, softmax: P is stored but for    none
                                      its last keys, O rescaled
     outputs   parts   a part of O    1, commit of its last output        8*, epilogue: O is read
     stats     parts   a part         4, softmax: sum and reference       4, epilogue: they are read
-    added     1       a unit         1, commit of O; only of one part    nobody
+    added     1       a unit         1, commit of O; only of one part    none
 
 The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one
 arrives at the other's barriers. The last commit is that of the last V: producers wait for it, each in its CTA.

@@ -1,4 +1,4 @@
-"""Shared memory of a CTA of a pair (``forward_pair``): what guards it, and how both are told of tiles."""
+"""Shared memory of a CTA of a pair (``forward_pair``): barriers, and the broadcast of tiles to both CTAs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from flash_attn_cute.kernels.common.ring import LedRing
 from flash_attn_cute.kernels.sm100.config import CTAS, SECOND, TILE_STAGES, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, fields_of
 
-_FIRST_KEY = TILE_FIELDS - 1  # the field in which producers are told where keys begin
+_FIRST_KEY = TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class PairShared(Shared):
     """Shared memory of a CTA and what guards it."""
 
     rank: Int32  # of the CTA: the leader is 0
-    tiles_sent: cute.Tensor  # (field, tile stage), the leader's: as the second CTA is told
+    tiles_sent: cute.Tensor  # (field, tile stage), the leader's copy of what the second CTA reads
 
     @staticmethod
     def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
-        """Of a CTA, on the kernel's side."""
+        """Shared memory of a CTA, on the device."""
         rings = PairRings.at(config, storage.barriers.data_ptr())
         both = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
         return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=both[None, None, SECOND])
@@ -61,7 +61,7 @@ class PairShared(Shared):
 
     @cute.jit
     def publish(self, tile: QueryTile, queries: int, step: Int32) -> None:
-        """By the leader's producer: tells both CTAs of a tile, each of its own as many queries."""
+        """Publishes a tile to both CTAs, by the leader's producer: half of its queries to each."""
         ring = self.rings.tiles
         ring.wait_empty(step)  # from all other roles of both: they are done with the stage's last tile
         with cute.arch.elect_one():
@@ -73,7 +73,7 @@ class PairShared(Shared):
 
     @cute.jit
     def publish_end(self, step: Int32) -> None:
-        """Likewise: there is no other tile."""
+        """Publishes the end of work to both CTAs, by the leader's producer."""
         ring = self.rings.tiles
         ring.wait_empty(step)  # as above
         with cute.arch.elect_one():

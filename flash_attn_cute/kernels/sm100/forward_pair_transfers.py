@@ -1,4 +1,4 @@
-"""What brings tiles to a pair of CTAs (see ``forward_pair``); O leaves each as it does a single one."""
+"""Roles that load tiles for a pair of CTAs (see ``forward_pair``); O leaves each CTA as in ``forward_transfers``."""
 
 import cutlass
 import cutlass.cute as cute

@@ -22,7 +22,7 @@ from flash_attn_cute.kernels.sm100.mma import swizzled
 
 
 class Layouts(NamedTuple):
-    """Of operands, and of pieces of O on their way out. A CTA of a pair has half of K's rows, and of V's columns."""
+    """Layouts of the operands and of O's pieces. A CTA of a pair has half of K's rows, and of V's columns."""
 
     sQ: cute.ComposedLayout  # (128, d, part)
     sK: cute.ComposedLayout  # (keys, d, stage)
@@ -58,7 +58,7 @@ class Rings(RingSet):
 
     @staticmethod
     def stages(config: ForwardConfig) -> dict[str, int]:
-        """Of each, by its name."""
+        """Number of stages of each ring, by name."""
         c = config
         added = {"added": 1} if c.q_parts == 1 else {}
         entries = {"entries": ENTRY_STAGES} if c.features.listed else {}
@@ -132,7 +132,7 @@ class Shared:
 
     @staticmethod
     def of(config: ForwardConfig, dtype: type, storage: Any) -> "Shared":
-        """Of a CTA, on the kernel's side."""
+        """Shared memory of a CTA, on the device."""
         return Shared(**fields_of(config, dtype, storage, Rings.at(config, storage.barriers.data_ptr())))
 
     @property

@@ -1,4 +1,4 @@
-"""What brings tiles to the forward kernel and takes O away (see ``forward``): the producer warp and the epilogue."""
+"""Producer warp and epilogue of the forward kernel (see ``forward``)."""
 
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ class Producer:
                     if const_expr(c.features.listed):
                         block, codes = iterator.nth(i)
                         self._publish_entry((block, *codes), shared, block_step)
-                        # Beside the walk registers are short, so that what the tile is is read again.
+                        # Reloaded: beside the block iterator registers are short.
                         tile_of_block = QueryTile.read(c, shared.tiles[None, rings.tiles.stage(step - 1)])
                     start = block * c.tile_n
                     stop = k_start + cutlass.min(start + c.tile_n, tile_of_block.k.length)
@@ -86,7 +86,7 @@ class Producer:
 
     @cute.jit
     def _publish_entry(self, values: tuple[Int32, ...], shared: Shared, step: Int32) -> None:
-        """Tells the others which block the next one is, and what the lists of the parts say of it."""
+        """Publishes the next block, and its code in the list of each part."""
         ring = shared.rings.entries
         ring.wait_empty(step)  # from softmax and mma warps: they have read the stage's last entry
         with cute.arch.elect_one():
@@ -158,7 +158,7 @@ class Epilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until it has been read
 
     def _tile(self, shared: Shared, step: Int32) -> QueryTile:
-        """What the producer has told; read again and again, as registers are short."""
+        """Tile of a step, loaded again where it is needed, to keep it out of registers."""
         return QueryTile.read(self.config, shared.tiles[None, shared.rings.tiles.stage(step)])
 
     @cute.jit

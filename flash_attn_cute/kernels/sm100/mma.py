@@ -41,7 +41,7 @@ def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
 
 
 def transposed(x: cute.Tensor) -> cute.Tensor:
-    """The same tile with its first two modes exchanged."""
+    """The tile with its first two modes exchanged."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, *range(2, cute.rank(x))]))
 
 

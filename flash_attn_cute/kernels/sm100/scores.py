@@ -18,7 +18,7 @@ from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.score import capped, hidden, visible_columns
 from flash_attn_cute.kernels.sm100 import tensor_memory
 
-_COLUMNS = 32  # that are read at once, and told by the bits of a word
+_COLUMNS = 32  # that are read at once, one for each bit of a word
 
 
 def hide(
@@ -62,7 +62,7 @@ def hide_by_bits(scores: list[Float32], scale_log2: Float32, visible: Int32) -> 
 
 @cute.jit
 def words_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32 | int, thread: Int32) -> list[Int32]:
-    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word): all ones if the tile is seen whole."""
+    """A thread's words of a tile of bits, from (tile, warpgroup, thread, word): all ones if the block is full."""
     words = cute.make_rmem_tensor(mBits.shape[3], Int32)
     words.fill(-1)
     if code >= 0:
@@ -249,7 +249,7 @@ class BiasColumn:
         return [self._at(cutlass.min(first + i, self.num_queries - 1))[0] for i in range(num)]
 
     def numbers(self, elements: list[Int32 | Float32]) -> list[Float32]:
-        """What has been read, as numbers."""
+        """Elements that have been loaded, as numbers."""
         if self.dtype.width == 32:
             return elements
         return [unpack(Int32(x), 0, self.dtype) for x in elements]

@@ -1,19 +1,20 @@
 """Online softmax of one row a thread (Milakov and Gimelshein, arXiv 1805.02867), in base 2.
 
-Scores stay in tensor memory until their weights take their place, so they need not be kept in registers: a block is
-weighed by the reference that earlier blocks have left, and only rows where the sum shows that some weight is too large,
-or none at all, read their scores again and are weighed by their true maximum. No maximum is looked for in the common
-case, and O is brought to a new reference by the row's own thread, as nobody else writes it then. Where three quarters
-of a block's weights sum to little, and no exponent of the others is large, the former are multiplied while the latter
-are computed.
-(FlashAttention-4 looks for every maximum, and spares the rescaling of O while it grows by little.)
+Scores stay in tensor memory until P takes their place, so they need not be kept in registers. P of a block is first
+computed with the ``row_max`` of the blocks before. Only rows whose sum shows that some element is too large, or that
+are fully masked so far, read their scores again and compute P with their true maximum. So no maximum is searched in the
+common case, and the row's own thread rescales O, because no other thread writes it then. Where the first three quarters
+of a block's P sum to little, and no exponent of the last quarter is large, the tensor cores multiply the former while
+the latter is computed. (FlashAttention-4 looks for every maximum, and spares the rescaling of O while it grows by
+little.)
 
-A bias can be so large (-1e9, or the lowest number of a dtype, which many take for -inf) that its product with log2(e),
-or the rounding of it, is too large for a weight. So with a bias a reference is kept as the score is, natural, and a
-large one is subtracted first: that takes an instruction more a pair, so such rows are not weighed in advance.
+A bias can be so large (-1e9, or the lowest number of a dtype, which is often used for -inf) that its product with
+log2(e), or the rounding of it, is too large for an exponent. So with a bias ``row_max`` is natural, as the scores are,
+and a large one is subtracted first. That takes one more instruction a pair, so P of such rows is not computed in
+advance.
 
-Whether a row is weighed again follows from that row alone, so that its result has the same bits whatever its neighbours
-hold.
+Whether a row is computed again follows from that row alone, so that its result has the same bits whatever its
+neighbours hold.
 """
 
 import functools
@@ -36,7 +37,7 @@ Scores = Callable[[], list[Float32]]
 
 
 class RowSoftmax:
-    """The running reference of a thread's row, -inf until it has seen a key, and the sum of its weights."""
+    """The running row_max of a thread's row, -inf while it has no visible key, and its row_sum."""
 
     def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool):
         self.scale_log2 = scale_log2
@@ -46,7 +47,7 @@ class RowSoftmax:
         self.row_sum = cute.make_rmem_tensor(1, Float32)
 
     def reset(self) -> None:
-        """Before the first block: nothing seen."""
+        """Resets the row's state, before the first block."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
@@ -59,15 +60,15 @@ class RowSoftmax:
         hand_over: cutlass.Constexpr,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Weighs a block of scores. All functions are called by all of a warp.
+        """Computes P of a block. All functions are called by all threads of a warp.
 
         Args:
-            scores: pieces of them, each a function that reads it, every time that it is called.
-            store: takes pairs of weights, rounded, of which piece they are the first, and then the others.
-            rescale: multiplies the row's O by a number, which is 1 for rows that stay as they are. Not called before
-                some row of the warp has seen a key: there may be no O yet.
-            hand_over: called when weights of all pieces but the last are stored, and O is as it has to be.
-            dtype: of weights.
+            scores: pieces of the block, each a function that loads the piece whenever it is called.
+            store: takes the index of the first piece, and packed pairs of P from that piece on.
+            rescale: multiplies the row's O by a factor, which is 1 for rows that stay. It is not called before some row
+                of the warp has had a visible key, because there may be no O yet.
+            hand_over: called when P of all pieces but the last is stored, and O is rescaled.
+            dtype: dtype of P.
         """
         *most, last = scores
         has_keys = cute.arch.vote_any_sync(self.row_max[0] != -Float32.inf)
@@ -129,7 +130,7 @@ class RowSoftmax:
                 yield cute.arch.fma_packed_f32x2(pair, scale, (-shift, -shift))
 
     def _compute_P(self, exponents: Iterable[Pair], dtype: type) -> tuple[list[Int32], Float32]:
-        """Weights, in pairs, and their sum: always by the same operations, so always the same."""
+        """P, in packed pairs, and its sum, always by the same operations, so that the bits are the same."""
         P, row_sum = [], (Float32(0.0), Float32(0.0))
         for pair in exponents:
             if self.polynomial_every and len(P) % self.polynomial_every == self.polynomial_every - 1:

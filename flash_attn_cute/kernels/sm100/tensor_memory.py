@@ -54,13 +54,13 @@ def store(address: Int32, numbers: list[Int32 | Float32], *, loc=None, ip=None) 
 
 @dsl_user_op
 def before_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
-    """What this thread has had done in tensor memory comes before its next arrival."""
+    """Orders this thread's accesses to tensor memory before its next arrival."""
     _assembly(None, [], "tcgen05.fence::before_thread_sync;", "~{memory}", loc, ip)
 
 
 @dsl_user_op
 def after_sync(*, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
-    """What it has done there from now on comes after what it has waited for."""
+    """Orders this thread's following accesses to tensor memory after what it has waited for."""
     _assembly(None, [], "tcgen05.fence::after_thread_sync;", "~{memory}", loc, ip)
 
 

@@ -91,7 +91,7 @@ class Rings(RingSet):
 
     @staticmethod
     def stages(config: BiasGradientConfig) -> dict[str, int]:
-        """Of each, by its name."""
+        """Number of stages of each ring, by name."""
         c = config
         return {"pieces": PIECE_STAGES, "qk": c.stages, "dov": c.stages, "scores": c.score_stages, "dp": 1}
 
@@ -117,7 +117,7 @@ class _Shared:
 
     @property
     def tensor_memory(self) -> cute.Pointer:
-        """Where it begins."""
+        """Address of the first column of tensor memory."""
         return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
 
 
@@ -132,7 +132,7 @@ class BiasGradientSm100:
 
     @cute.jit
     def __call__(self, a: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel, and if tiles are split the one that adds up their parts."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         tensors = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mdO, a.mV))
         mma = tiled_mma(dtype, OperandMajorMode.K, c.tile_n, tcgen05.OperandSource.SMEM)
@@ -195,7 +195,7 @@ class BiasGradientSm100:
         frame.end(shared, warp_idx)
 
     def _shared(self, storage: Any) -> _Shared:
-        """What the CTA has of it."""
+        """Shared memory of the CTA."""
         c = self.config
         rings = Rings.at(c, storage.barriers.data_ptr())
         operands, place = [], storage.operands.data_ptr()
@@ -323,7 +323,8 @@ class BiasGradientSm100:
     def _stats(self, work: "_Work", piece: Piece) -> tuple[Float32, Float32]:
         """Lse and delta of this thread's query.
 
-        Of queries behind the sequence those of its last one: their scores are hidden, like those of blind ones.
+        Of queries behind the sequence those of its last one: their scores are masked, like those of fully masked
+        queries.
         """
         row = cutlass.max(cutlass.min(piece.first_query + work.thread, piece.q.length - 1) - piece.num_fully_masked, 0)
         block, within = piece.first_block + row // self.config.stats_m, row % self.config.stats_m
@@ -422,7 +423,7 @@ class BiasGradientSm100:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a thread of a compute warpgroup has all the time."""
+    """State of a thread of a compute warpgroup."""
 
     arguments: BiasGradientArguments
     tables: Tables | None

@@ -1,6 +1,6 @@
 """Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
-Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and walks over the blocks of 128
+Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and goes over the blocks of 128
 queries that see it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
     warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread, or at
                              d = 192 a column. When no tile is left, zeros into dK and dV where nothing else is to be.
@@ -56,7 +56,7 @@ The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t
 so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done
 in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
-  - dP(t + 1), for which compute warps wait, tells them that dQ(t) is done: there is room for dS in shared memory.
+  - dP(t + 1), for which compute warps wait, shows them that dQ(t) is done: there is room for dS in shared memory.
   - Where dQ lies in the place of dP, the mma warp waits for the drain before dP(t + 1), and else before dQ(t + 1).
   - dV and dK of a tile's first step overwrite, when compute warps have read those of the last tile.
 dV leaves through the place of V, which is not needed behind the last dP, and dK through that of K, behind the last dQ.
@@ -72,11 +72,11 @@ What is read or overwritten by another proxy or thread, and what orders it:
     dQ in the workspace                         ``common.semaphores``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
-Windows and ends are looked at only in steps that an edge crosses. Under a mask a tile's walk is one over lists of
-blocks of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer tells compute warps
+Windows and ends are looked at only in steps that an edge crosses. Under a mask the mainloop goes over lists of blocks
+of queries, those of all its heads (``common.key_lists``). Ahead of Q of a block the producer publishes to compute warps
 which it is, and where the bits are that hide its scores (``common.block_lists``), and adding warps where its dQ is
-added, and when. Bits are read while scores are computed. How sums and stats lie in the workspace is ``sums``'
-business. (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
+added, and when. Bits are read while scores are computed. How sums and stats lie in the workspace is ``sums``' business.
+(The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ class BackwardCtaSm100:
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel over all SMs."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
@@ -211,7 +211,7 @@ class BackwardCtaSm100:
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
-        """What a CTA has of it."""
+        """Shared memory of the CTA."""
         return Shared.of(self.config, self.dtype, storage)
 
     @cute.jit
@@ -294,7 +294,7 @@ class BackwardCtaSm100:
 
     @cute.jit
     def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
-        """A warpgroup's half of a step: the i-th block of its nth head's walk."""
+        """Computes a warpgroup's half of a step: the i-th block of the tile's nth head."""
         c = self.config
         block = self.scores.block(work, tile_idx, nth, i, step)
         P = self.scores.compute_P(work, block, step, step, c.first_S)
@@ -446,7 +446,7 @@ class Products:
 
     @staticmethod
     def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
-        """Those of all operands in shared memory."""
+        """Products of all operands in shared memory."""
         S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas[:4])
         c, tdS = config, transposed(shared.sdS)
         if c.transposes_dQ:

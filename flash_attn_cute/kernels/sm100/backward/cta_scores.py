@@ -1,11 +1,11 @@
-"""What a compute warpgroup makes of the scores of a step: weights, and with their gradients those of scores.
+"""Scores of a step in a compute warpgroup: P from S, and dS from P and dP.
 
 A thread has a key, and its scores of half of a step's queries. They are changed where they are in tensor memory, and
 read from there some at a time.
 
 A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
 queries, read ahead of the wait for their scores, and is added to these in tensor memory, before some are hidden. Behind
-a softcap it is read and added when they are weighed. Where every score has a bias of its own, dS is its gradient, and
+a softcap it is read and added when P is computed. Where every score has a bias of its own, dS is its gradient, and
 is stored from registers; else ``bias_gradient`` follows.
 """
 
@@ -51,7 +51,7 @@ _DS_COLUMNS = 64  # of dS, that lie in one row of shared memory
 
 @dataclass(frozen=True)
 class Work:
-    """What a thread of a compute warpgroup has all the time."""
+    """State of a thread of a compute warpgroup."""
 
     arguments: BackwardArguments
     shared: Shared
@@ -73,8 +73,8 @@ class Work:
 class Block:
     """Whose scores a step has: a tile's, and the i-th block of queries of its nth head.
 
-    Of the tile what it is, is read again where it matters, and not kept in registers. What has been told has to be, and
-    is opaque, or the compiler keeps all that follows from it, too.
+    The tile is reloaded where it is needed, to keep it out of registers. The entry is kept in registers. It is opaque,
+    or the compiler also keeps all that follows from it.
     """
 
     tile_idx: Int32
@@ -87,19 +87,19 @@ class Block:
         return tile.blocks.nth(self.i) if self.entry is None else opaque(self.entry[0])
 
     def head(self, tile: KeyTile) -> Int32:
-        """Their head."""
+        """Head of the block of queries."""
         return tile.head + self.nth if self.entry is None else opaque(self.entry[2])
 
 
 class Scores:
-    """Those of one configuration."""
+    """Scores of a backward step, for one configuration."""
 
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
 
     def block(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> Block:
-        """Whose scores a step has; under a mask, where the producer tells, to be asked once a step."""
+        """Block of a step. Under a mask this reads the producer's entry, so a role calls it once a step."""
         return Block(tile_idx, nth, i, work.shared.entries.read(step) if self.config.features.listed else None)
 
     def compute_P(
@@ -220,7 +220,7 @@ class Scores:
         listed: tuple[Boolean, list[Int32]] | None = None,
         bias: cutlass.Constexpr = None,
     ) -> None:
-        """What is done to scores where they are in tensor memory: to cap them, to add a bias, and to hide some.
+        """Applies softcap, bias and masks to scores in tensor memory.
 
         Those that a mask hides, or an edge of the block, NaN of a bias included. Behind a softcap, whose derivative
         takes what tanh gave, the bias is added later.

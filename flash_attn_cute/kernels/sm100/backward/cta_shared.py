@@ -20,16 +20,16 @@ from flash_attn_cute.kernels.sm100.config import (
 from flash_attn_cute.kernels.sm100.mma import swizzled
 
 ADDING_WARPS = 2  # which take steps in turn
-_TURN_NUMBERS = 2  # Int32 that the producer tells of where dQ is added
+_TURN_NUMBERS = 2  # Int32 that the producer publishes: where dQ is added, and the turn
 
 
 def _entry_numbers(config: BackwardConfig) -> int:
-    """Int32 that the producer tells of an entry of a list."""
+    """Number of Int32 that the producer publishes of a list's entry."""
     return 3 if config.features.bias else 2
 
 
 class Layouts(NamedTuple):
-    """Of operands."""
+    """Layouts of the operands."""
 
     sK: cute.ComposedLayout  # (tile_n, d, stage)
     sV: cute.ComposedLayout  # (tile_n, d_v, stage)
@@ -79,14 +79,14 @@ class Rings(RingSet):
 
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
-        """Of each, by its name."""
+        """Number of stages of each ring, by name."""
         c = config
         several = {"k": c.kv_stages, "v": c.kv_stages, "q": c.q_stages, "do": c.do_stages}
         several |= {
             "scores": c.num_passes,
             "dp": 2 - c.num_passes,
             "dq": c.parts_dQ,
-        }  # two walks have one ring for S and dP
+        }  # two passes have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
         told = dict.fromkeys(("entries", "turns"), ENTRY_STAGES) if c.features.listed else {}
         return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1, **told}
@@ -157,14 +157,14 @@ def storage_of(config: BackwardConfig, dtype: type, layouts: Layouts) -> type:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Numbers that the producer tells others of, step by step."""
+    """Numbers that the producer publishes step by step."""
 
     ring: Ring
     numbers: cute.Tensor  # (number, stage)
 
     @cute.jit
     def publish(self, step: Int32, numbers: tuple[Int32, ...]) -> None:
-        """By the producer: those of a step, when all have read what was here."""
+        """Publishes the numbers of a step, by the producer, when all readers have released the stage."""
         self.ring.wait_empty(step)  # from those who read
         with cute.arch.elect_one():
             for i, number in enumerate(numbers):
@@ -172,7 +172,7 @@ class StepInfo:
             cute.arch.mbarrier_arrive(self.ring.full(step))  # to them
 
     def read(self, step: Int32) -> tuple[Int32, ...]:
-        """By a warp, once: those of a step."""
+        """Reads the numbers of a step and releases its stage, once by each warp."""
         self.ring.wait_full(step)  # from the producer
         found = tuple(self.numbers[i, self.ring.stage(step)] for i in range(cute.size(self.numbers, mode=[0])))
         self.ring.release(step)  # to it
@@ -189,7 +189,7 @@ class Shared(WorkTileBroadcast):
     sdO: cute.Tensor  # (tile_m, d_v, stage)
     sdS: cute.Tensor  # (tile_n, tile_m)
     lse: cute.Tensor  # (tile_m, stage of q)
-    delta: cute.Tensor  # (tile_m, stage of do, or, of two walks, of q)
+    delta: cute.Tensor  # (tile_m, stage of do, or, of two passes, of q)
     dQ: cute.Tensor  # (numbers of a piece, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
     tiles: Ring
@@ -204,7 +204,7 @@ class Shared(WorkTileBroadcast):
 
     @staticmethod
     def of(config: BackwardConfig, dtype: type, storage: Any) -> "Shared":
-        """Of a CTA, on the kernel's side."""
+        """Shared memory of a CTA, on the device."""
         c, rings = config, Rings.at(config, storage.barriers.data_ptr())
         entries, turns = (cute.make_layout((n, ENTRY_STAGES)) for n in (_entry_numbers(c), _TURN_NUMBERS))
         return Shared(

@@ -1,4 +1,4 @@
-"""What brings tiles to the backward kernel and takes dQ away (see ``cta``)."""
+"""Roles that load tiles for the backward kernel and carry dQ away (see ``cta``)."""
 
 from functools import partial
 
@@ -85,7 +85,7 @@ class Transfers:
                                     load_V()
                         step += 1
                 tile_idx += 1
-            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             index = take_tile(a.mNextTile, num_questions)
         shared.publish_end(tile_idx)
 

@@ -28,7 +28,7 @@ class BackwardPassSm100:
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernels."""
+        """Launches the kernels of the pass."""
         ws = self.tables.begin(arguments, stream)
         self.preprocess(arguments, ws, stream)
         self.tables.finish(arguments, ws, stream)

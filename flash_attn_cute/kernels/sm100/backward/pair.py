@@ -12,8 +12,8 @@ A CTA has the roles of ``cta``, each with the same warps, and but for what follo
     warps 4 .. 7, 8 .. 11    compute: a thread has one of the CTA's 128 keys, and half of a step's queries.
     warp 12                  mma: the leader's (rank 0) issues the products of both. The second CTA's passes on to the
                              leader that dS has come from there.
-    warp 13                  producer: the leader's chooses tiles, and tells both CTAs. Each loads for its own CTA.
-    warps 14, 15             add the CTA's half of dQ to the workspace. Each half has turns of its own.
+    warp 13                  producer: the leader's chooses tiles and publishes them. Each loads for its own CTA.
+    warps 14, 15             add the CTA's half of dQ to the workspace. Each half has semaphores of its own.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s); m is a block's queries:
                           sum, in tensor memory         left                               right, in shared memory
@@ -55,7 +55,7 @@ its bytes to the leader's barrier, and warps of both arrive there. All others ar
     do_columns   1       steps     1 + bytes*, TMA of both                  1, commit of dV
     stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
     scores       1       steps     1, commit of S                           16*, compute: S is read; at d = 128 alone
-    weights      1       steps     16*, compute: P is there                 nobody: products are done in their order
+    p            1       steps     16*, compute: P is there                 none: products are done in their order
     dp           1       steps     1, commit of dP                          16*, compute: dS is there
     exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
     dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
@@ -119,7 +119,7 @@ class BackwardPairSm100(BackwardCtaSm100):
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel in clusters of two CTAs."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
         layouts = layouts_of(c, dtype)
@@ -176,7 +176,7 @@ class BackwardPairSm100(BackwardCtaSm100):
         if shared.is_leader:
             self._multiply(a, mmas, shared)
         else:
-            self._pass_on(a, shared)
+            self._signal_dS(a, shared)
 
     @cute.jit
     def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
@@ -257,8 +257,8 @@ class BackwardPairSm100(BackwardCtaSm100):
         commit_to_both(rings.dq.full(step))  # to drain and compute warps
 
     @cute.jit
-    def _pass_on(self, a: BackwardArguments, shared: PairShared) -> None:
-        """In the second CTA: tells the leader that its dS has come."""
+    def _signal_dS(self, a: BackwardArguments, shared: PairShared) -> None:
+        """Signals the leader, in the second CTA, that its dS has come."""
         c, exchange = self.config, shared.rings.exchange
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
@@ -272,7 +272,7 @@ class BackwardPairSm100(BackwardCtaSm100):
 
     @cute.jit
     def _step(self, work: Work, tile_idx: Int32, nth: Int32, i: Int32, step: Int32) -> None:
-        """A warpgroup's half of a step: the i-th block of its nth head's walk."""
+        """Computes a warpgroup's half of a step: the i-th block of the tile's nth head."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(step)  # from the tensor cores
@@ -301,7 +301,7 @@ class BackwardPairSm100(BackwardCtaSm100):
 
 
 class PairScores(Scores):
-    """Those of a CTA of a pair."""
+    """Scores of a backward step in a CTA of a pair."""
 
     def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
         """Of the CTA's own queries where it multiplies them, of the other's where they are sent from."""
@@ -319,7 +319,7 @@ class PairScores(Scores):
         exchange: Int32,
         await_room: cutlass.Constexpr = lambda: None,
     ) -> None:
-        """As ``write_dS``; dS is where it is multiplied, or on its way there, in the exchange of that number."""
+        """Calls ``write_dS``. dS is where it is multiplied, or on its way there, in the exchange of that number."""
         self.write_dS(work, place, P, delta, await_room)
         tensor_memory.before_sync()
         if work.warpgroup == work.shared.rank:
@@ -353,7 +353,7 @@ class _Products:
 
     @staticmethod
     def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
-        """Those of all operands in shared memory."""
+        """Products of all operands in shared memory."""
         dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, config.queries_shared, CTAS), (0, 0, 0)))
         dS = cute.group_modes(dS, 1, 3)  # (its queries, keys of both CTAs)
         of_dS, of_K = mmas.dQ.make_fragment_A, mmas.dQ.make_fragment_B

@@ -28,7 +28,7 @@ OUT = CTAS  # the place of dS that is to be sent
 
 
 class PairLayouts(NamedTuple):
-    """Of operands. A CTA has its own keys; of what is split among both its half."""
+    """Layouts of the operands. A CTA has its own keys, and half of what is split among both."""
 
     sK: cute.ComposedLayout  # (its keys, d, 1)
     sK_columns: cute.ComposedLayout  # (all keys, its columns)
@@ -69,7 +69,7 @@ class PairRings(Rings):
 
     @staticmethod
     def stages(config: BackwardConfig) -> dict[str, int]:
-        """Of each, by its name."""
+        """Number of stages of each ring, by name."""
         num_passes = config.num_passes
         columns = {"k_columns": 1, "q_columns": 2 - num_passes, "do_columns": num_passes}
         more = {"p": 2 - num_passes, "exchange": 1, "stats": STATS_STAGES, "keys": num_passes - 1}
@@ -145,7 +145,7 @@ class PairShared(Shared):
 
     @classmethod
     def at(cls, config: BackwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
-        """Of a CTA, on the kernel's side."""
+        """Shared memory of a CTA, on the device."""
         c, rings = config, PairRings.at(config, storage.barriers.data_ptr())
         return cls(
             **cls._tensors(c, dtype, storage),
@@ -172,7 +172,7 @@ class PairShared(Shared):
         return self.rank != SECOND
 
     def _signal(self, tile_idx: Int32) -> None:
-        """By one thread of the leader: what is to be told has been written, and goes to the second CTA as well."""
+        """Signals, by one thread of the leader, that the fields are written, and sends them to the second CTA."""
         self.tiles.publish(tile_idx, self.tile_fields, self.tile_fields)
 
     @cute.jit

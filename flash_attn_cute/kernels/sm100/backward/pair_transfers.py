@@ -1,4 +1,4 @@
-"""What brings tiles to a pair of CTAs (see ``pair``), and takes dQ away."""
+"""Roles that load tiles for a pair of CTAs (see ``pair``), and carry dQ away."""
 
 import cutlass
 import cutlass.cute as cute
@@ -55,7 +55,7 @@ class PairTransfers(Transfers):
                         self._load_columns_of_keys(tile, tma.K_columns, shared, tile_idx)
                     step += 1
             tile_idx += 1
-            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             self._publish_next(a, ws, shared, tile_idx)
 
     def _rows(self, shared: PairShared, tile: KeyTile, m_block: Int32) -> tuple[tuple[Int32, Int32], ...]:
@@ -67,7 +67,7 @@ class PairTransfers(Transfers):
 
     @cute.jit
     def _publish_next(self, a: BackwardArguments, ws: Workspace, shared: PairShared, tile_idx: Int32) -> None:
-        """The leader's producer tells all roles of both CTAs, its own among them, of the next tile, or of the end."""
+        """Publishes the next tile, or the end, to all roles of both CTAs, by the leader's producer."""
         c = self.config
         if shared.is_leader:
             num_tiles = num_key_tiles(c, a)
@@ -153,7 +153,7 @@ class PairTransfers(Transfers):
         i: cutlass.Constexpr,
         thread: Int32,
     ) -> None:
-        """As of ``Transfers``. Of a dQ that is transposed the first CTA adds its first lanes, the second its last."""
+        """See ``Transfers``. If dQ is transposed, the first CTA adds its first lanes, the second its last."""
         c, first = self.config, i * self.config.piece_columns
         if const_expr(c.transposes_dQ):
             lane = thread - shared.rank * (PART_ROWS - c.piece_lanes)

@@ -1,12 +1,12 @@
-"""Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two walks, and products of both CTAs.
+"""Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two passes, and products of both CTAs.
 
-A tile is 256 keys, the work of a cluster of two, and the pair walks twice over the blocks, of 64 queries, that see it:
-``two_pass`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
+A tile is 256 keys, the work of a cluster of two, and the pair makes two passes over the blocks, of 64 queries, that see
+it: ``two_pass`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
 
-K, which both walks multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
+K, which both passes multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
 the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
 has (rows are ``left``'s and the sum's, columns ``right``'s):
-    walk      sum, in tensor memory        left                              right, in shared memory
+    pass      sum, in tensor memory        left                              right, in shared memory
     both      S' = K Q'     keys r x 64    K, tensor memory: keys r x d      Q: queries r x d
     first     dV += P' dO   keys r x d_v   P', tensor memory: keys r         dO: 64 queries x columns r
     second    dP' = V dO'   keys r x 64    V: keys r x d_v                   dO: queries r x d_v
@@ -24,20 +24,20 @@ Shared memory, in KB, and less than 3 of barriers, lse and delta. Those that sha
         dO by rows and dS                  12 + 16 + 8              16 + 16 + 8 (dS to be sent is 8)
     pieces of dQ                       12: 184                  16: 216
 Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scores`` has them:
-    first walk    Q by rows, of one step after the other
-    second walk   Q by rows in the one, and by columns in the other
+    first pass    Q by rows, of one step after the other
+    second pass   Q by rows in the one, and by columns in the other
 
 Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
-and 320. The two places of 64 columns are the ring ``scores`` of ``two_pass``: S of the first walk, and P over it; S of
+and 320. The two places of 64 columns are the ring ``scores`` of ``two_pass``: S of the first pass, and P over it; S of
 the second in the one, and dP in the other, and dS over that. At d = 192 dQ has columns from 416 on. At d = 256 it takes
-the place of the second walk's S: so it is computed when S has been read, and the next S when dQ has.
+the place of the second pass's S: so it is computed when S has been read, and the next S when dQ has.
 
-Rings that are not as in ``pair``. Steps are those of both walks; of dO by columns, the first one's, of dO by rows, dQ
+Rings that are not as in ``pair``. Steps are those of both passes; of dO by columns, the first one's, of dO by rows, dQ
 and exchanges the second one's.
 
     ring         stages  counts    full by                                  empty by
     k            1       tiles     1 + bytes, the CTA's own TMA             1, commit of the last dQ
-    keys         1       tiles     16*, compute: K is in tensor memory      nobody: compute warps know of the last S
+    keys         1       tiles     16*, compute: K is in tensor memory      none: compute warps know of the last S
     k_columns    1       tiles     1 + bytes*, TMA of both                  2, compute: dV of the *same* tile has left
     v            1       tiles     1 + bytes*, TMA of both                  2, compute: dK has left
     q            2       products  1 + bytes*, TMA of both                  1, commit of S, or of dK
@@ -45,27 +45,27 @@ and exchanges the second one's.
     scores       2       products  1, commit of S or dP                     16*, compute: P, S is read, or dS is there
 
 The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
-    first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
+    first pass     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
                    compute           P0     P1      P2
-    second walk    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1 ...
+    second pass    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1 ...
                    compute           P0    dS0           P1     dS1           P2
                    drain                                             dQ0
 So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
 to shared memory alone.
 
 What is ahead of what, beyond ``two_pass``:
-  - dO by rows is loaded when the first walk's last dV is done, and dS written when that and the first dP are: so where
+  - dO by rows is loaded when the first pass's last dV is done, and dS written when that and the first dP are: so where
     dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
   - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
 
 Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
                                        d = 256                      d = 192
-    tensor cores, both walks           1024 + 2048                  768 + 1664
+    tensor cores, both passes          1024 + 2048                  768 + 1664
     shared memory: operands            256 + 1536                   192 + 1312
         loads, stats                   324 + 516                    260 + 420
         dS, written and sent           0 + 256                      0 + 256
         dQ, written and added          0 + 512                      0 + 384
-So the tensor cores bind the first walk, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
+So the tensor cores bind the first pass, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
 and 4736.
 
 What orders accesses, beyond what ``pair`` and ``cta`` list:
@@ -228,7 +228,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """A compute warpgroup: K to tensor memory; half of every step's queries; dV and dK behind their walks."""
+        """A compute warpgroup: K to tensor memory; half of every step's queries; dV and dK after their passes."""
         c = self.config
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
@@ -279,7 +279,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         number: Int32,
         stores: cutlass.Constexpr = True,
     ) -> list[Int32]:
-        """Of the i-th block of a walk over its nth head's, from scores of that number, as ``Scores.compute_P``."""
+        """Computes P of the i-th block of the nth head, from the scores of a number; see ``Scores.compute_P``."""
         shared, rings = work.shared, work.shared.rings
         rings.stats.wait_full(step)  # from the producer
         rings.scores.wait_full(number)  # from the tensor cores
@@ -340,7 +340,7 @@ class _Products:
 
     @staticmethod
     def of(config: BackwardConfig, mmas: Mmas, shared: PairTwoPassShared) -> "_Products":
-        """Those of all operands."""
+        """Products of all operands."""
         c, memory = config, shared.tensor_memory
         dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, c.queries_shared, CTAS), (0, 0, 0)))
         of_K = mmas.S.make_fragment_A(mmas.S.partition_shape_A((c.tile_n, c.tile_d))).layout

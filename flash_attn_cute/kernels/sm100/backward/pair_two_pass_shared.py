@@ -1,4 +1,4 @@
-"""Shared memory of a CTA of a pair that walks twice (``pair_two_pass``): what lies where."""
+"""Shared memory of a CTA of a pair in two passes (``pair_two_pass``): layouts, storage and barriers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

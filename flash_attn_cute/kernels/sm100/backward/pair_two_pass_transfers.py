@@ -1,4 +1,4 @@
-"""What brings tiles to a pair of CTAs that walks twice (see ``pair_two_pass``), and takes dQ away."""
+"""Roles that load tiles for a pair of CTAs in two passes (see ``pair_two_pass``), and carry dQ away."""
 
 import cutlass
 import cutlass.cute as cute
@@ -39,7 +39,7 @@ class PairTwoPassTransfers(PairTransfers):
             self._load_second_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
             tile_idx += 1
-            # Not earlier: until it is begun, whoever needs its turn behind it would wait.
+            # Not earlier: until the tile is begun, all CTAs with a later turn would wait.
             self._publish_next(a, ws, shared, tile_idx)
 
     @cute.jit
@@ -118,9 +118,9 @@ class PairTwoPassTransfers(PairTransfers):
                 done += 1
 
     def _first_dQ(self, part: int, end: Int32) -> Int32 | int:
-        """As of ``Transfers``. If it takes the place of S, that is another one behind each odd number of steps.
+        """See ``Transfers``. If dQ takes the place of S, that place changes after each odd number of steps.
 
-        Tiles before have had three products of scores a step, and this one's first walk has one.
+        Tiles before have had three products of scores a step, and this one's first pass has one.
         """
         c = self.config
         if not c.dQ_over_S:

@@ -1,9 +1,9 @@
 """Attention backward on Blackwell where dK and dV do not fit tensor memory together: d, d_v up to 256.
 
 A tile is 128 keys, and the work of a CTA, as in ``cta``, which has the roles, the rings and how they are guarded. But
-the CTA walks twice over the blocks, of 64 queries, that see the tile:
-    first walk    S' = K Q'    dV += P' dO
-    second walk   S' = K Q'    dP' = V dO'    dK += dS' Q    dQ' = K' dS
+the CTA makes two passes over the blocks of 64 queries that attend to the tile:
+    first pass    S' = K Q'    dV += P' dO
+    second pass   S' = K Q'    dP' = V dO'    dK += dS' Q    dQ' = K' dS
 So S is computed, and Q and dO are loaded, twice: six products for five. (Halves of the columns of all three gradients
 would make it seven, as S and dP would be computed twice; so would a kernel for dQ and one for dK and dV, and these two
 fill tensor memory. Two CTAs that share a tile, one of them with dV, take as long as one CTA that does both.)
@@ -13,9 +13,9 @@ the first one's), as tensor memory has lanes for 128 queries, and shared memory 
 
 Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; dQ 384
 and 320, its parts 64 columns each. The two places of 64 columns are one ring, ``scores``, whatever they hold:
-    first walk    S of one step after the other, and P over it
-    second walk   S, which is only read, in the one, and dP in the other, and dS over that
-Products have numbers in that ring. A tile of an odd number of steps begins its second walk with S in the other place.
+    first pass    S of one step after the other, and P over it
+    second pass   S, which is only read, in the one, and dP in the other, and dS over that
+Products have numbers in that ring. A tile of an odd number of steps begins its second pass with S in the other place.
 
 Rings that are not as in ``cta``:
 
@@ -27,27 +27,27 @@ Rings that are not as in ``cta``:
     scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
     dq       2       parts     1, commit of a part of dQ      4, drain: it is read
     dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
-Steps are those of both walks, also where they are entries of lists; those of the drain and of the adding warps are the
-second one's. (In the code ``walk`` is the number of a tile among the CTA's, as in ``cta``.)
+Steps are those of both passes, also where they are entries of lists; those of the drain and of the adding warps are the
+second one's. (``tile_idx`` is the number of a tile among the CTA's, as in ``cta``.)
 
-    first walk     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
+    first pass     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
                    compute           P0     P1      P2
-    second walk    tensor cores   dP0 S0 |        | dK0 dP1 dQ0 S1 |        | dK1 dP2 dQ1 S2 ...
+    second pass    tensor cores   dP0 S0 |        | dK0 dP1 dQ0 S1 |        | dK1 dP2 dQ1 S2 ...
                    compute                 P0 dS0                    P1 dS1
                    drain                                         dQ0
-At d = 256 there is one Q and one dO. In the second walk the next dO is loaded beside all but dP, and the next Q, behind
-it, beside dP and dQ; so delta comes with Q, and nobody waits for compute warps ahead of dO.
+At d = 256 there is one Q and one dO. In the second pass the next dO is loaded beside all but dP, and the next Q, behind
+it, beside dP and dQ; so delta comes with Q, and no role waits for compute warps ahead of dO.
 
 What products being done in the order of issue brings, beyond ``cta``:
-  - S(t + 2) of the first walk may take the place of P(t), which dV(t) reads ahead of it, and the second walk's first S
+  - S(t + 2) of the first pass may take the place of P(t), which dV(t) reads ahead of it, and the second pass's first S
     and dP those of the first one's last two P.
-  - S(t + 1) of the second walk, for which compute warps wait, tells them that dQ(t) is done: there is room for dS.
+  - S(t + 1) of the second pass, for which compute warps wait, shows them that dQ(t) is done: there is room for dS.
 dV leaves through the place of V, which is loaded behind it. dK overwrites dV when compute warps have read that, and dV
 the last tile's dK.
 
 Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of shared memory a clock):
                                        d = 256                      d = 192
-    tensor cores, both walks           1024 + 2048                  768 + 1664
+    tensor cores, both passes          1024 + 2048                  768 + 1664
     shared memory: operands            1024 + 2560                  768 + 2112
         loads, stats, dS                576 + 768                   448 + 640
         dQ, written and added           0 + 1024                    0 + 768
@@ -172,7 +172,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """A compute warpgroup: half of every step's queries; dV behind the first walk, dK behind the second."""
+        """A compute warpgroup: half of every step's queries; dV after the first pass, dK after the second."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         work = Work(a, shared, scales, warpgroup, thread, address, ws.mBits)
@@ -198,10 +198,10 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
 
 
 def first_column(config: BackwardConfig, scores: Ring, number: Int32) -> Int32:
-    """Of scores, or gradients of weights, by their number in their ring: a stage is one of the two places."""
+    """First column of scores, or of dP, by their number in their ring: a stage is one of the two places."""
     return scores.stage(number) * config.first_dP
 
 
 def plus(number: Int32, distance: int) -> Int32:
-    """That of another step or product. Opaque, so that its stages are found like others, and the lint can follow."""
+    """Number of another step or product. Opaque, so that its stages are found like others, and the lint can follow."""
     return opaque(number + distance)

@@ -290,7 +290,8 @@ class BiasGradientSm90:
         """(row, lse and delta) of this thread's rows of a piece."""
         stats = cute.make_rmem_tensor((cute.size(coordinates, mode=[0]), 2), Float32)
         for r in cutlass.range_constexpr(cute.size(stats, mode=[0])):
-            # Of rows behind the sequence those of its last one: their scores are hidden, like those of blind ones.
+            # Of rows behind the sequence those of its last one: their scores are masked, like those of fully masked
+            # queries.
             row = cutlass.max(cutlass.min(first_row + coordinates[r, 0][0], p.q.length - 1) - p.num_fully_masked, 0)
             block, within = p.first_block + row // self.config.stats_m, permuted(row % self.config.stats_m)
             for which in cutlass.range_constexpr(2):
