@@ -131,7 +131,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What was measured in one case: seconds of every round by contender, FLOP/s of the gemm and bytes/s of the copy.
+    """Measurements of one case: seconds of every round by contender, FLOP/s of the gemm and bytes/s of the copy.
 
     Wide spreads of these rates, or changes from case to case, tell of a busy machine. ``against`` tells to whom a
     contender's ratios are; those that have none are not in it.
@@ -259,7 +259,7 @@ def interleave(
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What times a run on a device, in seconds."""
+    """Clock that times a run on a device, in seconds."""
     return cuda_seconds if device.type == "cuda" else _cpu_seconds
 
 
@@ -354,7 +354,7 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
 
 
 def cuda_seconds(run: Callable[[], object]) -> float:
-    """What one run takes the current GPU."""
+    """Seconds that one run takes the current GPU."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Empties the L2 cache, and keeps the device busy until the host has launched the run: launching takes longer than
     # short kernels, and is not what is compared here.

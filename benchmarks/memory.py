@@ -12,7 +12,7 @@ _PROC = Path("/proc/self")
 
 
 def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Runs once and returns the growth of memory at its peak, results included; None where it cannot be told.
+    """Runs once and returns the growth of memory at its peak, results included; None where it is unknown.
 
     On a GPU this is what PyTorch's allocator was asked for, as it may hand out a megabyte more. On a Linux CPU it is
     resident memory, which the kernel counts in pages: temporaries that fit what the allocator already holds show as

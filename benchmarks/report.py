@@ -1,4 +1,4 @@
-"""What a suite's run leaves behind: tables, means and verdicts on the terminal, and a JSON file."""
+"""Report of a suite's run: tables, means and verdicts on the terminal, and a JSON file."""
 
 import dataclasses
 import datetime
@@ -88,7 +88,7 @@ def ruling_line(ruling: Ruling) -> str:
 
 
 def environment(device: torch.device, dtype: torch.dtype, commit: str | None) -> dict[str, Any]:
-    """What is run, and where. ``commit`` is as of ``git describe --dirty``; without it git is asked."""
+    """Software and machine of the run. ``commit`` is as of ``git describe --dirty``; without it git is asked."""
     if commit is None:
         commit, status = _git("rev-parse", "--verify", "--quiet", "HEAD"), _git("status", "--porcelain")
         dirty = None if status is None else bool(status)
@@ -203,12 +203,12 @@ def _ms(seconds: float) -> str:
 
 
 def flop_unit(report: CaseReport) -> tuple[float, str]:
-    """What to divide FLOP/s by, and the unit it gives."""
+    """Divisor of FLOP/s, and the unit that it gives."""
     return (1e12, "TFLOP/s") if report.flop_rate.median >= 1e13 else (1e9, "GFLOP/s")
 
 
 def _git(*command: str) -> str | None:
-    """What a git command prints; None outside a repository, or where there is no git."""
+    """Output of a git command; None outside a repository, or where there is no git."""
     try:
         return subprocess.run(
             ("git", *command), cwd=_PROJECT, check=True, capture_output=True, text=True

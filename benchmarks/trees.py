@@ -169,7 +169,7 @@ def compare(old: Path, new: Path, names: list[str], rounds: int, times: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What a case costs at the least: FLOP and bytes, and the rates at which this machine does either."""
+"""Lower bounds of a case: FLOP and bytes, and the rates at which this machine does either."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, TypeAlias
@@ -13,7 +13,7 @@ _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 
 
 class Work(NamedTuple):
-    """What any implementation must do: arithmetic, and traffic from and to memory."""
+    """Work of any implementation: arithmetic, and traffic from and to memory."""
 
     flop: float
     bytes: float

@@ -19,7 +19,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run; ``str()`` of it is for people.
+    """Explanation of a call; ``str()`` of it is for people.
 
     Attributes:
         backend: the name of the backend that serves the call.

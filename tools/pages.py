@@ -1,4 +1,4 @@
-"""What mkdocs is told about links that leave docs/: pictures come along, other files are named by their paths."""
+"""Hook of mkdocs for links that leave docs/: pictures come along, other files are named by their paths."""
 
 import re
 from pathlib import Path

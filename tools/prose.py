@@ -7,7 +7,6 @@ Rules:
     opening   a docstring begins with a word that points elsewhere ("Of", "Those", "The same", ...)
     jargon    a word that the project has replaced by the field's (``docs/architecture.md``, "Glossary")
     long      a sentence of a docstring or comment has more than 35 words
-
 """
 
 import ast

@@ -59,7 +59,7 @@ def tokens(text: str) -> list[Token]:
 
 @dataclass(frozen=True)
 class Operand:
-    """What stands between two commas: a name, a number, or several of them in brackets."""
+    """Operand of an instruction: a name, a number, or several of them in brackets."""
 
     text: str  # as it is written
     marks: (
@@ -137,7 +137,7 @@ class Instruction:
         return any(f"{self.opcode}.".startswith(f"{prefix}.") for prefix in prefixes)
 
     def register(self, name: str) -> str:
-        """A register's name, told from those of the same name in other scopes."""
+        """Register of a name, distinguished from those of the same name in other scopes."""
         holder = self.scope.holder(name)
         return f"{name}@{holder.number}" if holder is not None else name
 
@@ -168,7 +168,7 @@ class Function:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Of every instruction, the numbers of those that may be next; ``len(instructions)`` is the end.
+        """Indices of the instructions that may follow each one; ``len(instructions)`` is the end.
 
         Raises:
             PtxError: a jump to where no label is, or by a table.

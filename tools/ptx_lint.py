@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 def lint(text: str) -> list[Finding]:
-    """What is wrong with the kernels of a PTX module, by line.
+    """Findings in the kernels of a PTX module, by line.
 
     Raises:
         PtxError: it is not PTX as ``tools.ptx`` knows it.
@@ -72,7 +72,7 @@ def lint(text: str) -> list[Finding]:
 
 
 def check(function: Function) -> Iterator[Finding]:
-    """What is wrong with a kernel."""
+    """Findings in a kernel."""
     program = Program(function)
     kernel = _Kernel(program)
     yield from _paths(kernel)

@@ -1,4 +1,4 @@
-"""What a thread of a kernel does, as far as its PTX tells: which instructions it may reach, and with which addresses.
+"""Threads of a kernel as its PTX shows them: which instructions each may reach, and with which addresses.
 
 Constants are propagated through registers and branches together (Wegman and Zadeck, "Constant propagation with
 conditional branches", 1991), for one thread at a time, whose number is a constant. Roles of warps are told by it, so
@@ -58,7 +58,7 @@ _WITHOUT_RESULT_AT_LENGTH = (
 
 
 class Value(NamedTuple):
-    """Of a register, as far as it is known."""
+    """Value of a register, as far as it is known."""
 
     number: int
     is_exact: bool = True  # if not, something unknown is added to it, or it is the least of several
@@ -68,7 +68,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Resolved:
-    """An instruction's registers, told from those of the same name in other scopes."""
+    """Registers of an instruction, distinguished from those of the same name in other scopes."""
 
     results: tuple[str, ...]
     sources: tuple[str, ...]
@@ -138,7 +138,7 @@ class Thread:
         return number in self.reached and self._guard(number) is not False
 
     def value(self, instruction: Instruction, operand: Operand) -> Value | None:
-        """That of an operand; of an address, that within the brackets."""
+        """Value of an operand; of an address, the value within the brackets."""
         if operand.marks in ("[", "+"):
             values = [self.value(instruction, part) for part in operand.parts[: 2 if operand.marks == "+" else 1]]
             return values[0] if len(values) == 1 else _add(*values)

@@ -113,7 +113,7 @@ class BiasCase(Case):
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gets a gradient, by its gradient's name."""
+        """Leaves of the case, by the names of their gradients."""
         found = {"dq": self.q, "dk": self.k, "dv": self.v}
         return found if self.bias is None or not self.bias.requires_grad else found | {"dbias": self.bias}
 

@@ -69,7 +69,7 @@ class RanksCase(Case):
     rank: int
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's rows."""
+        """Rows of this rank."""
         return self.sharding.shard(x, self.rank)
 
 

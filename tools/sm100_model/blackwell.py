@@ -24,7 +24,7 @@ _COLUMNS = 32  # of P, which are stored together
 
 @dataclass(frozen=True)
 class ForwardDesign:
-    """What forward kernels differ in."""
+    """Parameters of a forward kernel."""
 
     d: int
     d_v: int
@@ -206,7 +206,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class BackwardDesign:
-    """What backward kernels differ in. A tile is 128 keys a CTA."""
+    """Parameters of a backward kernel. A tile is 128 keys a CTA."""
 
     d: int
     d_v: int
@@ -495,7 +495,7 @@ class Backward:
                 piece += 1
 
     def add(self, work: Sequence[TileWork]) -> Needs:
-        """A thread: tells TMA to add what has been put out."""
+        """A thread: issues the TMA additions of what is in shared memory."""
         c, sm = self.design, self.sm
         for piece in range(self.pieces * sum(w.blocks for w in work)):
             yield self.staging.wait_full(piece)

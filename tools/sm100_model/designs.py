@@ -42,7 +42,7 @@ class Case:
         return Maker(Forward, self.design, machine)
 
     def predict(self, machine: Machine = B200) -> Prediction:
-        """What it takes."""
+        """Prediction of the case."""
         design, shape, make = self.design, self.shape, self.make(machine)
         if isinstance(design, ForwardDesign):
             return predict(shape, machine, make, Order(8, last_first=True))
@@ -154,7 +154,7 @@ class Change(NamedTuple):
     columns: int | None = None
 
     def cases(self, causal: bool) -> tuple[Case, Case]:
-        """Before and after."""
+        """Cases before and after the change."""
         before, after = (
             Case(design, causal, window=self.window, columns=self.columns) for design in (self.before, self.after)
         )

@@ -43,7 +43,7 @@ class Forward:
         return self.sm
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
-        """Warp 0."""
+        """Warp 0, which loads."""
         c, step = self.config, 0
         for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)
@@ -136,7 +136,7 @@ class BackwardCta:
         return self.sm
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
-        """Warp 0."""
+        """Warp 0, which loads."""
         c, step = self.config, 0
         for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)

@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """Of visible pairs: two products forward, five backward."""
+        """FLOP of visible pairs: two products forward, five backward."""
         hidden = 0 if self.window is None else max(0, self.seqlen - self.window)
         triangles = [rows * (rows + 1) / 2 for rows in (self.seqlen, hidden)]
         pairs = triangles[0] - triangles[1] if self.causal else float(self.seqlen) ** 2
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Of all heads."""
+        """Rows of all heads."""
         return self.batch * self.heads * self.seqlen
 
 
@@ -54,7 +54,7 @@ class Order(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Which blocks of a head it walks over, in this order, and how many of them need a mask."""
+    """Blocks of a head that a tile iterates over, in order, and how many of them need a mask."""
 
     head: int
     blocks: range
@@ -103,7 +103,7 @@ class Cost(NamedTuple):
 
 @cache
 def cost_of(make: Maker, masked: int = 0) -> Cost:
-    """What a kernel takes a tile and a step, from simulations of a few tiles.
+    """Time of a tile and of a step, from simulations of a few tiles.
 
     A CTA that has but one tile costs what it takes to start another one, too: ``START_CTA``.
     """
@@ -154,7 +154,7 @@ def schedule(tiles: Sequence[Tile], workers: int, cost: Cost, hand_over: float |
 
 
 class Prediction(NamedTuple):
-    """What a pass takes."""
+    """Prediction of a pass."""
 
     flop: float
     clocks: float  # of the main kernel
@@ -165,7 +165,7 @@ class Prediction(NamedTuple):
     balance: float  # share of the clocks in which SMs work: the rest are tails, and waits for turns
 
     def seconds(self, ghz: float) -> float:
-        """What it takes at a clock."""
+        """Seconds at a clock rate."""
         return self.clocks / (ghz * 1e9) + self.memory
 
     def tflops(self, ghz: float) -> float:
@@ -179,7 +179,7 @@ class Prediction(NamedTuple):
 
 
 def steady_state(make: Maker) -> tuple[Sm, float, float]:
-    """A long walk, and between which clocks it is in its steady state; with two walks, three tiles and one of them."""
+    """A long mainloop, and the clocks of its steady state; in two passes, three tiles and one of them."""
     kernel = make()
     if kernel.num_passes == 2:
         sm = kernel.run([TileWork(48)] * 3)

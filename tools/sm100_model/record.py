@@ -31,7 +31,7 @@ class HopperPass(NamedTuple):
     launches: int = 1
 
     def predict(self) -> Prediction:
-        """What it takes."""
+        """Prediction of the pass."""
         return predict(
             self.shape,
             H200,

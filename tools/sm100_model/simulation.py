@@ -78,11 +78,11 @@ class Barrier:
 
     @property
     def phases(self) -> int:
-        """That have ended."""
+        """Number of phases that have ended."""
         return self._arrived // self._arrivals
 
     def arrive(self) -> None:
-        """One arrival, now."""
+        """Counts one arrival, now."""
         self._arrived += 1
         woken = [process for number, process in self.waiting if number <= self.phases]
         self.waiting = [x for x in self.waiting if x[0] > self.phases]
@@ -143,7 +143,7 @@ class Simulation:
         self._unfinished = 0
 
     def barrier(self, arrivals: int, name: str = "") -> Barrier:
-        """A new one."""
+        """Makes a barrier."""
         return Barrier(self, arrivals, name)
 
     def start(self, name: str, needs: Needs) -> None:

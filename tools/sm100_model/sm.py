@@ -10,14 +10,14 @@ MASK = 2.9  # instructions that hide an element, counted in the Hopper kernels' 
 
 
 class TileWork(NamedTuple):
-    """The work of a CTA on a tile: so many blocks of the other side, of which the first so many need a mask."""
+    """Work of a CTA on a tile: blocks of the other side, the first ``masked`` of which need a mask."""
 
     blocks: int
     masked: int = 0
 
 
 class Kernel(Protocol):
-    """What one CTA does, on its SM. Rows are queries in the forward pass, keys in the backward pass."""
+    """Model of a CTA on its SM. Rows are queries in the forward pass, keys in the backward pass."""
 
     rows: int  # of a tile
     ctas: int  # that work on a tile together
@@ -37,7 +37,7 @@ class Maker(NamedTuple):
     machine: Machine
 
     def __call__(self) -> Kernel:
-        """A new one."""
+        """Makes a kernel."""
         return self.kernel(self.design, self.machine)
 
 

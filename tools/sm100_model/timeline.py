@@ -1,4 +1,4 @@
-"""What an SM did over time, as text or as a picture."""
+"""Timeline of an SM, as text or as a picture."""
 
 from collections.abc import Iterator
 from pathlib import Path

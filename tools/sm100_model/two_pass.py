@@ -1,8 +1,8 @@
-"""Our backward kernels for Blackwell that walk twice over the queries: dK and dV do not fit tensor memory together.
+"""Backward kernels for Blackwell in two passes over the queries: dK and dV do not fit tensor memory together.
 
-The first walk sums dV, the second dK and dQ, by blocks of 64 queries. A CTA does so alone, or is one of a pair, which
+The first pass sums dV, the second dK and dQ, by blocks of 64 queries. A CTA does so alone, or is one of a pair, which
 has K in tensor memory (``kernels/sm100/backward/two_pass.py``, ``pair_two_pass.py``). Of a pair each stage of Q is a
-half, by rows or by columns, and dO has two stages by columns in the first walk and one by rows in the second.
+half, by rows or by columns, and dO has two stages by columns in the first pass and one by rows in the second.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class BackwardTwoPass(Backward):
         self.ways_out = (self.k_columns, self.v) if design.pair else (self.v, self.k)
 
     def load(self, work: Sequence[TileWork]) -> Needs:
-        """A warp: keys and values once, Q and dO block by block, in both walks."""
+        """A warp: keys and values once, Q and dO block by block, in both passes."""
         c, step, number = self.design, 0, 0
         for tile, (num, _) in enumerate(work):
             yield self.k.wait_empty(tile)
@@ -42,7 +42,7 @@ class BackwardTwoPass(Backward):
             step, number = step + 2 * num, number + 3 * num
 
     def _load_blocks(self, tile: int, first: int, num: int) -> Needs:
-        """Of a CTA alone: dO ahead of Q in the second walk; V when dV has left through its place."""
+        """Loads of a single CTA: dO ahead of Q in the second pass; V when dV has left through its place."""
         for step in range(first, first + num):
             yield from self._load_Q(step)
             yield from self._load_dO(self.do, step)
@@ -54,8 +54,8 @@ class BackwardTwoPass(Backward):
                 self.sm.load("V", 2 * BLOCK * self.design.d_v, self.v, tile)
 
     def _load_halves_of_passes(self, tile: int, step: int, number: int, num: int) -> Needs:
-        """Of a pair's CTA: Q a step ahead of dO in the first walk, and by columns as well in the second."""
-        do_step = step // 2  # of each walk
+        """Loads of a pair's CTA: Q a step ahead of dO in the first pass, and by columns as well in the second."""
+        do_step = step // 2  # of each pass
         for i in range(num + 1):
             if i < num:
                 yield from self._load_Q(number + i)
@@ -91,8 +91,8 @@ class BackwardTwoPass(Backward):
         self.sm.load("lse and delta", 8 * self.design.queries, self.stats, step)
 
     def mma(self, work: Sequence[TileWork]) -> Needs:
-        """A warp: both walks over each tile."""
-        c, done, number = self.design, 0, 0  # steps of each walk
+        """A warp: both passes over each tile."""
+        c, done, number = self.design, 0, 0  # steps of each pass
         for tile, (num, _) in enumerate(work):
             step = 2 * done
             if c.pair:
@@ -195,7 +195,7 @@ class BackwardTwoPass(Backward):
         self._product("dQ", times * c.queries, keys, times * (self._left(keys) + self._right(keys)), then)
 
     def compute(self, g: int, work: Sequence[TileWork]) -> Needs:
-        """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK behind their walks."""
+        """A warpgroup: a pair's K to tensor memory; half of the queries; dV and dK after their passes."""
         c, sm, me = self.design, self.sm, f"compute {g}"
         stats = self.stats if c.pair else self.q
         step, number, dq_step = 0, 0, 0

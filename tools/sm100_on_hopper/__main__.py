@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m tools.sm100_on_hopper",
         description=__doc__,

@@ -22,7 +22,7 @@ COLUMNS_OF_A = 256  # in tensor memory, behind the result
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is like."""
+    """Parameters of a kernel."""
 
     name: str
     n: int = 128
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def m(self) -> int:
-        """Rows of A."""
+        """Number of rows of A."""
         return 256 if self.pair else 128
 
 
@@ -267,7 +267,7 @@ def fence_after() -> None:
 
 
 def largest(*values: cutlass.Float32) -> cutlass.Float32:
-    """Of three."""
+    """Largest of three numbers."""
     a, b, c = (value.ir_value() for value in values)
     return cutlass.Float32(nvvm.fmax(a, b, c=c))
 

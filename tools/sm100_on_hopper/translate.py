@@ -1,4 +1,4 @@
-"""PTX for SM100 GPUs, told in PTX that a Hopper GPU runs.
+"""Translation of PTX for SM100 GPUs to PTX that a Hopper GPU runs.
 
 What Hopper lacks becomes either the same arithmetic in older instructions, or a call into ``runtime.cu``, which
 emulates tensor memory and the tcgen05 unit. All other text stays as it is, to the byte. What is neither Hopper's nor
@@ -22,7 +22,7 @@ class RefusedError(NotImplementedError):
 
 
 class Translation(NamedTuple):
-    """What came out."""
+    """Result of a translation."""
 
     body: str  # PTX without .version, .target and .address_size
     replaced: dict[str, int]  # how often each kind of instruction was

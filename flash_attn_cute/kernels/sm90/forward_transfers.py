@@ -120,7 +120,7 @@ class Transfers:
 
     @cute.jit
     def _announce(self, tile: QueryTile, tQ: RowTiles, shared: Shared, state: pipeline.PipelineState) -> None:
-        """Tells the mma warpgroups of a tile, and loads its queries."""
+        """Publishes a tile to the mma warpgroups, and loads its queries."""
         c, queries = self.config, 64 // self.config.group  # of a warpgroup
         full = shared.tile_full + state.index
         some_keys = tile.blocks.num > 0
