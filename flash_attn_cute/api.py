@@ -329,7 +329,7 @@ def _attend(
     backend: str | None,
     return_lse: bool,
 ) -> Result:
-    watched = ops.is_watched(tensors)
+    watched = ops.needs_dispatcher(tensors)
     if watched and not bounds and nested.is_among(tensors[:3]):
         return _attend_nested(tensors, block_mask, options, backend, return_lse)
     tensors = ops.autocast(tensors)

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from flash_attn_cute import ops, plan
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
-from flash_attn_cute.spec import Options, surely
+from flash_attn_cute.spec import Options, statically_true
 
 
 class Lowered(NamedTuple):
@@ -65,7 +65,7 @@ def _fits(block_mask: BlockMask, q: Any, k: Any, v: Any) -> bool:
     """Whether q, k and v have the dimensions and lengths that the mask is for."""
     if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in (q, k, v)):
         return False
-    return surely(q.shape[1] == block_mask.seqlen_q) and surely(k.shape[1] == block_mask.seqlen_k)
+    return statically_true(q.shape[1] == block_mask.seqlen_q) and statically_true(k.shape[1] == block_mask.seqlen_k)
 
 
 def _is_packed_already(block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -76,7 +76,7 @@ def _is_packed_already(block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -
         and k.shape[:3] == v.shape[:3]
         and q.shape[:2] == k.shape[:2]
         and q.shape[3] == k.shape[3]
-        and surely(batch == block_mask.batch)
+        and statically_true(batch == block_mask.batch)
         and (batch == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v)))
     )
 

@@ -182,7 +182,7 @@ _PLAIN_KEYS = _key_bits(
 )
 
 
-def is_watched(tensors: tuple[Any, ...]) -> bool:
+def needs_dispatcher(tensors: tuple[Any, ...]) -> bool:
     """Whether anything but autograd and a backend would act on an operator called with these tensors (or None).
 
     No single place in PyTorch knows of all that could, so several are asked:
@@ -212,7 +212,7 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
 
     Autograd and checkpoints hand out views of a tensor, for which ``is`` is False.
     """
-    return a is b or (not is_watched((a, b)) and a.dtype == b.dtype and a.is_set_to(b))
+    return a is b or (not needs_dispatcher((a, b)) and a.dtype == b.dtype and a.is_set_to(b))
 
 
 def _flatten(inputs: AttentionInputs, options: Options, backend: str) -> tuple[Any, ...]:
@@ -529,7 +529,7 @@ class FlashAttention(torch.autograd.Function):
         need_dsink, need_dbias = ctx.needs_input_grad[3:5]
         grads: tuple[Tensor | None, ...]
         # Gradients that may be differentiated again come from the operator, which knows how to refuse.
-        if torch.is_grad_enabled() or is_watched((*saved, dout, dlse)):
+        if torch.is_grad_enabled() or needs_dispatcher((*saved, dout, dlse)):
             call = _flatten(inputs, options, backend)
             grads = _call_backward(call, out, lse, dout, dlse, need_dbias, need_dsink)
         else:
@@ -540,5 +540,6 @@ class FlashAttention(torch.autograd.Function):
         return dq, dk, dv, dsink, dbias, None
 
 
-# All that ``Function.apply`` adds to this is care for torch.func's transforms, which ``is_watched`` has ruled out.
+# All that ``Function.apply`` adds to this is care for torch.func's transforms, which ``needs_dispatcher`` has ruled
+# out.
 _record = super(torch.autograd.Function, FlashAttention).apply

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import ops, settings, validate
-from flash_attn_cute.spec import surely
+from flash_attn_cute.spec import statically_true
 
 
 class Packing(NamedTuple):
@@ -53,7 +53,7 @@ class Packing(NamedTuple):
         bound = None if total is None else validate.as_int(total)
         if total is not None and bound is None:
             raise TypeError(f"total: expected None or an int, got {total!r}")
-        if bound is not None and surely(bound < 0):
+        if bound is not None and statically_true(bound < 0):
             raise ValueError(f"total: expected at least 0, got {bound}")
         counted = mask.flatten().cumsum(0)
         if bound is None:
@@ -140,14 +140,14 @@ def _check_mask(name: str, mask: Tensor) -> None:
 def _check_rows(x: Tensor, leading: tuple[int, ...], expected: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-    if x.ndim < len(leading) or any(surely(got != n) for got, n in zip(x.shape, leading, strict=False)):
+    if x.ndim < len(leading) or any(statically_true(got != n) for got, n in zip(x.shape, leading, strict=False)):
         shape = expected.replace("...", "").strip("(), ")
         raise ValueError(f"x: expected shape {expected} with ({shape}) = {leading}, got shape {tuple(x.shape)}")
 
 
 def _is_read(x: Tensor) -> bool:
     """Whether values are looked at: where that makes nobody wait, or where all are to be."""
-    return not ops.is_watched((x,)) and (x.device.type == "cpu" or settings.check_data())
+    return not ops.needs_dispatcher((x,)) and (x.device.type == "cpu" or settings.check_data())
 
 
 class _Moved(torch.autograd.Function):
@@ -162,7 +162,7 @@ class _Moved(torch.autograd.Function):
     def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         """Row ``index[i]`` of x as row i, or 0 if x has no such row; ``inverse`` undoes it."""
         rows, shape = x.shape[0], (index.shape[0], *x.shape[1:])
-        if surely(rows == 0):
+        if statically_true(rows == 0):
             return x.new_zeros(shape)
         absent = (index >= rows).view(-1, *[1] * (x.ndim - 1))
         return x.index_select(0, index.clamp(max=rows - 1)).masked_fill(absent, 0)

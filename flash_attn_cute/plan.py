@@ -47,7 +47,7 @@ def make(tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options
 def recall(
     tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options, backend: str | None
 ) -> Plan:
-    """The same from memory, if a call that looks alike has been here; for unwatched tensors (``ops.is_watched``).
+    """The same from memory, if a call that looks alike has been here; for unwatched tensors (``ops.needs_dispatcher``).
 
     Those are strided and have numbers for sizes, so four properties are all that checks and backends can go by.
     """

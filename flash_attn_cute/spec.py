@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def surely(condition: bool | torch.SymBool) -> bool:
+def statically_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes or bounds holds, so far as is known.
 
     Under tracing a number may come from data, as from ``.item()``. What depends on one is not sure, and is not asked.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Options, surely
+from flash_attn_cute.spec import AttentionInputs, Options, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
@@ -166,11 +166,11 @@ def check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: tor
     check_type_of_block_mask(block_mask)
     q, k, sizes = inputs.q, inputs.k, block_mask.sizes
     lengths = q.shape[-3], k.shape[-3]
-    if surely(sizes.seqlen_q != lengths[0]) or surely(sizes.seqlen_k != lengths[1]):
+    if statically_true(sizes.seqlen_q != lengths[0]) or statically_true(sizes.seqlen_k != lengths[1]):
         names = "(total_q, total_k)" if inputs.packed else "(seqlen_q, seqlen_k)"
         raise ValueError(f"block_mask: expected one over {names} = {lengths}, got one over {tuple(sizes[2:])}")
     batch = 1 if inputs.packed else q.shape[0]
-    if sizes.batch != 1 and surely(sizes.batch != batch):
+    if sizes.batch != 1 and statically_true(sizes.batch != batch):
         expected = "1" if inputs.packed else f"1 or {batch}"
         raise ValueError(f"block_mask: expected a batch of {expected}, got {sizes.batch}")
     nheads, nheads_k = q.shape[-2], k.shape[-2]
@@ -204,7 +204,7 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
 
 
 def _check_range(name: str, bound: int | None) -> None:
-    if bound is not None and (surely(bound < 0) or surely(bound > _MAX_INT32)):
+    if bound is not None and (statically_true(bound < 0) or statically_true(bound > _MAX_INT32)):
         raise ValueError(f"{name}: expected 0 to {_MAX_INT32}, got {bound}")
 
 
@@ -319,7 +319,7 @@ def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None], 
         return
     _check_tensor("mask", mask, q)
     # What has a row a sequence was meant to tell its padding.
-    looks_padded = mask.ndim == 2 and surely(mask.shape[0] == batch)
+    looks_padded = mask.ndim == 2 and statically_true(mask.shape[0] == batch)
     on_padding = _ON_PADDING["batch" in dims] if looks_padded else ""
     if mask.dtype != torch.bool:
         also = (
@@ -347,7 +347,7 @@ def _check_broadcast(name: str, x: Tensor, dims: Mapping[str, int | None], advic
     sizes = list(dims.values())
     aligned = sizes[max(0, len(sizes) - x.ndim) :]
     fits = x.ndim <= len(sizes) and all(
-        expected is None or not (surely(got != expected) and surely(got != 1))
+        expected is None or not (statically_true(got != expected) and statically_true(got != 1))
         for got, expected in zip(x.shape, aligned, strict=False)
     )
     if not fits:

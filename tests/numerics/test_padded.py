@@ -312,7 +312,7 @@ def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: p
     from flash_attn_cute import ops, padding
 
     elsewhere: Any = type("Elsewhere", (), {"device": torch.device("cuda")})()
-    monkeypatch.setattr(ops, "is_watched", lambda tensors: False)
+    monkeypatch.setattr(ops, "needs_dispatcher", lambda tensors: False)
     assert not padding._is_read(elsewhere)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
     flash_attn_cute.settings.check_data.cache_clear()

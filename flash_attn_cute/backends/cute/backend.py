@@ -37,7 +37,7 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.registry import Architecture, pass_of
 from flash_attn_cute.sparsity.bits import HALF
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, surely
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, statically_true
 
 _HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
 _MAX_PACKED_ROWS = 2**30  # of the view through which TMA reads and writes packed rows
@@ -80,7 +80,7 @@ class CuteBackend:
                 reasons.append(f"{name} = {d} (multiples of 8 up to {widest})")
         for name, x in (("q", inputs.q), ("k", inputs.k)):
             rows = math.prod(x.shape[:-2])
-            if surely(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
+            if statically_true(rows >= _MAX_PACKED_ROWS) and _runs_packed(spec, inputs):
                 where = f"total_{name}" if spec.packed else f"{name}, which are packed for this call"
                 reasons.append(f"{rows} rows of {where} (expected fewer than 2^30)")
         if spec.has_block_mask:
