@@ -1,4 +1,4 @@
-"""What CUDA graphs read stays alive as long as they do.
+"""Keeps alive what CUDA graphs read, as long as they live.
 
 A graph is a list of launches with addresses in them. Who captured it may drop the tensors at those addresses before
 it is replayed. So the graph gets a user object of the CUDA driver, which it and all that is instantiated from it hold.
@@ -21,7 +21,7 @@ _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 class _Read(NamedTuple):
-    """What a graph reads, and the semaphore that says when it is gone."""
+    """Something that a graph reads, and the semaphore that says when it is gone."""
 
     value: Any
     semaphore: ctypes.c_void_p

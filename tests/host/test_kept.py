@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def fake_tensors_first(thing: Thing, device: str) -> None:
         check(thing, results(thing, made, device), device)
         return
     made, _ = thing.on(device)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode():
         q = torch.empty_like(inputs(device)[0])
         out = thing.call(made, [q, q, q])
     assert isinstance(out, FakeTensor)
@@ -102,7 +103,7 @@ def fake_tensors_first(thing: Thing, device: str) -> None:
 
 
 def traced_first(thing: Thing, device: str) -> None:
-    """What make_fx records reads tables as constants, or asks for them to be built; nothing of its own is kept."""
+    """A program that make_fx records has tables as constants; nothing of its own is kept."""
     made, _ = thing.on(device)
     x = inputs(device)
     program = make_fx(lambda *x: thing.call(made, list(x)))(*x)
@@ -175,7 +176,7 @@ def deeply_copied(thing: Thing, device: str) -> None:
 
 
 def pickled(thing: Thing, device: str) -> None:
-    """Likewise, and tables take no room in it."""
+    """A pickle has no tables, and is as good."""
     made, _ = thing.on(device)
     size = len(pickle.dumps(made))
     _carried(thing, device, lambda made: pickle.loads(pickle.dumps(made)))
@@ -273,6 +274,7 @@ def forked(thing: Thing, device: str) -> None:
         status = 1
         try:
             torch.set_num_threads(1)
+            signal.alarm(60)  # ends what hangs
             if device == "cpu":
                 check(thing, results(thing, made, device), device)
                 check(thing, results(thing, new, device), device)
@@ -463,7 +465,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def marks_of(situation: Callable[[Thing, str], None], device: str) -> list[pytest.MarkDecorator]:
-    """What a cell needs."""
+    """The GPUs that a cell needs."""
     if situation is captured_on_another_gpu:
         return [needs_kernels, two_gpus]
     return [needs_kernels] if device == "cuda" else []
@@ -589,8 +591,8 @@ def table() -> str:
     """Things and situations, and on which devices tests have both."""
     lines = ["| | " + " | ".join(thing.name for thing in THINGS) + " |", "|---" * (len(THINGS) + 1) + "|"]
     for situation, (devices, names) in SITUATIONS.items():
-        told = " ".join("GPU" if device == "cuda" else "CPU" for device in devices)
-        cells = [told if thing.name in names else "" for thing in THINGS]
+        tested = " ".join("GPU" if device == "cuda" else "CPU" for device in devices)
+        cells = [tested if thing.name in names else "" for thing in THINGS]
         lines.append(f"| {situation.__name__.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

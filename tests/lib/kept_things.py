@@ -52,7 +52,7 @@ def looked_up(places: Tensor) -> BlockMask:
 
 
 def from_flex(places: Tensor) -> BlockMask:
-    """Of FlexAttention's lists of blocks, which are its own."""
+    """Makes a mask from FlexAttention's lists of blocks."""
     flex = create_block_mask(third, 1, 1, ROWS, ROWS, device=str(places.device))
     flex.kv_num_blocks = places.view(1, 1, -1)
     return BlockMask.from_flex(flex)
@@ -130,7 +130,7 @@ def results(thing: Thing, made: Any, device: str) -> Results:
 
 @functools.cache
 def expected(name: str, device: str) -> Results:
-    """What a new one gives in no mode, on the default stream; it does not outlive this."""
+    """Results of a new thing, in no mode and on the default stream."""
     thing = BY_NAME[name]
     found = results(thing, thing.on(device)[0], device)
     context._balanced.cache_clear()
