@@ -36,6 +36,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
 
 
+# What tests of a folder do, by the marker that chooses them.
+FOLDERS = {"compile": "compiles", "blackwell": "interprets", "distributed": "ranks", "docs": "docs"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by their folder, before the option ``-m`` chooses among them."""
+    for item in items:
+        if item.path.parent.name in FOLDERS:
+            item.add_marker(FOLDERS[item.path.parent.name])
+
+
 def pytest_report_header() -> str:
     """Whose kernels the GPU tests call."""
     return f"kernels: {checks.GPU_ARCHITECTURE or 'none, without a GPU that has any'}"

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.checks import bitwise_equal, draws, random_call
+from tests.lib.checks import bitwise_equal, drawn, random_call
 from tests.lib.interpreted.common import B300, EVERYTHING
 from tests.lib.interpreted.forward import check, execute
+from tests.lib.tiers import tiered
 
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128": ([300], [400], {"packed": False, "head_dim": 128, "nheads": 1}),
@@ -26,15 +27,16 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, "d64-everything"))
 def test_forward(case: str, fuzz_seconds: float) -> None:
     """Sequences around tile edges, under schedules drawn at random."""
     lengths_q, lengths_k, options = CASES[case]
     call = random_call(lengths_q, lengths_k, **{"dtype": torch.bfloat16, **options})
-    for _, draw in draws(case, fuzz_seconds):
+    for _, draw in drawn(case, fuzz_seconds):
         check(call, draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
@@ -52,6 +54,7 @@ def test_kernels_of_a_b300(lengths_q: list[int], lengths_k: list[int], by_pairs:
         check(call, random.Random(seed), by_pairs=by_pairs, capability=B300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
@@ -74,6 +77,7 @@ def test_a_wide_out_is_what_is_rounded_else(
     assert bitwise_equal(lse_beside, lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 256])  # O is known to be complete in different ways
 def test_references_that_rise_by_much(head_dim: int) -> None:
     """Each block has larger scores than the one before, and some rows' rise while their neighbours' do not."""

@@ -18,6 +18,7 @@ from tests.lib.checks import bitwise_equal, poisoned_dout, random_call
 from tests.lib.interpreted import forward
 from tests.lib.interpreted.backward import NUM_SMS, Interpreted, check, execute
 from tests.lib.interpreted.common import B300, EVERYTHING
+from tests.lib.tiers import tiered
 
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128": ([150], [260], {"packed": False, "head_dim": 128, "nheads": 1}),
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, "d64-everything", "d256-grouped"))
 def test_backward(case: str, fuzz_seconds: float) -> None:
     """Sequences around tile edges, under schedules drawn at random: two CTAs, which wait for each other's turns."""
     lengths_q, lengths_k, options = CASES[case]
@@ -89,7 +90,7 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", tiered(PAIRS, "grouped-causal", "d256"))
 def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
     """Two pairs of CTAs: keys of a tile's second CTA may be none, and blocks of queries may have none for it."""
     lengths_q, lengths_k, options = PAIRS[case]
@@ -103,6 +104,7 @@ def test_backward_by_pairs(case: str, fuzz_seconds: float) -> None:
             break
 
 
+@pytest.mark.slow
 def test_slices_of_one_projection() -> None:
     """q, k and v, whose rows are far apart: both passes read them where they are."""
     call = random_call([140], [140], packed=False, nheads=2, head_dim=64, causal=True, dtype=torch.bfloat16)
@@ -114,11 +116,13 @@ def test_slices_of_one_projection() -> None:
     check(call, Interpreted(random.Random(0)))
 
 
+@pytest.mark.slow
 def test_kernels_of_a_b300() -> None:
     call = random_call([70, 20], [140, 17], head_dim=64, nheads=1, causal=True, dtype=torch.bfloat16)
     check(call, Interpreted(random.Random(0), capability=B300), through_lse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths_q", "lengths_k", "by_pairs", "options"),
     [
@@ -157,6 +161,7 @@ def test_wide_gradients_are_what_is_rounded_else(
         assert bitwise_equal(x.bfloat16(), rounded[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "keys", "head_dims", "by_pairs"),
     [

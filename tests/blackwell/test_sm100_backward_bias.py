@@ -13,6 +13,7 @@ from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.interpreted.common import EVERYTHING
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
+from tests.lib.tiers import tiered
 
 
 def with_extremes(call: Call, *, lowest: bool = True) -> Call:
@@ -56,7 +57,7 @@ OWN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize("case", tiered(OWN, "d64-causal-sliced"))
 def test_own_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = OWN[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -80,6 +81,7 @@ GIVEN: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GIVEN)
 def test_given_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options = GIVEN[case]
@@ -106,6 +108,7 @@ MASKED: dict[str, tuple[list[int], list[int], dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MASKED)
 def test_biases_beside_masks(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, runs_both = MASKED[case]
@@ -137,7 +140,7 @@ SHARED: dict[str, tuple[list[int], list[int], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", tiered(SHARED, "d64-queries"))
 def test_shared_biases(case: str, fuzz_seconds: float) -> None:
     lengths_q, lengths_k, options, num_sms = SHARED[case]
     for count, draw in drawn(case, fuzz_seconds):
@@ -148,6 +151,7 @@ def test_shared_biases(case: str, fuzz_seconds: float) -> None:
         assert plan.config.split == case.endswith("split")
 
 
+@pytest.mark.slow
 def test_schedules_give_the_same_bits() -> None:
     """Of shared biases, split between CTAs or not: the same number of them each time."""
     for bias, num_sms in (((1, 1, 1), 1), ((1, 0, 1), 4)):

@@ -17,6 +17,7 @@ from tests.lib.interpreted.backward import NO_ENTRY, NO_LIST, Interpreted, Pass,
 from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensor_argument, tensors_of
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
+from tests.lib.tiers import tiered
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
 BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -42,7 +43,7 @@ def with_order(call: Call, draw: random.Random) -> Call:
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
 
 
-@pytest.mark.parametrize("case", BLOCK_MASKS)
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, "d64-grouped"))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, and any order of launches: turns come from tables."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
@@ -66,6 +67,7 @@ def test_keys_and_queries_that_see_nothing() -> None:
     assert not got["dq"][:, 128:, 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "order"), [(64, "auto"), (192, "permutation")])
 def test_walks_that_do_not_ascend(head_dim: int, order: str) -> None:
     """Tiles of keys take blocks of queries as others hand them over, whole ones, and halves above d = 128.
@@ -113,7 +115,7 @@ def with_blocks_of(call: Call, draw: random.Random) -> Call:
     return call
 
 
-@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
@@ -123,6 +125,7 @@ def test_masks(case: str, fuzz_seconds: float) -> None:
         check(with_blocks_of(call, draw), Interpreted(draw), through_lse=count % 2 == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "keys", "head_dim", "kind"), [(100, 300, 64, "block_mask"), (20, 140, 192, "mask")]
 )
@@ -178,6 +181,7 @@ class KernelsAhead(Pass):
         assert torch.equal(made["entries"][is_entry], expected["entries"][is_entry])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "head_dim"), [("packed", 64), ("dense", 192), ("blocks", 64), ("blocks", 192)])
 def test_tables(kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden blocks, whole ones, and bits; of a window, and of ends of sequences."""

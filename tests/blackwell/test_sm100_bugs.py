@@ -280,6 +280,7 @@ def ends_well(kernel: str, name: str, program: ptx.Program, seed: int, lags: ptx
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "kernel", "bug"),
     [(number, kernel, bug) for number, (kernel, _, bug) in enumerate(PLANTED)],
@@ -296,6 +297,7 @@ def test_planted(number: int, kernel: str, bug: Bug, all_bugs: bool) -> None:
         assert not all(ends_well(kernel, bug.call, program, seed, bug.lags) for seed in range(SEEDS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "name"), [(kernel, name) for kernel in KERNELS for name in KERNELS[kernel].calls], ids=str
 )

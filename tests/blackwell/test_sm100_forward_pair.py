@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.checks import bitwise_equal, draws, random_call
+from tests.lib.checks import bitwise_equal, drawn, random_call
 from tests.lib.interpreted import forward
 from tests.lib.interpreted.common import EVERYTHING
 from tests.lib.interpreted.forward import check, execute
+from tests.lib.tiers import tiered
 
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d256": ([300], [400], {"packed": False, "nheads": 1}),
@@ -30,15 +31,16 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, "d192-dv128-everything"))
 def test_forward(case: str, fuzz_seconds: float) -> None:
     """Sequences around edges of tiles and of each CTA's part of them, under schedules drawn at random."""
     lengths_q, lengths_k, options = CASES[case]
     call = random_call(lengths_q, lengths_k, **{"head_dim": 256, "dtype": torch.bfloat16, **options})
-    for _, draw in draws(case, fuzz_seconds):
+    for _, draw in drawn(case, fuzz_seconds):
         check(call, draw, by_pairs=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (192, 128)])
 def test_references_that_rise_by_much(head_dim: int, head_dim_v: int) -> None:
     """Of some rows, in either CTA, while others' do not: one CTA rescales its rows of O, and the other does not."""
@@ -51,6 +53,7 @@ def test_references_that_rise_by_much(head_dim: int, head_dim_v: int) -> None:
     check(call, random.Random(0), by_pairs=True)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pair has all tiles, or several share them."""
     call = random_call([300], [200], packed=False, nheads=2, head_dim=256, dtype=torch.bfloat16)

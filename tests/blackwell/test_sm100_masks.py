@@ -14,6 +14,7 @@ from tests.lib.interpreted import forward
 from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensors_of
 from tests.lib.interpreted.forward import Pass, check, execute, program
 from tests.lib.masks import with_block_mask
+from tests.lib.tiers import tiered
 
 # Lengths of q and k, and options; packed sequences and windows are intervals of a mask over all rows.
 BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
@@ -26,7 +27,7 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", BLOCK_MASKS)
+@pytest.mark.parametrize("case", tiered(BLOCK_MASKS, "d64-gqa"))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
     """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or nobody."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
@@ -36,6 +37,7 @@ def test_block_masks(case: str, fuzz_seconds: float) -> None:
         check(with_block_mask(call, draw, least=0.0 if count else 0.1), draw)
 
 
+@pytest.mark.slow
 def test_parts_that_see_different_blocks() -> None:
     """Blocks that are far apart, of both parts, of one, and of none; a part, and rows, that see nothing at all."""
     call = random_call([700], [128 * 70], packed=False, nheads=1, head_dim=64, dtype=torch.bfloat16)
@@ -78,6 +80,7 @@ class KernelsAhead(Pass):
             assert torch.equal(made["bits"][coded], expected["bits"][coded])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_tables_of_masks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden blocks, whole ones, and bits; of a window, of ends of sequences, and of what is neither True nor False."""
@@ -101,7 +104,7 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
 def test_masks(case: str, fuzz_seconds: float) -> None:
     """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
@@ -134,6 +137,7 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASES)
 def test_biases(case: str, fuzz_seconds: float) -> None:
     """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
@@ -151,6 +155,7 @@ def test_biases(case: str, fuzz_seconds: float) -> None:
         check(call, draw)
 
 
+@pytest.mark.slow
 def test_bias_beside_a_block_mask() -> None:
     call = random_call(
         [300], [280], packed=False, head_dim=128, nheads=1, bias=(1, 1, 1), softcap=3.0, dtype=torch.bfloat16

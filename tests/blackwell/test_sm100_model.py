@@ -264,7 +264,9 @@ def test_clock() -> None:
 COMMANDS = ("record", "published", "sensitivity", "designs", "designs --machine B300 --forward", "changes", "open")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(x, marks=() if x in ("record", "published") else pytest.mark.slow) for x in COMMANDS]
+)
 def test_the_page_has_what_the_command_prints(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

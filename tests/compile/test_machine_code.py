@@ -20,6 +20,7 @@ from flash_attn_cute.kernels.sm90.config import (
 )
 from tests.lib.compiled import check_before_and_after, machine_code
 from tests.lib.configurations import BACKWARD_EVERYTHING, EVERYTHING, MASKED
+from tests.lib.tiers import tiered
 
 
 def config(tile_d: int, tile_dv: int | None = None, **options: Any) -> ForwardConfig:
@@ -52,7 +53,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("chosen", tiered(CONFIGS, "d128-causal", values=True))
 def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     """No spills, products on the tensor cores and never waiting for one another, weights by fused additions, TMA."""
     (sass,) = machine_code(chosen, tmp_path)["Forward"]
@@ -130,6 +131,7 @@ SPILLING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "spilled"), SPILLING.values(), ids=SPILLING)
 def test_spills_that_are_known(chosen: Any, spilled: int, tmp_path: Path) -> None:
     kernels = machine_code(chosen, tmp_path, spilled)
@@ -137,7 +139,7 @@ def test_spills_that_are_known(chosen: Any, spilled: int, tmp_path: Path) -> Non
     assert "STL" in sass, "no longer: move it to those without spills"
 
 
-@pytest.mark.parametrize("chosen", OF_CTAS.values(), ids=OF_CTAS)
+@pytest.mark.parametrize("chosen", tiered(OF_CTAS, "d128-grouped", values=True))
 def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     """No spills, products in flight together, loads, stores and additions by TMA."""
     kernels = machine_code(chosen, tmp_path)
@@ -161,7 +163,7 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     check_before_and_after(kernels, zeroes=not chosen.features.deterministic, num_after=0)
 
 
-@pytest.mark.parametrize("chosen", OF_CLUSTERS.values(), ids=OF_CLUSTERS)
+@pytest.mark.parametrize("chosen", tiered(OF_CLUSTERS, values=True))
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:
     """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
     kernels = machine_code(chosen, tmp_path)
@@ -193,7 +195,7 @@ BIAS_GRADIENT_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("chosen", BIAS_GRADIENT_CONFIGS.values(), ids=BIAS_GRADIENT_CONFIGS)
+@pytest.mark.parametrize("chosen", tiered(BIAS_GRADIENT_CONFIGS, values=True))
 def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> None:
     """No spills, two products, operands by TMA, the bias past the registers, and nothing is added in memory."""
     sass, *adding_up = machine_code(chosen, tmp_path)["BiasGradient"]

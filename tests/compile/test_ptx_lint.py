@@ -15,6 +15,7 @@ from flash_attn_cute.kernels.sm90.config import (
 )
 from flash_attn_cute.kernels.sm100 import config as sm100
 from tests.lib.compiled import code_for
+from tests.lib.tiers import tiered
 from tools.ptx_lint import lint
 
 # 8 warps: 0 to 3 read S and write P and a copy of it in shared memory, 4 issues products, 5 loads, 6 adds in turn.
@@ -292,9 +293,10 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize(("config", "num_fences"), HOPPER.values(), ids=HOPPER)
-def test_hopper_kernels(config: Any, num_fences: int) -> None:
+@pytest.mark.parametrize("case", tiered(HOPPER, "forward", values=True))
+def test_hopper_kernels(case: tuple[Any, int]) -> None:
     """They keep all rules, and would not without any one of their fences, or with other counts or registers."""
+    config, num_fences = case
     text = code_for(config).ptx
     assert lint(text) == []
     fences = list(re.finditer(r"fence\.proxy\.async\.shared::cta;", text))
@@ -316,6 +318,7 @@ HOPPER_LISTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", HOPPER_LISTS.values(), ids=HOPPER_LISTS)
 def test_hopper_kernels_under_masks(config: Any) -> None:
     """They keep all rules, those that make tables included, and would not with a count too high."""
@@ -362,6 +365,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 def test_pairs_of_ctas() -> None:
     """Arrivals from the other CTA are counted, and tell what they tell within a CTA."""
     text = code_for(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192)).ptx

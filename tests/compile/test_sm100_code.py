@@ -45,6 +45,7 @@ from tests.lib.configurations import (
     pair,
 )
 from tests.lib.specs import DENSE, spec_of
+from tests.lib.tiers import tiered
 from tools.ptx_lint import lint
 from tools.sm100_on_hopper.translate import translate
 
@@ -198,15 +199,15 @@ ALL_BACKWARD = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Compiling all configurations takes minutes, so it has to be asked for."""
-    for name, few, all_of in (
-        ("compiled", FEW, ALL),
-        ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD),
-        ("compiled_bias_gradient", FEW_BIAS_GRADIENTS, ALL_BIAS_GRADIENTS),
+    """Compiling all configurations takes minutes, so it has to be asked for; a plain run compiles two."""
+    for name, few, all_of, quick in (
+        ("compiled", FEW, ALL, ("d128",)),
+        ("compiled_backward", FEW_BACKWARD, ALL_BACKWARD, ("pair-d192-dv128",)),
+        ("compiled_bias_gradient", FEW_BIAS_GRADIENTS, ALL_BIAS_GRADIENTS, ()),
     ):
         if name in metafunc.fixturenames:
             cases = few | all_of if metafunc.config.getoption("--all-configurations") else few
-            metafunc.parametrize(name, cases.values(), ids=cases)
+            metafunc.parametrize(name, tiered(cases, *quick, values=True))
 
 
 def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
@@ -472,6 +473,7 @@ SAME_ON_BOTH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_of_b200", SAME_ON_BOTH.values(), ids=SAME_ON_BOTH)
 def test_targets_differ_in_the_forward_pass_alone(config_of_b200: Any) -> None:
     """Other kernels are the same PTX: what tests find out about one target holds for the other."""

@@ -86,6 +86,7 @@ def fuzz(fuzz_seconds: float) -> dict[str, str]:
     return {"FUZZ_SECONDS": str(fuzz_seconds), "FUZZ_SEED": str(seed)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", ON_RANKS)
 def test_ranks_give_what_one_process_gives(num_ranks: int, tmp_path: Path, fuzz: dict[str, str]) -> None:
     ranks.run(ON_RANKS[num_ranks], num_ranks, tmp_path, **fuzz)
@@ -241,6 +242,7 @@ def test_parts_of_gradients_are_not_rounded() -> None:
         assert (x - true[name]).square().mean().sqrt() < 1.02 * (one[name] - true[name]).square().mean().sqrt()
 
 
+@pytest.mark.slow
 def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process: every rank of either method is timed, and none fails."""
     pytest.importorskip("matplotlib", reason="the benchmark plots its times")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -192,5 +193,6 @@ def run(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     spawn(run, (str(tmp_path / "store"),), nprocs=RANKS)

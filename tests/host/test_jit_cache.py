@@ -137,6 +137,7 @@ def test_tests_leave_the_users_folder_alone() -> None:
 # Processes
 
 
+@pytest.mark.slow
 def test_cold_processes_compile_once(warm: Warm) -> None:
     """The others wait for the one that does, and all have the same kernel."""
     assert sorted(outcome.compiles for outcome in warm.outcomes) == [0, 0, 1]
@@ -151,6 +152,7 @@ def test_warm_processes_do_not_compile(warm: Warm) -> None:
     assert second.seconds < 0.5
 
 
+@pytest.mark.slow
 def test_cold_calls_generate_code_once(tmp_path: Path) -> None:
     process = start(COLD, tmp_path / "kernels", CUTE_DSL_ARCH="sm_90a")
     output, _ = process.communicate(timeout=300)
@@ -467,6 +469,7 @@ def test_a_pass_in_one_line() -> None:
     assert lines[0].startswith("dtype=bfloat16 tile_d=64")
 
 
+@pytest.mark.slow
 def test_warm_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where calls would go on with a warning, there is nothing left to do."""
     (tmp_path / "file").touch()

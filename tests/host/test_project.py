@@ -181,7 +181,12 @@ def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(tmp_path: Pa
 
     set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
     checks = [f".venv/bin/{check}".strip() for check in ci_checks((ROOT / ".ci" / "run").read_text())]
-    assert [line.strip() for line in log] == [*set_up.replace("'", "").split(" && "), *checks, run_tests]
+    assert [line.strip() for line in log] == [
+        *set_up.replace("'", "").split(" && "),
+        *checks,
+        run_tests,
+        f"{run_tests} -m slow",
+    ]
     assert len(checks) >= 3
 
 
@@ -195,6 +200,11 @@ def test_contributing_sets_up_what_the_readme_does() -> None:
     ]
     checks = ci_checks((ROOT / ".ci" / "run").read_text())
     assert check.split(" && ") == [*checks, run_tests.removeprefix(".venv/bin/")]
+
+
+def test_plain_runs_leave_out_what_is_slow_and_nothing_else() -> None:
+    """CI's two runs of the tests are all of them, each once."""
+    assert re.search(r"^addopts = .* -m 'not slow'\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

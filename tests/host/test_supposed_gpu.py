@@ -36,6 +36,7 @@ def on(*capability: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "target"), [((10, 0), "sm_100a"), ((10, 3), "sm_103a")], ids=str)
 def test_on_blackwell_tests_of_kernels_run_on_its_own(capability: tuple[int, int], target: str) -> None:
     """Users who name no backend get the portable one all the same."""
@@ -57,6 +58,7 @@ def test_on_hopper_all_run() -> None:
     assert "got 'sm100', which cannot: GPUs of compute capability 9.0" in told["users"]["sm100"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_they_are_skipped() -> None:
     told = on()
     assert not told["run"]

@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from torch import Tensor
 
 from flash_attn_cute import api, flash_attn_func, flash_attn_varlen_func
@@ -53,6 +54,7 @@ def annotations(module: ModuleType, name: str) -> dict[str, str]:
     return (annotations(api, "SharedKeywords") if "SharedKeywords" in bases else {}) | own
 
 
+@pytest.mark.slow
 def test_types() -> None:
     """What mypy is to accept; it checks this file."""
 

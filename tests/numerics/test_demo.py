@@ -185,6 +185,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "FAILED:  the two runs ended with different weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     run = command("-m", "flash_attn_cute.demo", "--steps", "2", "--tokens", "2048")
     for expected in ("backend: ", "device:  ", "unigram entropy", "tokens/s", "weights: bitwise equal"):

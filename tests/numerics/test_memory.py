@@ -74,8 +74,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 @pytest.mark.parametrize(
     ("total", "options", "limit"),
     [
-        (65_536, {"causal": True}, 1e9),
-        (65_536, {"causal": True, "window_size": (4096, 0)}, 1e9),
+        (16_384, {"causal": True}, 0.25e9),
+        (16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9),
         (8_192, {"softcap": 20.0}, 0.13e9),  # every key for every query; the scores alone would be 0.27e9
         (32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9),  # the scores alone would be 0.27e9
     ],

@@ -40,6 +40,7 @@ def test_plain_pytorch_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == [f"{kind}: 1 calls, 1 three times, 0 failed" for kind in random_calls.KINDS]
 
 
+@pytest.mark.slow
 def test_processes_share_calls() -> None:
     command = [sys.executable, "-m", "tests.lib.random_calls", *SMALL, "--calls", "3", "--processes", "2"]
     done = subprocess.run(

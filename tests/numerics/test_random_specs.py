@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,10 +50,21 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=400)
-@given(spec=specs(), seed=st.integers(0, 2**32 - 1))
-def test_random_spec(spec: dict[str, Any], seed: int) -> None:
+def check(spec: dict[str, Any], seed: int) -> None:
     spec = dict(spec)
     through_lse = spec.pop("through_lse")
     torch.manual_seed(seed)
     assert_matches_oracle(random_call(**spec), through_lse=through_lse)
+
+
+@settings(max_examples=60)
+@given(spec=specs(), seed=st.integers(0, 2**32 - 1))
+def test_random_spec(spec: dict[str, Any], seed: int) -> None:
+    check(spec, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=340)
+@given(spec=specs(), seed=st.integers(0, 2**32 - 1))
+def test_many_random_specs(spec: dict[str, Any], seed: int) -> None:
+    check(spec, seed)

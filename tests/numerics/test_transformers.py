@@ -302,6 +302,7 @@ def test_learned_positions(kind: str) -> None:
     assert_trains_like_eager(config, batch, {}, "AutoModelForSeq2SeqLM")
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_compiling() -> None:
     """A compiled model breaks its graph for the rows, and has them; a checkpointed one has them twice."""
     batch, config = batch_of("packed"), CONFIGS["Gemma2"]
