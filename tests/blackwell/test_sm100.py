@@ -15,7 +15,7 @@ from tests.lib.tiers import tiered
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d128": ([300], [400], {"packed": False, "head_dim": 128, "nheads": 1}),
     "d128-causal": ([257, 257], [384, 384], {"packed": False, "head_dim": 128, "causal": True, "nheads_k": 1}),
-    "d128-causal-edge": ([256], [257], {"packed": False, "head_dim": 128, "causal": True, "nheads": 1}),
+    "d128-one-key-for-the-last": ([256], [1], {"packed": False, "head_dim": 128, "causal": True, "nheads": 1}),
     "d128-short-tiles": ([300], [128], {"packed": False, "head_dim": 128, "nheads": 3}),
     "d128-packed": ([129, 0, 300], [128, 17, 257], {"head_dim": 128, "causal": True}),
     "d128-no-keys": ([257, 256, 257], [128, 0, 0], {"head_dim": 128}),
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, "d64-everything", "d128-causal-edge"))
+@pytest.mark.parametrize("case", tiered(CASES, "d64-everything", "d128-one-key-for-the-last"))
 def test_forward(case: str, fuzz_seconds: float) -> None:
     """Sequences around tile edges, under schedules drawn at random."""
     lengths_q, lengths_k, options = CASES[case]
