@@ -126,10 +126,12 @@ class Node:
         self._sources: kept.Sources | None = None  # None in a program that is compiled
         if torch.compiler.is_compiling():
             return
-        copies: dict[int, Tensor] = {}
-        for name, x in self._tensors().items():
-            if x.is_inference():
-                setattr(self, name, copies.setdefault(id(x), kept.copied(x)))
+        tensors = self._tensors()
+        if any([x.is_inference() for x in tensors.values()]):
+            copies: dict[int, Tensor] = {}
+            for name, x in tensors.items():
+                if x.is_inference():
+                    setattr(self, name, copies.setdefault(id(x), kept.copied(x)))
         self._sources = kept.Sources(self._named())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +145,8 @@ class Node:
         Node.__post_init__(self)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        # Not by ``dataclasses.fields``, which takes several times as long as a constructor has.
+        return {name: x for name, x in self.__dict__.items() if isinstance(x, Tensor)}
 
     def _named(self) -> dict[str, list[Tensor]]:
         """Tensors that it is made of, by the names of arguments."""
