@@ -99,6 +99,8 @@ class BlockMask:
         """Finds out whether other arguments say the same, and what is known of waits."""
         is_default = isinstance(self._order, str) and self._order == "default"
         if isinstance(self._order, Tensor) and not torch.compiler.is_compiling():
+            if self._order.is_inference():  # calls that train save it for their backward passes
+                object.__setattr__(self, "_order", kept.copied(self._order))
             object.__setattr__(self, "_sources", kept.Sources({"order": [self._order]}))
         object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
         object.__setattr__(self, "_turns", _Turns(is_default and self._node.is_regular, self._is_searched))

@@ -75,6 +75,18 @@ def inference_mode_first(thing: Thing, device: str) -> None:
     _first_within(torch.inference_mode, thing, device)
 
 
+def made_in_inference_mode(thing: Thing, device: str) -> None:
+    """Sources and all, and then training."""
+    with torch.inference_mode():
+        made, _ = thing.on(device)
+    check(thing, results(thing, made, device), device)
+    with torch.inference_mode():
+        other = copy.deepcopy(made)
+    check(thing, results(thing, other, device), device)
+    for each in (made, other):
+        assert not any(x.is_inference() for x in tensors_kept(each)), "training may save it for a backward pass"
+
+
 def no_grad_first(thing: Thing, device: str) -> None:
     """Rows are made first, and columns later."""
     _first_within(torch.no_grad, thing, device)
@@ -440,6 +452,7 @@ SITUATIONS: dict[Callable[[Thing, str], None], tuple[tuple[str, ...], set[str]]]
     second_stream: (GPU, ALL),
     threads: (BOTH, ALL - {"context_parallel"}),  # which puts attention of all threads in its place
     inference_mode_first: (BOTH, ALL),
+    made_in_inference_mode: (BOTH, OWNED),
     no_grad_first: (BOTH, ALL),
     autocast_first: (BOTH, ALL),
     fake_tensors_first: (BOTH, OWNED),
