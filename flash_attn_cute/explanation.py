@@ -58,7 +58,7 @@ class Explanation:
             lines.append("  no kernels of its own: PyTorch's operators, and offsets are read by the host")
         else:
             lines.append(f"  {self.num_sms} SMs")
-            lines += ["  " + _told(name, getattr(self, name)) for name in ("forward", "backward")]
+            lines += ["  " + _pass_line(name, getattr(self, name)) for name in ("forward", "backward")]
         return "\n".join(lines)
 
 
@@ -111,14 +111,14 @@ def explain(
         mask: likewise.
         bias: likewise.
         block_mask: likewise; its tables are not made. One in the order "auto" or "permutation" that has not been built
-            is told as if walks were worth it.
+            is explained as if an order of query blocks that the model finds were worth it.
         deterministic: likewise.
         return_lse: likewise; changes nothing here.
         zero_padding: likewise.
         backend: likewise.
         dropout_p: likewise.
-        gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` tells what an H100 SXM or
-            H200 (132 SMs) would do, ``"sm100"`` a B200 (148 SMs). None: the device of the tensors.
+        gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` supposes an H100 SXM or
+            H200 (132 SMs), ``"sm100"`` a B200 (148 SMs). None: the device of the tensors.
 
     Returns:
         An ``Explanation``; print it.
@@ -174,7 +174,7 @@ def explain(
     return Explanation(selection.name, passed_over, selection.on_request, spec, where, num_sms, *passes)
 
 
-def _told(name: str, planned: PassPlan | None) -> str:
+def _pass_line(name: str, planned: PassPlan | None) -> str:
     if planned is None:
         return f"{name}: nothing is launched"
     if name == "forward":

@@ -1,7 +1,7 @@
-"""Where each sequence's real rows are, read on the host.
+"""Positions of each sequence's real rows, read on the host.
 
-Kernels work from the offsets on the device and never come here. The portable backend walks the sequences
-from Python and needs their numbers; ``FLASH_ATTN_CUTE_CHECK=1`` wants them verified for any backend.
+Kernels work from the offsets on the device and never come here. The portable backend iterates over the sequences
+in Python and needs their numbers; ``FLASH_ATTN_CUTE_CHECK=1`` wants them verified for any backend.
 """
 
 import itertools

@@ -8,7 +8,7 @@ FLASH_ATTN_CUTE_NVTX=1   NVTX ranges around every forward and backward pass and 
                          the first call.
 FLASH_ATTN_CUTE_CACHE_DIR
                          The folder of compiled kernels, an absolute path, or 0 to keep none on disk.
-                         Code is loaded from it: it must belong to the user, and nobody else may be
+                         Code is loaded from it: it must belong to the user, and no other user may be
                          able to write to it. Default: flash_attn_cute in $XDG_CACHE_HOME or ~/.cache.
 CUTE_DSL_*               Settings of the compiler. Kernels compiled under other ones are other kernels.
 """

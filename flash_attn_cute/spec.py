@@ -59,9 +59,9 @@ class BlockColumns(NamedTuple):
 
     ``spans`` (2, batch, heads, blocks_k, 2) holds of each column where its entries start and how many they are, [0] in
     blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks in the order in which the
-    column walks over them, ascending or as ``sparsity.model`` has found; the tile of each, -1 if all of it is visible,
-    of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its dQ
-    before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add to each; of blocks of 128 these are
+    column's tile takes them, ascending or as ``sparsity.model`` has found; the tile of each, -1 if all of it is
+    visible, of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its
+    dQ before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add to each; of blocks of 128 these are
     the counts of rows. ``order`` (batch or 1, key heads or 1, blocks_k) holds key blocks as they are launched. All are
     int32.
     """
@@ -152,7 +152,7 @@ class Options(NamedTuple):
     """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
 
     ``in_turn``: tiles of the block mask wait so little for each other that additions to dQ have an order even if nobody
-    asks for one. ``walks``: they walk over blocks of queries in orders that have been found for them.
+    asks for one. ``walks``: they take blocks of queries in orders that have been found for them.
     """
 
     softmax_scale: float | None

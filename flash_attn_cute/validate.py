@@ -318,7 +318,7 @@ def _check_mask(mask: Tensor | None, q: Tensor, dims: Mapping[str, int | None], 
     if mask is None:
         return
     _check_tensor("mask", mask, q)
-    # What has a row a sequence was meant to tell its padding.
+    # A mask with a row a sequence was meant to mark padding.
     looks_padded = mask.ndim == 2 and statically_true(mask.shape[0] == batch)
     on_padding = _ON_PADDING["batch" in dims] if looks_padded else ""
     if mask.dtype != torch.bool:

@@ -1,7 +1,7 @@
 """The folder of compiled kernels.
 
-Compiled code is code: whoever can write to the folder can run code as its user. So the folder is a real one (no
-symbolic link), of mode 0700 when it is made here, and refused where somebody else owns it or can write to it. It is
+Compiled code is code: a user who can write to the folder can run code as its owner. So the folder is a real one (no
+symbolic link), of mode 0700 when it is made here, and refused where another user owns it or can write to it. It is
 opened once, checked, and then only reached through its descriptor, whatever happens to its path.
 
     <name>.kernel       an entry: the digest of its name and of all that follows, what it was made from (JSON), the code
@@ -50,7 +50,7 @@ class Folder:
         """Opens the folder, which is made if it does not exist and ``create`` is True.
 
         Raises:
-            UnsafeFolderError: it is a symbolic link, somebody else's, or others can write to it.
+            UnsafeFolderError: it is a symbolic link, belongs to another user, or others can write to it.
             OSError: it cannot be made or opened.
         """
         if path.is_symlink():

@@ -15,7 +15,7 @@ Layouts, dense and packed (n sequences):
     mask, bias      (batch, heads, seqlen_q, seqlen_k)  (1, heads, total_q, max_seqlen_k)
 
 Out is like q with d_v, and gradients are like what they are of. Mask and bias are views of the user's tensors, expanded
-by strides of 0. Those of a dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` tells its rows.
+by strides of 0. Those of a dense batch stay dense if the kernels get it packed; then ``rows_a_slot`` has its rows.
 """
 
 import math

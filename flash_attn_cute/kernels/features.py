@@ -52,7 +52,7 @@ class Features:
     def hides_last_queries(self) -> bool:
         """Whether keys may have to be hidden from a sequence's last queries, or from rows behind them.
 
-        Else these weigh nothing as they are. A bias for them may be NaN.
+        Else these add nothing as they are. A bias for them may be NaN.
         """
         return self.left or self.bias
 

@@ -2,12 +2,12 @@
 
     python -m flash_attn_cute.profile nsys -- python train.py   a timeline of a command, with ranges around every pass
     python -m flash_attn_cute.profile ncu -- python train.py    one launch of a kernel in it: pipes, stalls, memory
-    python -m flash_attn_cute.profile nsys --causal             the same of attention alone, of a shape that options
-    python -m flash_attn_cute.profile ncu --causal --hot 20     choose
+    python -m flash_attn_cute.profile nsys --causal             a timeline of attention alone
+    python -m flash_attn_cute.profile ncu --causal --hot 20     one launch of attention alone
     python -m flash_attn_cute.profile timeline --causal         a picture of it by PyTorch's profiler, or of a trace
-    python -m flash_attn_cute.profile workload --causal         that attention, without a profiler
+    python -m flash_attn_cute.profile workload --causal         attention alone, without a profiler
 
-nsys --help and so on list the options.
+Options choose the shape of attention alone. nsys --help and so on list them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Reader of Nsight Compute's CSV, and a summary in a few lines.
 
-Metric names are those of Hopper (``ncu --query-metrics --chips gh100``). One that is missing from a report is told as
+Metric names are those of Hopper (``ncu --query-metrics --chips gh100``). One that is missing from a report is shown as
 "not available".
 """
 

@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: nothing to draw between --start and --stop", file=sys.stderr)
         return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    told = summary(shown)
-    figure(shown, told).savefig(options.out, dpi=100)
-    print(f"{told}\nwrote {options.out}")
+    text = summary(shown)
+    figure(shown, text).savefig(options.out, dpi=100)
+    print(f"{text}\nwrote {options.out}")
     return 0
 
 
@@ -116,10 +116,10 @@ def read(path: Path) -> list[Span]:
     host: dict[Any, list[Any]] = defaultdict(list)
     for event in events:
         begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
-        category, told = event.get("cat"), event.get("args", {})
+        category, details = event.get("cat"), event.get("args", {})
         if category in _ON_GPU:
             spans.append(
-                Span(f"GPU {told.get('device', 0)}, stream {told.get('stream', 0)}", event["name"], begin, end)
+                Span(f"GPU {details.get('device', 0)}, stream {details.get('stream', 0)}", event["name"], begin, end)
             )
         elif category == "cpu_op":
             host[event["tid"]].append((begin, -end, event["name"]))

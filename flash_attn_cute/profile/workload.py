@@ -105,7 +105,7 @@ def run(workload: Workload, calls: int, device: torch.device) -> None:
     """Warms up, and runs so many profiled calls, on random normal inputs.
 
     Raises:
-        Unavailable: this machine cannot tell a profiler where to begin.
+        Unavailable: this machine has no CUDA driver to start a profiler by.
         ValueError: what the package says of arguments that it does not serve.
     """
     driver = None if device.type == "cpu" else machine.cuda_driver()

@@ -20,8 +20,8 @@ from flash_attn_cute.kernels.common.blocks import Window
 
 LOG2_E = math.log2(math.e)
 LN2 = math.log(2.0)
-# Below this lse, in float32, no longer tells how many keys share the weight: a query that only huge biases are added to
-# is taken for one that sees no key, and has no gradient.
+# An lse below this is too coarse in float32 to count the keys that share the weight: a query whose scores all have huge
+# negative biases is taken for a fully masked one, and has no gradient.
 LOWEST_LSE = -(2.0**20)
 
 

@@ -81,7 +81,7 @@ class ForwardConfig:
 
     @property
     def blocks_an_entry(self) -> int:
-        """Of a list: those of a block mask are of 128 keys."""
+        """Blocks of keys to an entry of a list. Entries of a block mask are of 128 keys."""
         return BLOCK // self.tile_n if self.features.block_mask else 1
 
     def parts(self, lists: Any, blocks: Any) -> dict[str, tuple[Any, ...]]:
@@ -173,7 +173,7 @@ class _ForwardTile(NamedTuple):
 # two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
 # the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
 # tile may be empty, and under a right bound a tile's first queries see too little of its blocks.
-# Windows with a left bound may be narrow, and a pair of two parts walk over many more blocks than they have.
+# Windows with a left bound may be narrow, and a pair of two parts goes over many more blocks than each part attends to.
 _TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
@@ -239,7 +239,7 @@ class BackwardRegisters(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardSizes):
-    """What all kernels of a backward pass are made for. A tile of keys is the work of a CTA, or of a pair of them.
+    """Configuration of all kernels of a backward pass. A tile of keys is the work of a CTA, or of a pair of CTAs.
 
     Its features are deterministic: what is added to dQ always has an order.
     """
@@ -415,12 +415,12 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def piece_columns(self) -> int:
-        """Of tensor memory, or, if dQ is transposed, queries, that a piece of dQ has in shared memory."""
+        """Columns of tensor memory that a piece of dQ has; its queries, if dQ is transposed."""
         return 32 // self.ctas_a_tile
 
     @property
     def piece_lanes(self) -> int:
-        """Of tensor memory, that a piece of dQ has; if dQ is transposed, its columns, of a pair half of all."""
+        """Lanes of tensor memory that a piece of dQ has; if dQ is transposed, columns of dQ, half of all in a pair."""
         if not self.transposes_dQ:
             return PART_ROWS
         return PART_ROWS // 2 if self.ctas_a_tile == 1 else self.tile_d // CTAS
@@ -437,7 +437,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def columns_of_keys(self) -> int:
-        """That a CTA of a pair has of the keys of both: those of dQ that it computes, the first or the last."""
+        """Columns that a CTA of a pair has of both CTAs' keys: those of dQ that it computes, the first or the last."""
         return PART_ROWS if self.transposes_dQ else self.tile_d // CTAS
 
     @property
@@ -454,10 +454,10 @@ class BackwardConfig(BackwardSizes):
     def bytes_shared(self) -> int:
         """Bytes of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and barriers.
 
-        A CTA of a pair has half of Q and of dO, by rows, and again by columns, some columns of the pair's K as well,
-        and besides the dS that it multiplies, which is half of the pair's, what is sent to the other one. If K is in
-        tensor memory, it comes by the place of its columns, and a stage of Q or dO is one of these halves; those of dO
-        by columns are where dO by rows and dS are later.
+        A CTA of a pair has half of Q and of dO by rows, half of each by columns, and some columns of the pair's K. It
+        has the dS that it multiplies, which is half of the pair's, and the dS that it sends to the other CTA. If K is
+        in tensor memory, it is loaded to the place of its columns, and a stage of Q or dO is one of the halves. The
+        halves of dO by columns are where dO by rows and dS are later.
         """
         keys = self.kv_stages * PART_ROWS * (self.tile_dv + (0 if self.holds_keys else self.tile_d))
         queries = self.queries_shared if self.holds_keys else self.tile_m
@@ -488,7 +488,7 @@ class _BackwardTile(NamedTuple):
 
 
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
-# walks, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
+# passes, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
 # a right bound a tile's first steps see too little of it. Windows with a left bound may be narrow, and have none. Lists
 # are those of 128 keys, so that under a mask there are no pairs.

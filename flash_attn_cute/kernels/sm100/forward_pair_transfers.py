@@ -50,7 +50,7 @@ class PairProducer(Producer):
 
     @cute.jit
     def _publish_next(self, a: ForwardArguments, shared: PairShared, index: Int32, step: Int32) -> Int32:
-        """The leader's tells all roles of both CTAs of the first tile from ``index`` on that is work, or of the end.
+        """Publishes the first tile from ``index`` on that is work, or the end, by the leader to all roles of both CTAs.
 
         Returns the tile that may be the next one.
         """

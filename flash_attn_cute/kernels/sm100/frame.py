@@ -51,7 +51,7 @@ def begin(
 def end(shared: cutlass.Constexpr, warp_idx: Int32, ctas: cutlass.Constexpr = 1) -> None:
     """By all threads, behind their roles: frees the tensor memory that ``shared`` knows of."""
     tensor_memory.before_sync()
-    # Nobody reads tensor memory any more, nor, of a pair, arrives at or writes to what is the other CTA's.
+    # No thread reads tensor memory any more, nor arrives at barriers or writes to memory of a pair's other CTA.
     if const_expr(ctas == 2):
         meet_in_cluster()
     else:

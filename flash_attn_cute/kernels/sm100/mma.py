@@ -68,7 +68,7 @@ def write_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 |
 
 @cute.jit
 def read_row(numbers: cute.Tensor, sX: cute.Tensor, row: Int32, column: Int32 | int) -> None:
-    """The same back into registers, from a tile of 64 columns."""
+    """Reads numbers of a row from a tile of 64 columns in shared memory into registers."""
     first = opaque(row * 128 + row % 8 * 16)
     for i in cutlass.range_constexpr(cute.size(numbers) // 8):
         cute.autovec_copy(_vector(sX, first, column // 8 + i), cute.local_tile(numbers, (8,), (i,)))
@@ -104,7 +104,7 @@ def gemm(
     """
     first_step, end = (0, cute.size(a, mode=[2])) if const_expr(steps is None) else steps
     at_once = _AT_ONCE if const_expr((end - first_step) % _AT_ONCE == 0) else 2
-    # In a loop: else the compiler keeps what tells of all steps' operands.
+    # A loop at run time: unrolled, the compiler keeps the descriptors of all steps' operands in registers.
     for first in cutlass.range(first_step, end, at_once, unroll=1):
         for i in cutlass.range_constexpr(at_once):
             atom = cute.make_mma_atom(mma.op)
@@ -121,6 +121,6 @@ def commit(barrier: cute.Pointer) -> None:
 
 @cute.jit
 def commit_to_both(barrier: cute.Pointer) -> None:
-    """The same of products of a pair of CTAs, at this barrier of each of them."""
+    """Makes the pair's products issued so far arrive at this barrier of both CTAs, when they are done."""
     with cute.arch.elect_one():
         tcgen05.commit(barrier, _BOTH, tcgen05.CtaGroup.TWO)

@@ -147,7 +147,7 @@ class BiasRow:
 
     @staticmethod
     def of(mRow: cute.Tensor, num_columns: Int32, is_strided: bool) -> "BiasRow":
-        """That of a vector."""
+        """Row of the bias in a vector."""
         dtype: Any = mRow.element_type
         step = Int64(mRow.stride[0]) * (dtype.width // 8)
         return BiasRow(mRow.iterator.toint(), step, num_columns, dtype, is_strided)
@@ -235,7 +235,7 @@ class BiasColumn:
 
     @staticmethod
     def of(mX: cute.Tensor, key: Int32, num_queries: Int32) -> "BiasColumn":
-        """That of (queries, keys) of a head."""
+        """Column of a key in a head's bias, or its gradient, (queries, keys)."""
         dtype: Any = mX.element_type
         return BiasColumn(mX[None, key].iterator.toint(), Int64(mX.stride[0]) * (dtype.width // 8), num_queries, dtype)
 

@@ -13,8 +13,8 @@ Roles (512 threads):
                              and V, of one after the other.
 Registers a thread: ``BiasGradientConfig.registers``.
 
-A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
-skipped by all roles; what a mask leaves of them, a kernel before this one finds out. The others are *steps*.
+A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible
+scores are skipped by all roles; a kernel before this one finds out which pieces a mask leaves. These are *steps*.
 
 Tensor memory: S twice, dP, and the tile's bias in float32, which is the same for all pieces and read from global memory
 once. Pipelines are ``Ring``s, as in ``cta``:

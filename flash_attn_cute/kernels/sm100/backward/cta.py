@@ -15,7 +15,7 @@ Registers a thread: ``BackwardConfig.registers``.
 
 Products are transposed, but for the last one: rows are keys.
     S' = K Q'          both from shared memory
-    dP' = V dO'        likewise
+    dP' = V dO'        both from shared memory
     dV += P' dO        P' from tensor memory
     dK += dS' Q        dS' from tensor memory
     dQ = dS K          dS from shared memory
@@ -44,8 +44,8 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     entries  8       steps     1, producer                    8, compute: it is read; under a mask alone
     turns    8       steps     1, producer                    2, adding warps: likewise
 
-Pieces of dQ have two places, but barriers for each adding warp, as nobody may miss two phases of a barrier. Where dQ is
-transposed, a piece is 32 queries of 64 columns.
+Pieces of dQ have two places, and each adding warp has barriers of its own, because a warp that waits must not miss two
+phases of a barrier. Where dQ is transposed, a piece is 32 queries of 64 columns.
 
 The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
 
@@ -333,7 +333,10 @@ class BackwardCtaSm100:
         is_first: Boolean,
         results: cutlass.Constexpr,
     ) -> None:
-        """Of 64 columns, by turns; of an odd number the first one of dV is the first warpgroup's, of dK the other's."""
+        """Stores pieces of 64 columns of dV or dK, a warpgroup every other one.
+
+        Of an odd number of pieces the first one of dV is the first warpgroup's, and that of dK the second one's.
+        """
         c = self.config
         for which in results:
             num = (c.pieces_dV, c.pieces_dK)[which]

@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Block:
-    """Whose scores a step has: a tile's, and the i-th block of queries of its nth head.
+    """Position of a step: a tile, and the i-th block of queries of its nth head.
 
     The tile is reloaded where it is needed, to keep it out of registers. The entry is kept in registers. It is opaque,
     or the compiler also keeps all that follows from it.
@@ -163,9 +163,9 @@ class Scores:
             self._store_dbias(work, gradients, block)
 
     def _read_bias(self, work: Work, block: Block, first: int, num: int) -> Callable[[], list[Float32]]:
-        """What is added to the scores of some of the warpgroup's queries: begun here, as it takes long to come.
+        """Begins to load the bias of some of the warpgroup's queries, ahead of its use, as loads take long.
 
-        Returns what waits for it.
+        Returns a function that waits for the numbers and returns them.
         """
         column, first_query = self._column(work, work.arguments.mBias, block)
         return partial(column.numbers, column.read(first_query + first, num, self.config.features.uniform_bias))
@@ -180,9 +180,9 @@ class Scores:
                 column.write(first + n * COLUMNS, gradients[n])
 
     def _column(self, work: Work, mX: cute.Tensor, block: Block) -> tuple[BiasColumn, Int32]:
-        """Of the bias or its gradient, that of this thread's key, and the warpgroup's first query of a step.
+        """Column of the bias, or of its gradient, for this thread's key; and the warpgroup's first query of a step.
 
-        Behind the last key stands that.
+        A thread behind the last key has the column of the last key.
         """
         c, a = self.config, work.arguments
         tile = work.shared.reload_tile(c, a, block.tile_idx)

@@ -88,15 +88,15 @@ class Rings(RingSet):
             "dq": c.parts_dQ,
         }  # two passes have one ring for S and dP
         pieces = dict.fromkeys(("pieces_even", "pieces_odd"), DQ_STAGES)
-        told = dict.fromkeys(("entries", "turns"), ENTRY_STAGES) if c.features.listed else {}
-        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1, **told}
+        published = dict.fromkeys(("entries", "turns"), ENTRY_STAGES) if c.features.listed else {}
+        return {"tiles": TILE_STAGES, **several, **pieces, "dv": 1, "dk": 1, **published}
 
     def init(self, config: BackwardConfig) -> None:
         """Before all else, by one thread."""
         compute, drain, mma = 4 * COMPUTE_WARPGROUPS, 4, 1  # warps
         self.tiles.init(full=1, empty=compute + drain + mma + ADDING_WARPS)
         for ring, pieces in ((self.k, config.pieces_dK), (self.v, config.pieces_dV)):
-            # An arrival with the bytes announced; what took its place left, and who had pieces of it tells.
+            # An arrival with the bytes announced; a warpgroup's arrival: its pieces of dK, or dV, have left.
             ring.init(full=1, empty=min(pieces, COMPUTE_WARPGROUPS))
         for ring, has_stats in ((self.q, True), (self.do, config.num_passes == 1)):
             ring.init(full=1, empty=1 + compute * has_stats)  # likewise; a commit, and lse or delta is read
@@ -113,7 +113,7 @@ class Rings(RingSet):
             self.turns.init(full=1, empty=ADDING_WARPS)
 
     def pieces(self, step: Int32) -> Ring:
-        """Those of dQ's pieces of steps that an adding warp has: every other one."""
+        """Ring of dQ's pieces for the adding warp that has the step. Each adding warp has every other step."""
         return Ring(self.pieces_even.barriers + 2 * DQ_STAGES * (step % ADDING_WARPS), DQ_STAGES)
 
     @cute.jit
@@ -125,7 +125,7 @@ class Rings(RingSet):
 
 
 def piece_number(config: BackwardConfig, step: Int32, i: int) -> Int32:
-    """That of a step's i-th piece among those of every other step."""
+    """Number of a step's i-th piece, counted over the steps of its adding warp."""
     return step // ADDING_WARPS * config.pieces_dQ + i
 
 

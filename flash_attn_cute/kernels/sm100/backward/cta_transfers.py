@@ -179,7 +179,7 @@ class Transfers:
         i: cutlass.Constexpr,
         thread: Int32,
     ) -> None:
-        """What a thread has of the i-th piece of dQ, of its numbers of a part."""
+        """Writes a thread's share of the i-th piece of dQ to shared memory, from its numbers of a part."""
         c, place, first = self.config, shared.dQ[None, i % DQ_STAGES].iterator, i * self.config.piece_columns
         if const_expr(c.transposes_dQ):
             which = (first - c.first_row_dQ(part)) // c.piece_lanes

@@ -304,7 +304,7 @@ class PairScores(Scores):
     """Scores of a backward step in a CTA of a pair."""
 
     def place_of_dS(self, work: Work) -> tuple[cute.Tensor, Int32 | int]:
-        """Of the CTA's own queries where it multiplies them, of the other's where they are sent from."""
+        """Place for dS: the operand's for the CTA's own queries, the one to send from for the other CTA's."""
         rank = work.shared.rank
         place = cutlass.select_(work.warpgroup == rank, rank, Int32(OUT))
         return work.shared.sdS[None, None, place], 0

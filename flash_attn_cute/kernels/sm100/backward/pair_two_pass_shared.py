@@ -20,7 +20,7 @@ from flash_attn_cute.kernels.sm100.mma import swizzled
 
 
 class _Places(NamedTuple):
-    """What operands lie in: one after the other in time, and of each time next to each other."""
+    """Places of shared memory: the operands of each time in turn. Operands of one time lie next to each other."""
 
     keys: tuple[tuple[str, ...], ...] = (("sK",), ("sdV",), ("sK_columns",))
     values: tuple[tuple[str, ...], ...] = (("sV",),)

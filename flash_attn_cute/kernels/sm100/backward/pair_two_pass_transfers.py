@@ -33,8 +33,9 @@ class PairTwoPassTransfers(PairTransfers):
             self._load_own_keys(tile, tma, shared, tile_idx)
             self._load_first_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
             step, number = step + num_steps, number + num_steps
-            # From the tensor cores: the last dO by columns is not needed any more, where dO by rows is to be. (And dS,
-            # of which that is what the first dP tells. The next tile's are behind its K, so behind this one's last dQ.)
+            # From the tensor cores: the last dO by columns has been read, in whose place dO by rows is loaded. (dS is
+            # written there as well, behind the first dP. The next tile's dO is loaded behind its K, and so behind this
+            # tile's last dQ.)
             shared.rings.do_columns.wait_empty(plus(do_step + num_steps, 1))
             self._load_second_pass(a, ws, tma, shared, tile, tile_idx, step, do_step, number)
             step, do_step, number = step + num_steps, do_step + num_steps, number + 2 * num_steps
