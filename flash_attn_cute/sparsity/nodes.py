@@ -127,7 +127,7 @@ class Node:
         if torch.compiler.is_compiling():
             return
         tensors = self._tensors()
-        if any([x.is_inference() for x in tensors.values()]):
+        if any(x.is_inference() for x in tensors.values()):
             copies: dict[int, Tensor] = {}
             for name, x in tensors.items():
                 if x.is_inference():

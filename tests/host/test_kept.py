@@ -4,6 +4,7 @@
 """
 
 import copy
+import ctypes
 import gc
 import io
 import os
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
-from flash_attn_cute import BlockMask, flash_attn_func, kept, plan
+from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept, plan
 from flash_attn_cute.distributed import Sharding, context
 from tests.lib.checks import needs_kernels
 from tests.lib.kept_things import (
@@ -560,6 +561,57 @@ def test_other_looks_of_one_address() -> None:
         own = x.clone()
         new, _ = BY_NAME["documents"].on("cpu")
         assert torch.equal(flash_attn_func(x, x, x, block_mask=made), flash_attn_func(own, own, own, block_mask=new))
+
+
+class Driver:
+    """Stands in for CUDA's driver: one capture at a time, whose graph holds what it is given."""
+
+    def __init__(self) -> None:
+        self.status, self.error, self.number = 1, 0, 1
+        self.held: list[tuple[Any, Any]] = []
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, graph: Any, *_: None) -> int:
+        """The capture is this."""
+        status._obj.value, number._obj.value = self.status, self.number
+        return 0
+
+    def cuUserObjectCreate(self, made: Any, given: Any, destructor: Any, count: int, flags: int) -> int:
+        """Notes what is to be called, and with what."""
+        self.held.append((destructor, given))
+        return self.error
+
+    def cuGraphRetainUserObject(self, graph: Any, held: Any, count: int, flags: int) -> int:
+        """Is content."""
+        return 0
+
+    def destroy(self) -> None:
+        """Ends the graph, and begins another capture."""
+        for destructor, given in self.held:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor.value)(given.value)
+        self.held, self.number = [], self.number + 1
+
+
+def test_graphs_hold_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are gone, with the driver's part of it replaced."""
+    driver = Driver()
+    monkeypatch.setattr(graphs, "_driver", lambda: driver)
+    value = {torch.zeros(3)}
+    (reference,) = map(weakref.ref, value)
+    for _ in range(2):
+        graphs.keep(5, value)
+    assert len(driver.held) == 1
+    del value
+    graphs.release()
+    assert reference() is not None
+    driver.destroy()
+    graphs.release()
+    assert reference() is None
+    driver.status = 2
+    with pytest.raises(RuntimeError, match="got one whose capture has failed"):
+        graphs.keep(5, {})
+    driver.status, driver.error = 1, 801
+    with pytest.raises(RuntimeError, match="cuUserObjectCreate gave error 801"):
+        graphs.keep(5, {})
 
 
 @needs_kernels
