@@ -145,6 +145,7 @@ def test_cold_processes_compile_once(warm: Warm) -> None:
     assert "bfloat16" in warm.outcomes[0].signature
 
 
+@pytest.mark.slow
 def test_warm_processes_do_not_compile(warm: Warm) -> None:
     second = outcome(start(PROCESS, warm.folder))
     assert second.compiles == 0

@@ -50,6 +50,7 @@ def test_on_blackwell_tests_of_kernels_run_on_its_own(capability: tuple[int, int
     assert f"got 'sm90', which cannot: GPUs of compute capability {'.'.join(map(str, capability))}" in users["sm90"]
 
 
+@pytest.mark.slow
 def test_on_hopper_all_run() -> None:
     told = on(9, 0)
     assert set(told["run"]) == OF_KERNELS | HOPPER_ALONE

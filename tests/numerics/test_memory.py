@@ -74,9 +74,10 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 @pytest.mark.parametrize(
     ("total", "options", "limit"),
     [
-        (16_384, {"causal": True}, 0.25e9),
-        (16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9),
-        (8_192, {"softcap": 20.0}, 0.13e9),  # every key for every query; the scores alone would be 0.27e9
+        pytest.param(16_384, {"causal": True}, 0.25e9, marks=pytest.mark.slow),
+        pytest.param(16_384, {"causal": True, "window_size": (4096, 0)}, 0.25e9, marks=pytest.mark.slow),
+        # Every key for every query; the scores alone would be 0.27e9.
+        pytest.param(8_192, {"softcap": 20.0}, 0.13e9, marks=pytest.mark.slow),
         (32_768, {"softcap": 20.0, "queries": 64, "nheads": 32}, 0.2e9),  # the scores alone would be 0.27e9
     ],
     ids=["fused", "window", "softcap", "multi-query"],
@@ -86,7 +87,9 @@ def test_linear_memory(total: int, options: dict[str, object], limit: float, tmp
 
 
 @linux
-@pytest.mark.parametrize("mask", ["causal", "padding", "added"])
+@pytest.mark.parametrize(
+    "mask", ["causal", pytest.param("padding", marks=pytest.mark.slow), pytest.param("added", marks=pytest.mark.slow)]
+)
 def test_sdpa_makes_no_quadratic_mask(mask: str, tmp_path: Path) -> None:
     """Of 2 x 8192 queries: a mask would be 0.13e9 in bool, also where fewer keys than queries leave no square."""
     assert 0 < grown(tmp_path, SDPA, mask) < 0.17e9
