@@ -1,9 +1,9 @@
 """Either pass, and both, on a Hopper GPU, over the sizes that peers publish: 32k tokens in bfloat16.
 
-Dense batches of several lengths and head shapes, causal and full, and sixteen causal documents of uneven lengths; and
-either pass over one head shape and many lengths. Against flash-attn-4 (its CuTe DSL kernels) and, for dense batches,
-PyTorch's cuDNN attention, where they are there. Where there is a backward pass, the package and flash-attn-4 also take
-part with ``deterministic=True``.
+Dense batches of several lengths and head shapes, causal and full; those of published boards, which are two entries of
+64 heads that share 8; and sixteen causal documents of uneven lengths. Either pass over one head shape and many lengths.
+Against flash-attn-4 (its CuTe DSL kernels) and, for dense batches, PyTorch's cuDNN attention, where they are there.
+Where there is a backward pass, the package and flash-attn-4 also take part with ``deterministic=True``.
 """
 
 import random
@@ -39,6 +39,9 @@ DENSE = (
     (8, 8, 256, 8192, True),
     (8, 8, 256, 8192, False),
 )
+# The same, of two entries each.
+BOARD_BATCH = 2
+BOARD = tuple((64, 8, 128, length, causal) for length in (4096, 8192, 32_768) for causal in (True, False))
 # Query heads, key heads, head dimension; of documents of these lengths.
 PACKED = ((16, 16, 128), (32, 8, 128), (32, 32, 64))
 DOCUMENTS = tuple(random.Random(i).randint(64, 4096) for i in range(16))
@@ -80,12 +83,14 @@ def suite(passes: Passes, device: torch.device, dtype: torch.dtype) -> Suite[Att
         normal = _normal(device, dtype)
         for row in DENSE:
             yield _dense(passes, *row, normal)
+        for row in BOARD:
+            yield _dense(passes, *row, normal, batch=BOARD_BATCH)
         for heads in PACKED:
             yield _packed(passes, *heads, normal)
 
-    names = [_dense_name(*row) for row in DENSE] + [_packed_name(*heads) for heads in PACKED]
+    names = [_dense_name(*row) for row in (*DENSE, *BOARD)] + [_packed_name(*heads) for heads in PACKED]
     bars = [Bar(name, PACKAGE, FA4, 1 / _least(passes, name)) for name in names]
-    bars += [Bar(_dense_name(*row), PACKAGE, CUDNN, 1.0) for row in DENSE]
+    bars += [Bar(_dense_name(*row), PACKAGE, CUDNN, 1.0) for row in (*DENSE, *BOARD)]
     return Suite(passes, cases, _contenders(), PACKAGE, bars, rounds=30, seconds=2.0)
 
 
@@ -164,9 +169,17 @@ def _normal(device: torch.device, dtype: torch.dtype) -> Normal:
 
 
 def _dense(
-    passes: Passes, nheads: int, nheads_k: int, d: int, seqlen: int, causal: bool, normal: Normal
+    passes: Passes,
+    nheads: int,
+    nheads_k: int,
+    d: int,
+    seqlen: int,
+    causal: bool,
+    normal: Normal,
+    *,
+    batch: int | None = None,
 ) -> AttentionCase:
-    batch = TOKENS // seqlen
+    batch = TOKENS // seqlen if batch is None else batch
     q, k, v = (normal(batch, seqlen, heads, d) for heads in (nheads, nheads_k, nheads_k))
     name = _dense_name(nheads, nheads_k, d, seqlen, causal)
     area = batch * (causal_area([seqlen]) if causal else seqlen**2)

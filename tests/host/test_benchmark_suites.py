@@ -52,7 +52,7 @@ def test_bars_of_the_attention_suites() -> None:
         suite = attention.suite(passes, CPU, torch.bfloat16)
         assert suite.name == passes
         bars = [bar for bar in suite.bars if bar.against == attention.FA4]
-        assert len(bars) == len(attention.DENSE) + len(attention.PACKED)
+        assert len(bars) == len(attention.DENSE) + len(attention.BOARD) + len(attention.PACKED)
         assert {round(1 / bar.most, 6) for bar in bars} == least
 
 
@@ -87,6 +87,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
     monkeypatch.setattr(attention, "BACKEND", "portable")
     monkeypatch.setattr(attention, "TOKENS", 32)
     monkeypatch.setattr(attention, "DENSE", ((2, 2, 8, 16, True), (4, 2, 16, 16, False)))
+    monkeypatch.setattr(attention, "BOARD", ((4, 1, 8, 12, True),))
     monkeypatch.setattr(attention, "PACKED", ((4, 2, 8),))
     monkeypatch.setattr(attention, "DOCUMENTS", (5, 1, 17))
     monkeypatch.setattr(attention, "LENGTHS", (8, 16, 32))
@@ -118,7 +119,12 @@ DETERMINISTIC = [attention.PACKAGE_DETERMINISTIC, attention.FA4_DETERMINISTIC]
 @pytest.mark.parametrize("suite", ["backward", "both"])
 def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = run_tiny(suite, tmp_path)
-    assert [case["name"] for case in content["cases"]] == ["2x8 16 causal", "4/2x16 16 full", "documents 4/2x8 causal"]
+    assert [case["name"] for case in content["cases"]] == [
+        "2x8 16 causal",
+        "4/2x16 16 full",
+        "4/1x8 12 causal",
+        "documents 4/2x8 causal",
+    ]
     for case in content["cases"]:
         refused = DETERMINISTIC[1:] if "x16" in case["name"] else []
         names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
@@ -127,9 +133,9 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
         for name in refused:
             assert case["unavailable"][name] == "raised NotImplementedError: d = 16"
     expected = {
-        (attention.FA4, attention.PACKAGE): 3,
-        (attention.PACKAGE_DETERMINISTIC, attention.PACKAGE): 3,
-        (attention.FA4_DETERMINISTIC, attention.PACKAGE_DETERMINISTIC): 2,
+        (attention.FA4, attention.PACKAGE): 4,
+        (attention.PACKAGE_DETERMINISTIC, attention.PACKAGE): 4,
+        (attention.FA4_DETERMINISTIC, attention.PACKAGE_DETERMINISTIC): 3,
     }
     means = {(mean["contender"], mean["against"]): mean["cases"] for mean in content["means"]}
     assert {pair: count for pair, count in means.items() if attention.CUDNN not in pair} == expected
@@ -164,7 +170,7 @@ def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
 
 def test_rows_of_the_attention_suites() -> None:
     """Those of which figures of the peers are known."""
-    names = [attention._dense_name(*row) for row in attention.DENSE]
+    names = [attention._dense_name(*row) for row in (*attention.DENSE, *attention.BOARD)]
     names += [attention._packed_name(*heads) for heads in attention.PACKED]
     assert names == [
         "16x128 2k causal",
@@ -177,6 +183,12 @@ def test_rows_of_the_attention_suites() -> None:
         "32x64 8k full",
         "8x256 8k causal",
         "8x256 8k full",
+        "64/8x128 4k causal",
+        "64/8x128 4k full",
+        "64/8x128 8k causal",
+        "64/8x128 8k full",
+        "64/8x128 32k causal",
+        "64/8x128 32k full",
         "documents 16x128 causal",
         "documents 32/8x128 causal",
         "documents 32x64 causal",
