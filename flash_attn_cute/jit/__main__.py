@@ -61,7 +61,7 @@ def positive(text: str) -> int:
     return value
 
 
-_MANY_ROWS = 1 << 20  # of a sequence, that gets the kernels of long ones
+_FEW_ROWS, _MANY_ROWS = 1, 1 << 20  # of a sequence, that gets the kernels of short and of long ones
 
 
 def configurations(chosen: argparse.Namespace) -> list[Any]:
@@ -83,7 +83,7 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
                 lengths = itertools.product(chosen.groups, (0, _MANY_ROWS))
                 options = [{"group": group, "queries": queries} for group, queries in lengths]
             elif name == "backward":
-                options = [{"keys": keys} for keys in (0, _MANY_ROWS)]
+                options = [{"keys": keys} for keys in (_FEW_ROWS, 0, _MANY_ROWS)]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

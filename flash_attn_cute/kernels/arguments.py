@@ -175,7 +175,7 @@ class BackwardArguments(NamedTuple):
     mSeqUsedK: Annotated[Any, _USED_K]
     mMask: Annotated[Any, _MASK]
     mBias: Annotated[Any, _ANY_BIAS]
-    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, and of blocks of dQ to round
+    mNextTile: Annotated[Any, Argument(INTS)]  # counters of a stream: of tiles, of blocks of dQ to round, and to zero
     blocks: BlockArguments
     # Of a block mask, flattened: blocks of keys as they are launched, of batch entries and key heads that differ, and
     # how many tiles add to each block of queries, of lists that differ.

@@ -32,6 +32,11 @@ class BackwardSizes:
         return self.features.deterministic
 
     @property
+    def zeroes_sums(self) -> bool:
+        """Whether the main kernel zeroes the sums of dQ; if not, and they have no order, a kernel ahead of it does."""
+        return False
+
+    @property
     def spreads_sums(self) -> bool:
         """Whether a block of dQ may have several sums, to which tiles add in turn: fewer wait for each other."""
         return False

@@ -74,7 +74,8 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
 
 
 def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> BackwardConfig:
-    return backward_config(options.pop("dtype", "bfloat16"), tile_d, tile_dv or tile_d, Features(**options))
+    dtype, keys = options.pop("dtype", "bfloat16"), options.pop("keys", 0)
+    return backward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), keys=keys)
 
 
 BACKWARD_CONFIGS = {
@@ -91,6 +92,9 @@ BACKWARD_CONFIGS = {
     "d64-packed-left": backward(64, left=True, packed=True, seqused_q=True, seqused_k=True, dlse=True),
     "d128-grouped": backward(128, right=True, packed=True, grouped=True),
     "float16": backward(128, dtype="float16"),
+    "d128-long": backward(128, keys=8192),
+    "d128-causal-unordered": backward(128, right=True),
+    "d128-deterministic": backward(128, deterministic=True),
     "d256-float16": backward(256, dtype="float16"),
     "d192-dv128": backward(192, 128, right=True),
     "d192-dv128-everything": backward(192, 128, **BACKWARD_EVERYTHING),
@@ -123,6 +127,8 @@ OF_CTAS, OF_CLUSTERS = (
 # Bytes that a thread spills. A bias is read ahead of the scores that it is added to, and registers are too few: at
 # d = 128 once a tile, behind a softcap at d = 256 in every step. So does a float32 epilogue behind a window at d = 64.
 SPILLING = {
+    # Warp 3 keeps a quotient, once a kernel.
+    "d128-causal-grouped-unordered": (backward(128, right=True, grouped=True), 8),
     "d128-bias-grouped": (backward(128, bias=True, grouped=True), 16),
     "d128-float32-bias-everything": (backward(128, bias=True, float32_bias=True, **BACKWARD_EVERYTHING), 8),
     "d256-bias-softcap": (backward(256, bias=True, softcap=True), 48),
@@ -155,12 +161,14 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     assert ("UBLKCP.G.S" in sass) == chosen.features.deterministic  # who is first overwrites
     sums = 2 * chosen.tile_d if chosen.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
-    # DQ's sums, four vectors of four a thread, not by way of a cache that knows nothing of additions, and where blocks
-    # may have several the others in a loop; and shared ones.
-    of_dQ = 2 * 4 * 4 if chosen.spreads_sums else 4 * 4
+    # DQ's sums, four times sixteen a thread, not by way of a cache that knows nothing of additions, and where blocks
+    # may have several the others in a loop; and shared ones. Of a transposed dQ a thread reads pairs.
+    of_dQ = 2 * 4 * 4 if chosen.spreads_sums else 4 * 4 * (not chosen.transposes_dQ)
+    assert (len(re.findall(r"\bLDG\.E\.64\b", sass)) >= 4 * 8) == chosen.transposes_dQ
     assert len(re.findall(r"\bLDG\.E\.128", sass)) == of_dQ + sums * 64 // 128 // 4
     assert not re.search(r"\bLDG\S*CONSTANT", sass)
-    check_before_and_after(kernels, zeroes=not chosen.features.deterministic, num_after=0)
+    zeroes_before = not chosen.features.deterministic and not chosen.zeroes_sums
+    check_before_and_after(kernels, zeroes=zeroes_before, num_after=0)
 
 
 @pytest.mark.parametrize("chosen", tiered(OF_CLUSTERS, values=True))

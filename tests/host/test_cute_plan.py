@@ -104,14 +104,17 @@ def test_few_queries_share_a_tile() -> None:
 @pytest.mark.parametrize(
     ("q_shape", "nheads_k", "deterministic", "expected"),
     [
-        ((9000, 32, 128), 32, False, (5, 5, 1)),
+        ((9000, 32, 128), 32, False, (5, 3, 1)),
         ((9000, 32, 128), 32, True, (5, 5, 1)),
-        ((3, 3000, 32, 128), 32, False, (8, 11, 1)),
+        ((3, 3000, 32, 128), 32, False, (5, 16, 1)),
+        ((3, 3000, 32, 128), 32, True, (8, 11, 1)),
         # All of the first heads of groups together, then all of the second ones.
         ((9000, 24, 128), 8, False, (5, 0, 1)),
-        ((9000, 32, 128), 8, False, (2, 3, 2)),
-        ((3, 3000, 32, 128), 8, False, (2, 23, 2)),
-        ((1, 3000, 8, 128), 2, False, (2, 1, 2)),
+        ((9000, 32, 128), 8, False, (2, 1, 2)),
+        ((9000, 32, 128), 8, True, (2, 3, 2)),
+        ((3, 3000, 32, 128), 8, False, (2, 21, 2)),
+        ((3, 3000, 32, 128), 8, True, (2, 23, 2)),
+        ((1, 3000, 8, 128), 2, True, (2, 1, 2)),
         ((9000, 32, 256), 32, False, (2, 13, 1)),
         ((9000, 32, 256), 32, True, (2, 15, 1)),
         ((3, 3000, 32, 256), 8, False, (2, 45, 1)),
@@ -126,18 +129,45 @@ def test_backward_sections(
 ) -> None:
     """The cache has room for five heads of this length at a time, or for two of d = 256, or if a tile sums over two.
 
-    Of a dense batch as many run together as make it two and a half steps from tile to tile: eight. In no order the last
-    six at least do.
+    In order as many of a dense batch run together as make it two and a half steps from tile to tile: eight. In no order
+    those of the last section are more.
     """
     q = torch.empty(q_shape, dtype=torch.bfloat16, device="meta")
     k = q[..., :nheads_k, :]
     packed = len(q_shape) == 3
     cu = torch.empty(4, dtype=torch.int32, device="meta") if packed else None
     inputs = AttentionInputs(q, k, k, cu, cu, None, None, None, None, None, 3000, 3000)
-    spec = AttentionSpec.of(inputs, Options(None, 0, 0, 0.0, deterministic, True))
+    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, deterministic, True))
     shapes = Shapes(q.shape, k.shape, num_sequences=3 if packed else 0, max_seqlen_q=3000)
     numbers = plan_backward(SM90, spec, shapes, num_sms=132).numbers
     assert (numbers.heads_in_cache, numbers.sections, numbers.heads_a_tile) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "deterministic", "zeroes_sums", "tile_m"),
+    [
+        ({"right": True}, 512, True, False, 64),
+        ({"right": True}, 513, False, True, 64),
+        ({"right": True}, 0, False, True, 64),
+        ({"right": True, "deterministic": True}, 8192, True, False, 64),
+        ({"left": True}, 8192, True, False, 64),
+        ({"bias": True}, 8192, True, False, 64),
+        ({"block_mask": True}, 8192, False, False, 64),
+        ({}, 8191, False, True, 64),
+        ({}, 8192, False, True, 80),
+        ({"deterministic": True}, 8192, True, False, 64),
+        ({"grouped": True}, 8192, False, True, 64),
+        ({"packed": True}, 8192, False, True, 64),
+    ],
+    ids=str,
+)
+def test_order_and_blocks_of_a_backward_pass(
+    options: dict[str, bool], keys: int, deterministic: bool, zeroes_sums: bool, tile_m: int
+) -> None:
+    """Nobody gets an order that costs time without asking for it."""
+    config = backward_config("bfloat16", 128, 128, Features(**options), keys=keys)
+    assert isinstance(config, BackwardCtaConfig)
+    assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == (deterministic, zeroes_sums, tile_m)
 
 
 @pytest.mark.parametrize("seqlen", [1, 64, 500, 2048, 4096, 8192, 16384, 32768, 131072])

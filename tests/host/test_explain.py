@@ -70,7 +70,10 @@ def test_what_a_hopper_gpu_would_do() -> None:
         1,
     )
     assert told.backward.workspace_bytes > 0
-    assert told.backward.deterministic
+    assert not told.backward.deterministic
+    in_order = explain(q, q, q, gpu="sm90", deterministic=True).backward
+    assert in_order is not None
+    assert in_order.deterministic
     text = str(told)
     assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
     assert f"forward: tiles of {told.forward.tile_m} queries, blocks of {told.forward.tile_n} keys" in text

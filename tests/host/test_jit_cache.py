@@ -463,7 +463,7 @@ def test_warm(warm: Warm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_pass_in_one_line() -> None:
     lines = [
-        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, Features(dlse=x))))
+        command.describe(dataclasses.asdict(backward_config("bfloat16", 64, 64, Features(dlse=x, deterministic=True))))
         for x in (False, True)
     ]
     assert lines[1] == lines[0].replace(" deterministic", " dlse deterministic") != lines[0]
@@ -513,9 +513,10 @@ def test_what_is_warmed() -> None:
         for packed in (False, True)
         for causal in (False, True)
     ]
-    backward = [backward_config("bfloat16", *options) for options in common]
+    keys = (1, 2048, 1 << 20)  # kernels of short, of other and of long sequences
+    backward = {backward_config("bfloat16", *options, keys=number) for options in common for number in keys}
     assert set(configs()) == {*(forward_config("bfloat16", *options) for options in common), *backward}
-    assert set(configs("--passes", "backward")) == set(backward)
+    assert set(configs("--passes", "backward")) == backward
     wide = ("--head-dims", "256", "--masks", "full", "--layouts", "dense", "--passes", "backward")
     assert configs(*wide) == [backward_config("bfloat16", 256, 256, Features())]
     assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.jit import cache
-from flash_attn_cute.kernels.sm90.config import HEAD_DIMS
+from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, KEYS_IN_ORDER
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib import oracle
 from tests.lib.checks import (
@@ -322,6 +322,27 @@ def test_many_tiles(head_dim: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(("packed", "nheads_k"), [(True, 8), (True, 2), (False, 8), (False, 4), (False, 1)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_in_no_order(head_dim: int, packed: bool, nheads_k: int, options: dict[str, Any]) -> None:
+    """The kernel zeroes sums of dQ while its first tiles are under way. There are more tiles than CTAs."""
+    lengths = [1300, 0, 79, 1, 3100, 2033] if packed else [1033] * 3
+    assert sum(lengths) > KEYS_IN_ORDER * 2 * len(lengths) or not packed  # causal ones are planned as twice as many
+    shape: dict[str, Any] = {"nheads": 8, "nheads_k": nheads_k, "head_dim": head_dim, "packed": packed}
+    assert_matches_oracle(random_call(lengths, dtype=torch.bfloat16, device="cuda", **shape, **options), backend="sm90")
+
+
+@needs_kernels
+@pytest.mark.parametrize("queries", [1, 79, 80, 81, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_of_80_queries(dtype: torch.dtype, queries: int) -> None:
+    """Full masks over many keys have them at d = 128. There are more tiles than CTAs."""
+    call = random_call([queries] * 2, [8200] * 2, nheads=2, head_dim=128, packed=False, dtype=dtype, device="cuda")
+    assert_matches_oracle(call, backend="sm90")
+
+
+@needs_kernels
 def test_more_sums_than_32_bits_count() -> None:
     """Those of the last head's dQ lie 2^31 numbers behind those of the first: 8 GB. It gets what it gets alone."""
     q, k, v, dout = torch.randn(4, 1, 2**19 + 4096, 64, 8, device="cuda", dtype=torch.bfloat16)
@@ -490,8 +511,8 @@ def test_concurrent_streams() -> None:
 
 
 def two_layers(q: Tensor, k: Tensor, v: Tensor, backend: str = "sm90") -> Tensor:
-    hidden = flash_attn_func(q, k, v, causal=True, backend=backend)
-    out: Tensor = flash_attn_func(hidden, k, v, causal=True, backend=backend)
+    hidden = flash_attn_func(q, k, v, causal=True, deterministic=True, backend=backend)
+    out: Tensor = flash_attn_func(hidden, k, v, causal=True, deterministic=True, backend=backend)
     return out
 
 

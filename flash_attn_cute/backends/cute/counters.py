@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_attn_cute import kept
 
-_NUM_COUNTERS = 2  # of tiles, and in the backward pass of blocks to round
+_NUM_COUNTERS = 3  # of tiles, and in the backward pass of blocks to round and to zero
 
 
 class _Counters(threading.local):

@@ -120,7 +120,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
-        # Up to d = 128 an order costs nothing where tiles do not wait; clusters are faster without.
+        # Regular block masks have an order up to d = 128; clusters are faster without.
         deterministic=spec.deterministic or (spec.in_turn and max(spec.head_dim, spec.head_dim_v) <= 128),
         wide=spec.wide,
         zero_padding=spec.zero_padding,

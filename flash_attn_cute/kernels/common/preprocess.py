@@ -16,6 +16,7 @@ from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.key_lists import order_row
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
+from flash_attn_cute.kernels.common.semaphores import NOT_ZEROED
 from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 
 _THREADS = 256
@@ -26,14 +27,15 @@ class Preprocess:
 
     A power of 2 of threads reads a row, a vector of 16 bytes each. Under a mask the kernel also computes the order in
     which tiles add to the block's dQ. It zeroes the semaphores, if there are any, and the sums of dQ if additions are
-    unordered.
+    unordered. If the main kernel zeroes the sums, the semaphores become ``NOT_ZEROED`` instead.
     """
 
     def __init__(self, config: Any, place: Callable[[Int32], Int32] | None = None):
         """``place``: where the numbers of a block's row are kept; None: in the order of rows."""
         self.config, self.place = config, place
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
-        self.has_order = config.features.deterministic
+        self.zeroes_sums = not config.features.deterministic and not config.zeroes_sums
+        self.initial_value = NOT_ZEROED if config.zeroes_sums else 0
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
     @cute.jit
@@ -92,8 +94,10 @@ class Preprocess:
         if const_expr(ws.mSemaphoresQ is not None):
             counters, sums = ws.mSemaphoresQ.shape[0], sums_of(self.config, a)
             if thread < counters * sums:
-                ws.mSemaphoresQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(0)
-        if const_expr(not self.has_order):
+                ws.mSemaphoresQ[thread % counters, work.head, work.block * sums + thread // counters] = Int32(
+                    self.initial_value
+                )
+        if const_expr(self.zeroes_sums):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
             sums = ws.mdQaccum[work.head, work.block, None]

@@ -6,6 +6,10 @@ does, and because the order of float additions is all that could vary, it has th
 (FlashAttention orders its dQ like this.) The tile of turn 0 stores instead of adding, so that no kernel has to zero the
 block. Every wait ends if turns follow the order in which tiles are taken (``sparsity.order``).
 
+Unordered additions need a zeroed block. A warp of the main kernel zeroes it, or the preprocessing kernel does. In the
+former case a semaphore is ``NOT_ZEROED`` until its block is zero, and tiles wait for that. When a tile ends, it signals
+at all of its blocks.
+
 Memory order: the wait is an acquire and the signal (or a fence before several signals) a release, both at GPU scope and
 both by one thread. A barrier of the CTA stands between that thread and the threads that add, and such orders are
 cumulative. So all that one turn stores or adds, by any thread of its CTA, happens before what the next turn adds. Where
@@ -24,6 +28,7 @@ from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 
 _STAGES = 4  # turns that have come and are not signalled yet
 _NAP = 256  # nanoseconds
+NOT_ZEROED = -(1 << 30)  # initial value if additions are unordered and the main kernel zeroes the block
 
 
 def at(mSemaphores: cute.Tensor, part: Int32 | int, head: Int32 | int, block: Int32) -> cute.Pointer:
@@ -64,6 +69,30 @@ def wait_for_all_parts(mSemaphores: cute.Tensor, head: Int32, block: Int32, tile
 def signal(semaphore: cute.Pointer) -> None:
     """Signals that this tile has added: one thread, behind a barrier at which all threads that add have arrived."""
     cute.arch.red(semaphore, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@cute.jit
+def signal_blocks(first: cute.Pointer, num_blocks: Int32) -> None:
+    """Signals at blocks that follow each other, by a converged warp whose additions to them are complete."""
+    cute.arch.fence_acq_rel_gpu()
+    for i in cutlass.range(cute.arch.lane_idx(), num_blocks, 32, unroll=1):
+        cute.arch.red(first + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def signal_zeroed(semaphore: cute.Pointer) -> None:
+    """Signals that a block is zero: one thread, behind a barrier at which all threads that zero have arrived."""
+    cute.arch.red(semaphore, Int32(-NOT_ZEROED), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@cute.jit
+def wait_for_zeros(first: cute.Pointer, num_blocks: Int32) -> None:
+    """Waits, as a converged warp, until blocks that follow each other are zero. Then TMA may add to them."""
+    for i in cutlass.range(cute.arch.lane_idx(), num_blocks, 32, unroll=1):
+        while value(first + i) < 0:
+            pass
+    cute.arch.sync_warp()
+    cute.arch.fence_proxy("async.global")  # the zeros come before what TMA adds
 
 
 @cute.jit

@@ -1,5 +1,6 @@
 """Layouts of tiles in shared memory for TMA and the tensor cores, and TMA pipelines."""
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, pipeline
@@ -19,12 +20,19 @@ def transposed(x: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def write(rounded: cute.Tensor, mma: cute.TiledMma, sX: cute.Tensor, thread: Int32) -> None:
+def write(
+    rounded: cute.Tensor,
+    mma: cute.TiledMma,
+    sX: cute.Tensor,
+    thread: Int32,
+    transposes: cutlass.Constexpr = False,
+) -> None:
     """Writes a warpgroup's rounded accumulator to its tile in shared memory.
 
-    A fence makes it visible to TMA and WGMMA.
+    A fence makes it visible to TMA and WGMMA. ``transposes``: whether the tile is a transposed view of contiguous rows.
     """
-    tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sX.element_type), mma)
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposes, 4), sX.element_type)
+    tiled_copy = cute.make_tiled_copy_C(atom, mma)
     to_shared = tiled_copy.get_slice(thread)
     cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX))
 

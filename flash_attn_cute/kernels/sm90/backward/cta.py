@@ -4,10 +4,12 @@ Roles (a CTA takes one tile of keys after the other, ``tiles``. Its mainloop goe
 tile, from the first to the last or, under a right bound, for some heads from the last to the first):
     warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
                         block.
-                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory. dQ is added to
-                        the workspace in semaphore order; the first contributor stores instead of adding. (Under masks
-                        dQ is added to zeros, unordered unless determinism is asked for.) dK and dV are stored.
-                        Warp 3 copies a bias, then writes zeros to dK and dV of padding and fully masked keys.
+                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory. dK and dV are
+                        stored. dQ is added to the workspace. Ordered additions follow semaphores; the first contributor
+                        stores instead of adding. Unordered ones are added to zeros: those of warp 3, for which these
+                        warps wait at the beginning of a tile, or under masks those of the preprocessing kernel.
+                        Warp 3 copies a bias, or zeroes the sums of dQ while the first tiles run. Then it writes zeros
+                        to dK and dV of padding and fully masked keys.
     warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``common.dq_rounding``).
 Registers a thread: ``BackwardCtaConfig.registers``.
 
@@ -30,9 +32,10 @@ A step of an mma warpgroup (transposed: rows are keys, columns are queries), its
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
     dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
                        warpgroups, into shared memory
-    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part dK +=
-    dS' Q        in flight while dQ is written to shared memory. Warp 1 or 2 gets a signal when the next scores are
-                       in flight (at once, if steps are not short)
+    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part.
+                       Where a block has 80 queries, it is dQ' = K' dS', because products have 64 rows
+    dK += dS' Q        in flight while dQ is written to shared memory. Warp 1 or 2 gets a signal when the next scores
+                       are in flight (at once, if steps are not short)
 A bias comes through shared memory: warp 3 copies that of every step. A strided one, or one in float32 at d = 128, for
 which there is no room, threads read from global memory behind the start of S', into the registers that dP' would have,
 which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored from registers.
@@ -134,7 +137,7 @@ class BackwardCtaSm90:
             S_registers=tiled_mma(dtype, k_major, k_major, c.tile_m, registers),
             dV=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
             dK=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
-            dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
+            dQ=tiled_mma(dtype, mn_major, k_major if c.transposes_dQ else mn_major, c.columns_dQ, shared),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
@@ -232,6 +235,8 @@ class BackwardCtaSm90:
             if warp_idx == 3:
                 if const_expr(c.bias_pitch):
                     self.transfers.load_bias(a, shared)
+                if const_expr(c.zeroes_sums):
+                    self.transfers.zero_sums(a, ws)
                 # Every dense key is seen if there is neither window nor mask.
                 if const_expr(f.packed or f.left or f.right or f.listed):
                     index, _, _ = cute.arch.block_idx()
@@ -246,6 +251,7 @@ class BackwardCtaSm90:
                 columns=c.columns_dQ,
                 num_threads=32,
                 at_once=_ROUNDED_AT_ONCE,
+                transposed=c.transposes_dQ,
             )
             round_blocks(c, a, ws, 4 * self.warpgroups, rounded)
 
@@ -265,11 +271,7 @@ class BackwardCtaSm90:
         slices = _Mmas(*(mma.get_slice(thread) for mma in mmas))
         # Operands in shared memory are described once a warpgroup: by its first thread's slice.
         wholes = _Mmas(*(mma.get_slice(0) for mma in mmas))
-        parts_a_row = c.tile_d // c.columns_dQ
-        sK_part = cute.local_tile(
-            shared.sK, (64, c.columns_dQ, self.warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0)
-        )
-        sdS_part = cute.local_tile(shared.sdS, (64, 64, self.warpgroups, 2), (0, w // parts_a_row, 0, 0))
+        sA, sB = self._operands_of_dQ(shared, w)
         acc_S = cute.make_rmem_tensor(slices.S.partition_shape_C((64, c.tile_m)), Float32)
         acc_dP = cute.make_rmem_tensor_like(acc_S)
         rP, rdS = (cute.make_rmem_tensor_like(acc_S, self.dtype) for _ in range(2))
@@ -287,8 +289,8 @@ class BackwardCtaSm90:
             tPrdO=mmas.S.make_fragment_B(wholes.S.partition_B(shared.sdO)),
             tVrdO=mmas.dV.make_fragment_B(wholes.dV.partition_B(transposed(shared.sdO))),
             tKrQ=mmas.dK.make_fragment_B(wholes.dK.partition_B(transposed(shared.sQ))),
-            tQrdS=mmas.dQ.make_fragment_A(wholes.dQ.partition_A(transposed(sdS_part))),
-            tQrK=mmas.dQ.make_fragment_B(wholes.dQ.partition_B(transposed(sK_part))),
+            tQrA=mmas.dQ.make_fragment_A(wholes.dQ.partition_A(sA)),
+            tQrB=mmas.dQ.make_fragment_B(wholes.dQ.partition_B(sB)),
             scores=Scores(
                 acc_S=acc_S,
                 rP=rP,
@@ -339,7 +341,7 @@ class BackwardCtaSm90:
         warpgroup.wait_group(0)
         if step > 0:
             self._put_out_dQ(work, piece)
-            if const_expr(self.config.short_steps):
+            if const_expr(self.config.hands_out_late):
                 self._hand_out(work, piece)
 
     @cute.jit
@@ -368,7 +370,7 @@ class BackwardCtaSm90:
             for n in cutlass.range(first, end, unroll=1):
                 self._step(work, tile, tile_idx, n, step, nth, is_first and n == first, is_last and n + 1 == end)
                 step += 1
-        if const_expr(self.config.short_steps):
+        if const_expr(self.config.hands_out_late):
             if is_last and step > 1:
                 self._hand_out(work, piece_number(step - 1, tile_idx))
         return step
@@ -418,7 +420,7 @@ class BackwardCtaSm90:
             keys = shared.reload_tile(self.config, work.arguments, tile_idx)
             first_row = keys.first_key + 64 * work.warpgroup
             seen = load_row_interval(work.arguments.mIntervals, keys.batch, keys.k.length, first_row, work.scores.cS)
-        if const_expr(self.config.short_steps):
+        if const_expr(self.config.hands_out_late):
             if not is_first and step > 1:  # not earlier: now the fence has nothing to wait for
                 self._hand_out(work, piece_number(step - 1, tile_idx))
         if is_first:
@@ -475,7 +477,9 @@ class BackwardCtaSm90:
             store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
         cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
-        write(work.rdS, work.mmas.S, shared.sdS[None, None, work.warpgroup, step & 1], work.thread)
+        sdS = shared.sdS[None, None, work.warpgroup, step & 1]
+        transposes = self.config.transposes_dQ
+        write(work.rdS, work.mmas.S, transposed(sdS) if const_expr(transposes) else sdS, work.thread, transposes)
         warpgroup.wait_group(0)  # dV is there
         shared.do.release(step)  # to warp 0
         last_tile_idx = tile_idx - 1 if is_first else tile_idx
@@ -521,9 +525,20 @@ class BackwardCtaSm90:
     def _start_dQ(self, work: "_Work", step: Int32, tile_idx: Int32) -> None:
         """This warpgroup's part of a step's dQ."""
         for i in cutlass.range_constexpr(self.warpgroups):
-            tQrdS = work.tQrdS[None, None, None, i, step & 1]
-            tQrK = work.tQrK[None, None, None, i, work.shared.k.stage(tile_idx)]
-            gemm(work.mmas.dQ, work.acc_dQ, tQrdS, tQrK, i == 0, i == self.warpgroups - 1)
+            of_dS, of_K = step & 1, work.shared.k.stage(tile_idx)
+            stage_a, stage_b = (of_K, of_dS) if const_expr(self.config.transposes_dQ) else (of_dS, of_K)
+            tQrA, tQrB = work.tQrA[None, None, None, i, stage_a], work.tQrB[None, None, None, i, stage_b]
+            gemm(work.mmas.dQ, work.acc_dQ, tQrA, tQrB, i == 0, i == self.warpgroups - 1)
+
+    def _operands_of_dQ(self, shared: Shared, w: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Operands of warpgroup w's part of dQ = dS K, or of dQ' = K' dS': (rows, keys, warpgroup, stage)."""
+        c, warpgroups = self.config, self.warpgroups
+        if c.transposes_dQ:  # 64 columns of K, which are rows
+            return transposed(cute.local_tile(shared.sK, (64, 64, warpgroups, c.k_stages), (0, w, 0, 0))), shared.sdS
+        parts_a_row = c.tile_d // c.columns_dQ
+        sdS = cute.local_tile(shared.sdS, (64, 64, warpgroups, 2), (0, w // parts_a_row, 0, 0))
+        sK = cute.local_tile(shared.sK, (64, c.columns_dQ, warpgroups, c.k_stages), (0, w % parts_a_row, 0, 0))
+        return transposed(sdS), transposed(sK)
 
     @cute.jit
     def _put_out_dQ(self, work: "_Work", piece: Int32) -> None:
@@ -536,7 +551,7 @@ class BackwardCtaSm90:
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
         put(work.acc_dQ, part, work.thread)
-        if const_expr(not self.config.short_steps):
+        if const_expr(not self.config.hands_out_late):
             self._hand_out(work, piece)
 
     @cute.jit
@@ -566,7 +581,7 @@ class BackwardCtaSm90:
                 convert(acc, rounded)
                 out.wait_empty(piece + i)  # from warp 1 or 2
                 if is_whole:
-                    write(rounded, mma, shared.sOut[None, None, 0, work.warpgroup], work.thread)
+                    write(rounded, mma, shared.sOut[None, None, work.warpgroup], work.thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
                 out.arrive(piece + i)  # to warp 1 or 2
 
@@ -633,8 +648,8 @@ class _Work:
     tPrdO: cute.Tensor
     tVrdO: cute.Tensor
     tKrQ: cute.Tensor
-    tQrdS: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, PIPE)
-    tQrK: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, stage of k)
+    tQrA: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, stage): dS, or if dQ is transposed K
+    tQrB: cute.Tensor  # (MMA, 1, MMA_K, warpgroup, stage): the other
     scores: Scores  # its rW is where rdS will be, with a softcap
     acc_dP: cute.Tensor
     acc_dV: cute.Tensor

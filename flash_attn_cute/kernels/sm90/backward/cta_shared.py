@@ -33,22 +33,34 @@ class Layouts(NamedTuple):
     sV: cute.ComposedLayout  # (64, d, warpgroup)
     sQ: cute.ComposedLayout  # (tile_m, d, stage)
     sdO: cute.ComposedLayout  # (tile_m, d, stage)
-    sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2)
-    sOut: cute.ComposedLayout  # (64, d, so many hold a part of dQ, warpgroup)
+    sdS: cute.ComposedLayout  # (64, tile_m, warpgroup, 2), or if dQ is transposed (tile_m, 64, warpgroup, 2)
+    sOut: cute.ComposedLayout  # (64, d, warpgroup)
 
 
 def layouts_of(config: BackwardCtaConfig, dtype: type) -> Layouts:
     """How operands lie in shared memory."""
     c, warpgroups = config, config.num_mma_warpgroups
+    dS = (c.tile_m, 64) if c.transposes_dQ else (64, c.tile_m)
     return Layouts(
         # No swizzled atom of K may hold columns of two parts of dQ.
-        sK=swizzled(dtype, c.columns_dQ, (64, c.tile_d, warpgroups, c.k_stages)),
+        sK=swizzled(dtype, 64 if c.transposes_dQ else c.columns_dQ, (64, c.tile_d, warpgroups, c.k_stages)),
         sV=swizzled(dtype, c.tile_d, (64, c.tile_d, warpgroups)),
         sQ=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
         sdO=swizzled(dtype, c.tile_d, (c.tile_m, c.tile_d, c.stages)),
-        sdS=swizzled(dtype, c.tile_m, (64, c.tile_m, warpgroups, 2)),
-        sOut=swizzled(dtype, c.tile_d, (64, c.tile_d, 2 * c.columns_dQ // c.tile_d, warpgroups)),
+        sdS=swizzled(dtype, 64 if c.transposes_dQ else c.tile_m, (*dS, warpgroups, 2)),
+        sOut=_apart(swizzled(dtype, c.tile_d, (64, c.tile_d)), warpgroups, _out_elements(c)),
     )
+
+
+def _out_elements(config: BackwardCtaConfig) -> int:
+    """Elements in whose place a warpgroup's part of dQ is, in float32; dV and dK are no more."""
+    return 2 * 64 * config.columns_dQ
+
+
+def _apart(layout: cute.ComposedLayout, number: int, stride: int) -> cute.ComposedLayout:
+    """The layout so many times, so many elements apart, in a last mode."""
+    outer = cute.append(layout.outer, cute.make_layout(number, stride=stride))
+    return cute.make_composed_layout(layout.inner, layout.offset, outer)
 
 
 def num_step_fields(config: BackwardCtaConfig) -> int:
@@ -80,7 +92,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sdO: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdO)], 1024]
         sdS: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sdS)], 1024]
-        sOut: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sOut)], 1024]
+        sOut: cute.struct.Align[cute.struct.MemRange[dtype, c.num_mma_warpgroups * _out_elements(c)], 1024]
 
     return Storage
 
@@ -93,8 +105,8 @@ class Shared(WorkTileBroadcast):
     sV: cute.Tensor  # (64, d, warpgroup)
     sQ: cute.Tensor  # (tile_m, d, stage)
     sdO: cute.Tensor  # (tile_m, d, stage)
-    sdS: cute.Tensor  # (64, tile_m, warpgroup, 2)
-    sOut: cute.Tensor  # (64, d, so many hold a part of dQ, warpgroup): dV or dK on its way out, in the first one
+    sdS: cute.Tensor  # (64, tile_m, warpgroup, 2), or if dQ is transposed (tile_m, 64, warpgroup, 2)
+    sOut: cute.Tensor  # (64, d, warpgroup): dV or dK on its way out
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
     stats: cute.Tensor  # (tile_m, lse and delta, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)

@@ -1,5 +1,7 @@
 """Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``cta``)."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -7,15 +9,27 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
-from flash_attn_cute.kernels.common.assembly import add_from_shared, store_from_shared
+from flash_attn_cute.kernels.common.assembly import add_from_shared, opaque, store_from_shared
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.tiles import take_tile
+from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
+
+
+class _Blocks(NamedTuple):
+    """Blocks of dQ that a tile adds to, of its first head."""
+
+    first: Int32  # counted over all heads
+    num: Int32
+
+    @staticmethod
+    def of(tile: KeyTile, ws: Workspace) -> "_Blocks":
+        """Blocks of the queries that see a tile."""
+        return _Blocks(tile.head * ws.mStats.shape[2] + tile.first_block + tile.blocks.start, tile.blocks.num)
 
 
 class Transfers:
@@ -140,18 +154,26 @@ class Transfers:
         """
         c, out = self.config, shared.out(w)
         step, tile_idx, come = (Int32(0) for _ in range(3))
+        added = _Blocks(Int32(0), Int32(0))
         while shared.has_tile(tile_idx):
             num_blocks, first_step = shared.tile(c, a, tile_idx).blocks.num, step
+            if const_expr(c.zeroes_sums):
+                self._each_head(a, ws, w, _Blocks.of(shared.tile(c, a, tile_idx), ws), semaphores.wait_for_zeros)
             # Under a mask the blocks are those of all heads.
             num_steps = num_blocks if const_expr(c.features.listed) else heads_a_tile(c, a) * num_blocks
             for _ in cutlass.range(num_steps, unroll=1):
                 if step > first_step if const_expr(c.k_stages == 1) else step > 0:  # of the step before
                     come = self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
+                    if const_expr(c.zeroes_sums and c.k_stages == 2):
+                        if step == first_step:
+                            self._signal(a, ws, w, added)  # by the tile before
                 step += 1
             last = piece_number(step, tile_idx)
             if const_expr(c.k_stages == 1):  # dQ of the last step is not for the next tile to compute
                 come = self._add_dQ(ws, shared, w, last, step - 1, come)
                 last += 1
+            if const_expr(c.zeroes_sums):
+                added = _Blocks.of(shared.reload_tile(c, a, tile_idx), ws)
             if const_expr(not c.features.wide):
                 tile = shared.reload_tile(c, a, tile_idx)
                 start = tile.first_key + 64 * w
@@ -161,15 +183,65 @@ class Transfers:
                     out.wait_full(piece)  # from warpgroup w
                     if start < stop and tile.is_last:
                         g = t.at(tile.k.start + start, tile.k.start + stop, tile.head_k, tile.batch)
-                        t.store(shared.sOut[None, None, 0, w], g)
+                        t.store(shared.sOut[None, None, w], g)
                         cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     out.release(piece)  # to warpgroup w
+            if const_expr(c.zeroes_sums and c.k_stages == 1):
+                self._signal(a, ws, w, added)
             shared.tiles.release(tile_idx)  # to warp 0
             tile_idx += 1
         if const_expr(c.k_stages == 2):
             if step > 0:
                 self._add_dQ(ws, shared, w, piece_number(step, tile_idx), step - 1, come)
+                if const_expr(c.zeroes_sums):
+                    self._signal(a, ws, w, added)
+
+    @cute.jit
+    def zero_sums(self, a: BackwardArguments, ws: Workspace) -> None:
+        """Warp 3: zeroes the sums of dQ.
+
+        Blocks are taken from a counter. So a single resident CTA zeroes all of them, and every wait for them ends.
+        """
+        c = self.config
+        _, heads, blocks, _ = ws.mStats.shape
+        num_blocks = num_row_tiles(heads, blocks, c.features.packed)
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        # A head's all together, as tiles of them are taken.
+        order = Order(heads_in_cache=Int32(1), last_first=False)
+        index = self._take_block(a, num_blocks)
+        while index < num_blocks:
+            work, _ = row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
+            if work.block >= 0 and work.block < blocks:
+                sums = ws.mdQaccum[work.head, work.block, None]
+                for i in cutlass.range(lane, sums.shape[0] // 4, 32, unroll=8):
+                    cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
+                cute.arch.sync_warp()
+                if lane < self.warpgroups:
+                    semaphores.signal_zeroed(semaphores.at(ws.mSemaphoresQ, lane, work.head, work.block))
+            index = self._take_block(a, num_blocks)
+
+    def _take_block(self, a: BackwardArguments, num_blocks: Int32) -> Int32:
+        """The next block to zero. Every CTA asks until it gets none."""
+        # Opaque, or the compiler keeps the size of the grid in a register, where there are few.
+        return take_tile(cute.domain_offset((2,), a.mNextTile), num_blocks + opaque(cute.arch.grid_dim()[0]))
+
+    @cute.jit
+    def _signal(self, a: BackwardArguments, ws: Workspace, w: Int32, added: "_Blocks") -> None:
+        """Signals at all blocks that a tile adds to, when its additions, issued by this warp, are complete."""
+        cute.arch.cp_async_bulk_wait_group(0)
+        cute.arch.sync_warp()
+        self._each_head(a, ws, w, added, semaphores.signal_blocks)
+
+    @cute.jit
+    def _each_head(
+        self, a: BackwardArguments, ws: Workspace, w: Int32, added: "_Blocks", function: cutlass.Constexpr
+    ) -> None:
+        """Calls a function with the semaphores of part w of a tile's blocks, for each of its heads."""
+        for nth in cutlass.range(heads_a_tile(self.config, a), unroll=1):
+            function(semaphores.at(ws.mSemaphoresQ, w, nth, added.first), added.num)
 
     @cute.jit
     def _add_dQ(self, ws: Workspace, shared: Shared, w: Int32, piece: Int32, step: Int32, come: Int32) -> Int32:
@@ -201,9 +273,10 @@ class Transfers:
             come = self._turn_has_come(ws, shared, w, step + 1)  # while TMA reads
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         out.release(piece)  # to warpgroup w
-        cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
-        with cute.arch.elect_one():
-            semaphores.signal(semaphore)
+        if const_expr(not self.config.zeroes_sums):
+            cute.arch.cp_async_bulk_wait_group(0)  # it has been stored or added
+            with cute.arch.elect_one():
+                semaphores.signal(semaphore)
         return come
 
     @cute.jit

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rounded
-from flash_attn_cute.kernels.sm90.backward.workspace import read_rows
+from flash_attn_cute.kernels.sm90.backward.workspace import read_columns, read_rows
 
 
 @cute.jit
@@ -26,6 +26,7 @@ def round_block(
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
     num_sums: Int32 | None = None,
+    transposed: cutlass.Constexpr = False,
 ) -> None:
     """A block that has been added to, eight columns of two rows a thread at a time.
 
@@ -42,9 +43,11 @@ def round_block(
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
         num_sums: how many of the block's there are, the others behind ``sums``; None: one.
+        transposed: whether parts have the block's columns for rows, 64 each.
     """
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
-        units = [_Unit.of(begin + i * num_threads, columns) for i in range(at_once)]
+        kind = _TransposedUnit if const_expr(transposed) else _Unit
+        units = [kind.of(begin + i * num_threads, columns) for i in range(at_once)]
         found = [unit.read(sums, columns) for unit in units]
         if const_expr(num_sums is not None):
             for nth in cutlass.range(1, num_sums, unroll=1):
@@ -57,7 +60,7 @@ def round_block(
             row, vector = unit.place(tile_d, columns)
             if vector * 8 < gdX.shape[1]:
                 for n, numbers in enumerate(both):
-                    within = first_row + row + 8 * n
+                    within = first_row + row + kind.rows_apart * n
                     words = rounded(numbers, scale, gdX.element_type)
                     for j in cutlass.range_constexpr(cute.size(words)):
                         words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
@@ -76,6 +79,8 @@ class _Unit(NamedTuple):
     row: Int32
     group: Int32
 
+    rows_apart = 8
+
     @staticmethod
     def of(index: Int32, columns: int) -> "_Unit":
         """The unit of a thread, where parts have ``columns`` columns."""
@@ -91,3 +96,31 @@ class _Unit(NamedTuple):
         """The first row within the block, and which vector of its columns."""
         parts_a_row = tile_d // columns
         return self.part // parts_a_row * 64 + self.row, self.group + self.part % parts_a_row * (columns // 8)
+
+
+class _TransposedUnit(NamedTuple):
+    """Eight columns of two neighbouring rows of a block whose parts have its columns for rows, 64 each.
+
+    Eight threads that follow each other have 64 columns, so that 128 bytes of a row are written at once.
+    """
+
+    part: Int32
+    row: Int32  # of the block, even
+    vector: Int32  # of eight columns of the part's
+
+    rows_apart = 1
+
+    @staticmethod
+    def of(index: Int32, columns: int) -> "_TransposedUnit":
+        """Unit ``index``; parts are of ``columns`` rows of the block."""
+        pairs = columns // 2
+        return _TransposedUnit(index // 8 // pairs, index // 8 % pairs * 2, index % 8)
+
+    def read(self, sums: cute.Tensor, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """From the workspace, into registers."""
+        part = cute.local_tile(sums, (64 * columns,), (self.part,))
+        return read_columns(part, self.row, self.vector)
+
+    def place(self, tile_d: int, columns: int) -> tuple[Int32, Int32]:
+        """The first row within the block, and which vector of its columns."""
+        return self.row, self.part * 8 + self.vector

@@ -4,9 +4,11 @@ A block of dQ is in parts, one for every mma
 warpgroup that computes some of it: first along its rows, 64 a part, then along its columns. Within a part numbers lie
 as the warpgroup's accumulator holds them, four a thread in turn, so that a warp adds 512 bytes at a time, or writes
 them into shared memory, from where TMA adds the part as it is. The numbers of a block's queries are permuted, so that a
-thread finds those of the queries that are its columns four at a time.
+thread finds those of the queries that are its columns four at a time. Where the rows of a block are no multiple of 64,
+parts are of its transpose: 64 columns each.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
@@ -85,3 +87,17 @@ def read_rows(part: cute.Tensor, row: Int32, group: Int32) -> tuple[cute.Tensor,
     cute.autovec_copy(source[None, warp * 8 + within, group], numbers)
     pairs = cute.make_tensor(numbers.iterator, cute.make_layout((2, 4, 2), stride=(1, 4, 2)))
     return pairs[None, None, 0], pairs[None, None, 1]
+
+
+@cute.jit
+def read_columns(part: cute.Tensor, column: Int32, vector: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """Rows 8 * vector .. 8 * vector + 8 of columns ``column``, which is even, and the next one of a part.
+
+    Eight threads hold them, a pair each: of two vectors in turn.
+    """
+    warp, half = vector // 2, vector % 2
+    first = column // 8 * 512 + warp * 128 + column % 8 // 2 * 4 + half * 2
+    numbers = cute.make_rmem_tensor((2, 8), Float32)
+    for i in cutlass.range_constexpr(8):
+        cute.autovec_copy(cute.local_tile(part, (2,), (first // 2 + 8 * i,)), numbers[None, i])
+    return numbers[0, None], numbers[1, None]
