@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept, plan
 from flash_attn_cute.distributed import Sharding, context
+from flash_attn_cute.jit import cache
 from tests.lib.checks import needs_kernels
 from tests.lib.kept_things import (
     BY_NAME,
@@ -550,6 +551,15 @@ def test_plans_of_calls_hold_no_tensors() -> None:
         x = waiting.pop()
         assert not isinstance(x, Tensor)
         waiting += x if isinstance(x, (list, tuple)) else x.values() if isinstance(x, dict) else []
+
+
+def test_forked_children_may_compile() -> None:
+    """A thread of the parent's that compiles at the fork does not go on in the child."""
+    with cache._lock:
+        child = os.fork()
+        if not child:
+            os._exit(0 if cache._lock.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_other_looks_of_one_address() -> None:
