@@ -49,7 +49,17 @@ Cases: TypeAlias = list[tuple[dict[str, Any], type[Exception], str]]
 
 META = torch.device("meta")
 
+
 # Arguments to change, the exception, and the message.
+class Negated(torch.Tensor):
+    """Means something else than it stores."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Does what PyTorch does, by a function of its own."""
+        return super().__torch_function__(function, kinds, args, kwargs)
+
+
 BOTH: Cases = [
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
     ({"deterministic": "yes"}, TypeError, "deterministic: expected a bool, got 'yes'"),
@@ -72,6 +82,7 @@ BOTH: Cases = [
     ({"k": [1]}, TypeError, "k: expected a torch.Tensor, got list"),
     ({"k": lambda x: x.to(META)}, ValueError, "k: expected the device of q, cpu, got meta"),
     ({"v": lambda x: x.to_sparse()}, TypeError, "v: expected a strided tensor, got torch.sparse_coo"),
+    ({"v": lambda x: x.as_subclass(Negated)}, TypeError, "v: expected a plain tensor, got Negated, a subclass with"),
     ({"softmax_scale": 10**400}, ValueError, "softmax_scale: expected None or a finite number, got 1000"),
     ({"q": lambda x: x.int()}, TypeError, "q: expected float16, bfloat16, float32 or float64, got torch.int32"),
     ({"k": lambda x: x.half()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float16"),
