@@ -57,7 +57,7 @@ ARCHITECTURES = ("sm90", "sm100")
 
 
 def violations(room: str, modules: set[str], inside: str) -> list[str]:
-    """What a file of a room must not import; ``inside`` is its path below the package."""
+    """Imports that a file of a room must not have; ``inside`` is its path below the package."""
     wrong = []
     for module in modules:
         top = module.split(".")[0]
