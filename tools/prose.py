@@ -25,7 +25,8 @@ _OPENING = re.compile(rf"\s*({'|'.join(_OPENINGS)})\b", re.IGNORECASE)
 _STEMS = r"walk(?:s|ed|ing)?|told|tells?|weigh(?:s|ed|ing)?|blind|unseen|nobody|somebody|whoever|surely"
 _NAMES = r"in_turn|pass_on|waits_little|tile_again|hide_unseen|read_seen"
 _JARGON = re.compile(rf"(?<![A-Za-z])(?:{_STEMS}|{_NAMES})(?![A-Za-z])", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<=[.:;!?])\s+|\n\s*\n|\n\s*(?=[-*|])|\n\s+\S+  +")
+# also at a row of a table: an indented line with a gap between columns
+_SENTENCE_END = re.compile(r"(?<=[.:;!?])\s+|\n\s*\n|\n\s*(?=[-*|])|\n\s+(?=\S.*\S  +\S)")
 _MOST_WORDS = 35
 
 
@@ -120,9 +121,8 @@ ALLOWED: dict[str, int] = {
     "flash_attn_cute/backends": 41,
     "flash_attn_cute/distributed": 46,
     "flash_attn_cute/integrations": 12,
-    "flash_attn_cute/kernels/sm100": 8,
-    "flash_attn_cute/kernels/sm90": 7,
-    "flash_attn_cute/profile": 1,
+    "flash_attn_cute/kernels/sm100": 1,
+    "flash_attn_cute/kernels/sm90": 6,
     "flash_attn_cute/sparsity": 154,
     "tests": 1,
     "tests/blackwell": 55,

@@ -1,4 +1,4 @@
-"""Roles that load tiles for a pair of CTAs (see ``forward_pair``); O leaves each CTA as in ``forward_transfers``."""
+"""Roles that load tiles for a pair of CTAs (see ``forward_pair``); O leaves each CTA by ``forward_transfers``."""
 
 import cutlass
 import cutlass.cute as cute

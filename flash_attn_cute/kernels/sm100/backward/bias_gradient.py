@@ -14,10 +14,11 @@ Roles (512 threads):
 Registers a thread: ``BiasGradientConfig.registers``.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible
-scores are skipped by all roles; a kernel before this one finds out which pieces a mask leaves. These are *steps*.
+scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. All pieces that are not
+skipped are *steps*.
 
 Tensor memory: S twice, dP, and the tile's bias in float32, which is the same for all pieces and read from global memory
-once. Pipelines are ``Ring``s, as in ``cta``:
+once. Pipelines are ``Ring``s, each of a full and an empty barrier a stage:
 
     ring     stages  counts            full by                        empty by
     pieces   2       32 pieces each    1, producer: what they are     9: all other warps
@@ -25,10 +26,10 @@ once. Pipelines are ``Ring``s, as in ``cta``:
     scores   2       steps             1, commit of S                 8, compute: it is read
     dp       1       steps             1, commit of dP                8, compute: it is read
 
-The mma warp issues S(t + 1) behind dP(t): weights of a step are computed beside its dP and the next S.
+The mma warp issues S(t + 1) behind dP(t): P of a step is computed beside its dP and the next S.
 
-At last the sums go through shared memory, in the place of operands, as rows of the tile are written by warps, and as
-they are summed up there over queries or keys that share a bias. The last products have been waited for by then.
+At the end of a tile the sums go through shared memory, in the place of operands, for which the last products are waited
+for. There they are summed over queries or keys that share a bias, and warps write rows of the tile from there.
 """
 
 from dataclasses import dataclass

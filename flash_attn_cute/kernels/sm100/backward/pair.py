@@ -1,19 +1,26 @@
 """Attention backward on Blackwell by pairs of CTAs: a tile of 256 keys is the work of a cluster of two.
 
-At d = d_v = 128, and at (192, 128), where blocks have 64 queries, as in ``cta``. The tensor cores of a pair compute
-products together (``cta_group::2``). Each CTA holds its half of what a product sums in its own tensor memory, and reads
+At d = d_v = 128 blocks have 128 queries, and at (192, 128) they have 64. The tensor cores of a pair compute products
+together (``cta_group::2``). Each CTA holds its half of what a product sums in its own tensor memory, and reads
 of the right operand only its own half from shared memory: the other half comes from the other CTA. As shared memory is
 what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs with 128 keys each. (All of this
 is FlashAttention-4's, at d = 128.)
 
-A CTA has the roles of ``cta``, each with the same warps, and but for what follows does what is said there:
-    warps 0 .. 3             drain: dQ of half of a step's queries, or half of its columns, which the CTA computes over
-                             the keys of both.
-    warps 4 .. 7, 8 .. 11    compute: a thread has one of the CTA's 128 keys, and half of a step's queries.
-    warp 12                  mma: the leader's (rank 0) issues the products of both. The second CTA's passes on to the
-                             leader that dS has come from there.
-    warp 13                  producer: the leader's chooses tiles and publishes them. Each loads for its own CTA.
-    warps 14, 15             add the CTA's half of dQ to the workspace. Each half has semaphores of its own.
+Roles (a CTA of 512 threads; the pair takes one tile after the other, ``common.key_tiles``, and goes over the blocks of
+128 queries that attend to it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the pair):
+    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory. A CTA has half of the step's
+                             queries, or half of dQ's columns, over the keys of both. When no tile is left, zeros into
+                             dK and dV of keys that have no tile.
+    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has one of the CTA's 128 keys, and half of a step's
+                             queries: P from S, dS from dP. Then dK and dV of the tile. When no tile is left, they round
+                             dQ (``common.dq_rounding``).
+    warp 12                  mma: owns its CTA's tensor memory. The leader's (rank 0) issues the products of both. The
+                             second CTA's signals the leader that dS has come from there.
+    warp 13                  producer: the leader's chooses tiles and publishes them to both CTAs. Each loads for its
+                             own CTA: K and V once a tile; Q, dO, lse and delta each step.
+    warps 14, 15             add the CTA's half of dQ to the workspace by TMA, a step each in turn. Each half has
+                             semaphores of its own (``common.semaphores``).
+Registers a thread: ``BackwardConfig.registers``.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s); m is a block's queries:
                           sum, in tensor memory         left                               right, in shared memory
@@ -37,13 +44,15 @@ Shared memory, in KB. There is one stage of each, and less than 3 of barriers, l
     (192, 128)    48    64             32    12, 12            8, 8             16     8               12: 220
 
 Tensor memory (512 columns) at d = 128: S 0; dV 128; dP 256; dK 384. P takes the place of S, the first warpgroup's the
-first quarter, the second's the last, and dS that of dP as in ``cta``. dQ has 64 columns (64 queries, whose columns from
-64 on are in lanes from 64 on), in the two quarters of S that P leaves. So it may be computed when S has been read, and
-the next S when dQ has. At (192, 128): S 0; dV 64; dP 192; dK 256; dQ 448, a place of its own. P and dS are as in
-``cta``.
+first quarter, the second's the last. dS (16 bits) takes that of dP, each warpgroup the first half of its own columns,
+which are half of all. dQ has 64 columns (64 queries, whose columns from 64 on are in lanes from 64 on), in the two
+quarters of S that P leaves. So it may be computed when S has been read, and the next S when dQ has. At (192, 128): S 0;
+dV 64; dP 192; dK 256; dQ 448, a place of its own. P takes the place of S as dS that of dP.
 
-Rings, as in ``cta``. Barriers of a side that is marked * count in the leader alone, for both CTAs: TMA of both brings
-its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own; commits arrive in both.
+Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. A
+warp arrives once, behind ``__syncwarp``. Barriers of a side that is marked * count in the leader alone, for both CTAs:
+TMA of both brings its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own;
+commits arrive in both.
 
     ring         stages  counts    full by                                  empty by
     tiles        2       tiles     1, producer; in the second CTA 64 bytes  32*: all 16 roles' warps of both
@@ -62,9 +71,16 @@ its bytes to the leader's barrier, and warps of both arrive there. All others ar
     pieces       2 x 2   pieces    4, drain: 16 columns, or queries, of dQ  1, the adding warp: TMA has read them
     dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
 
-The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1): dQ waits for dS from the other CTA. That the
-last dQ is done, which compute warps wait for before they write dS, tells each that all of its dS in shared memory has
-been read, that which it has sent, and the other CTA's, where it sends the next one.
+The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1), for one step t after the other: dQ waits for
+dS from the other CTA. Products are done in the order in which they were issued, and a commit arrives when all before it
+are done. Hence:
+  - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dP(t + 1) that of dS(t), which dK(t) reads.
+  - Compute warps wait for dQ(t) before they write dS(t + 1) to shared memory. Then dS(t) has been read in both CTAs,
+    and its two places are free: the operand's, and the one that is sent from.
+  - At d = 128 the mma warp waits before dQ(t) until S(t + 1) has been read, and before S(t + 2) for the drain. At
+    (192, 128) it waits for the drain before dQ(t + 1).
+  - dV and dK of a tile's first step overwrite, when compute warps of both CTAs have read those of the last tile.
+dV leaves through the place of V, and dK through that of K, when all products of the tile that read these are done.
 
 Clocks of 128 keys and 64 queries at (192, 128), by counting (8192 FLOP, 128 bytes of shared memory and 25 bytes added
 to global memory a clock):
@@ -80,10 +96,19 @@ to global memory a clock):
 The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
 to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
 
-What orders accesses across both CTAs, beyond what ``cta`` lists:
-    P, dS in tensor memory, dS in shared memory  as in ``cta``; the arrival at the leader's barrier has cluster scope
-    dS of the other CTA -> tensor cores          bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
-    what a tile is -> the second CTA             st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
+What is read or overwritten by another proxy, thread or CTA, and what orders it (arrivals at the leader's barriers have
+cluster scope):
+    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
+    P, dS -> tensor cores                       tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
+    S, dQ, dV, dK read -> overwritten           tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
+    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
+    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
+    dS that is sent -> bulk copy                st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait
+    dS of the other CTA -> tensor cores         bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
+    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
+    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
+    dQ in the workspace                         ``common.semaphores``
+    what a tile is -> the second CTA            st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
 """
 
 from dataclasses import dataclass

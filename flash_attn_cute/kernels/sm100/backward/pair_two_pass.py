@@ -1,7 +1,26 @@
 """Attention backward on Blackwell, d = d_v = 192 and 256, by pairs of CTAs: two passes, and products of both CTAs.
 
-A tile is 256 keys, the work of a cluster of two, and the pair makes two passes over the blocks, of 64 queries, that see
-it: ``two_pass`` says why, and ``pair`` what a pair is. What is said here is what is as in neither.
+A tile is 256 keys, the work of a cluster of two. The pair makes two passes over the blocks of 64 queries that attend to
+it, as dK and dV do not fit tensor memory together. S is computed, and Q and dO are loaded, in both. The tensor cores of
+a pair compute products together (``cta_group::2``). Each CTA holds its half of a sum in its own tensor memory, and its
+half of the right operand in shared memory.
+
+Roles (a CTA of 512 threads; the pair takes one tile after the other, ``common.key_tiles``; a block in either pass is a
+*step*, and steps are counted over all tiles of the pair):
+    warps 0 .. 3             drain: the CTA's columns of dQ of every step of second passes, over the keys of both, from
+                             tensor memory into shared memory. When no tile is left, zeros into dK and dV of keys that
+                             have no tile.
+    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has one of the CTA's 128 keys, and half of a step's
+                             queries. K into tensor memory once a tile; P from S, and in the second pass dS from dP. dV
+                             behind the first pass, dK behind the second. When no tile is left, they round dQ
+                             (``common.dq_rounding``).
+    warp 12                  mma: owns its CTA's tensor memory. The leader's (rank 0) issues the products of both. The
+                             second CTA's signals the leader that dS has come from there.
+    warp 13                  producer: the leader's chooses tiles and publishes them to both CTAs. Each loads for its
+                             own CTA.
+    warps 14, 15             add the CTA's half of dQ to the workspace by TMA, a step each in turn. Each half has
+                             semaphores of its own (``common.semaphores``).
+Registers a thread: ``BackwardConfig.registers``.
 
 K, which both passes multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
 the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
@@ -13,7 +32,10 @@ has (rows are ``left``'s and the sum's, columns ``right``'s):
               dK += dS' Q   keys r x d     dS', tensor memory: keys r        Q: 64 queries x columns r
               dQ' = K' dS   128 columns    K: 256 keys x 128 columns         dS: 256 keys x queries r
                             x 64
-dQ is transposed, as in ``pair`` at (192, 128): at d = 256 CTA r computes and adds columns 128 r .. 128 r + 127.
+dQ is transposed, as 64 queries are not as many as the lanes of both CTAs. At d = 256 CTA r computes and adds columns
+128 r .. 128 r + 127. At d = 192 the product has 256 lanes for 192 columns: CTA r computes columns 64 r .. 64 r + 127,
+and adds columns 96 r .. 96 r + 95. The dS of the other CTA's queries is sent there by the compute warpgroup that has
+them.
 
 Shared memory, in KB, and less than 3 of barriers, lse and delta. Those that share a place are there one by one:
                                        d = 192                  d = 256
@@ -28,21 +50,32 @@ Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scor
     second pass   Q by rows in the one, and by columns in the other
 
 Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
-and 320. The two places of 64 columns are the ring ``scores`` of ``two_pass``: S of the first pass, and P over it; S of
-the second in the one, and dP in the other, and dS over that. At d = 192 dQ has columns from 416 on. At d = 256 it takes
+and 320. The two places of 64 columns are one ring, ``scores``: S of the first pass, and P over it; S of the second
+in the one, and dP in the other, and dS over that. A tile of an odd number of steps begins its second pass with S in the
+other place. At d = 192 dQ has columns from 416 on. At d = 256 it takes
 the place of the second pass's S: so it is computed when S has been read, and the next S when dQ has.
 
-Rings that are not as in ``pair``. Steps are those of both passes; of dO by columns, the first one's, of dO by rows, dQ
-and exchanges the second one's.
+Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. A
+warp arrives once, behind ``__syncwarp``. Barriers of a side that is marked * count in the leader alone, for both CTAs:
+TMA of both brings its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own;
+commits arrive in both. Steps of ``stats`` are those of both passes, of ``do_columns`` the first passes', of ``do``,
+``dq``, ``pieces`` and ``exchange`` the second passes'.
 
     ring         stages  counts    full by                                  empty by
+    tiles        2       tiles     1, producer; in the second CTA 64 bytes  32*: all 16 roles' warps of both
     k            1       tiles     1 + bytes, the CTA's own TMA             1, commit of the last dQ
     keys         1       tiles     16*, compute: K is in tensor memory      none: compute warps know of the last S
     k_columns    1       tiles     1 + bytes*, TMA of both                  2, compute: dV of the *same* tile has left
     v            1       tiles     1 + bytes*, TMA of both                  2, compute: dK has left
     q            2       products  1 + bytes*, TMA of both                  1, commit of S, or of dK
+    do           1       steps     1 + bytes*, TMA of both                  1, commit of dP
     do_columns   2       steps     1 + bytes*, TMA of both                  1, commit of dV
+    stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
     scores       2       products  1, commit of S or dP                     16*, compute: P, S is read, or dS is there
+    exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
+    dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
+    pieces       2 x 2   pieces    4, drain: 16 queries of dQ               1, the adding warp: TMA has read them
+    dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
 
 The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
     first pass     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
@@ -53,7 +86,12 @@ The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
 So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
 to shared memory alone.
 
-What is ahead of what, beyond ``two_pass``:
+Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
+  - S(t + 2) of the first pass may take the place of P(t), which dV(t) reads ahead of it, and the second pass's first S
+    and dP those of the first one's last two P. dP(t + 1) takes the place of dS(t), which dK(t) reads ahead of it.
+  - Compute warps wait for dQ(t) before they write dS(t + 1) to shared memory. Then dS(t) has been read in both CTAs.
+  - dV of a tile's first step overwrites the last tile's dK, and dK the tile's own dV, when compute warps have read it.
+  - dV leaves through the place of K, where K by columns is loaded behind it, and dK through that of V.
   - dO by rows is loaded when the first pass's last dV is done, and dS written when that and the first dP are: so where
     dO by columns was. The next tile's dO by columns is loaded behind its K, so when the last dQ is done.
   - S of a tile's first steps is where dQ of the last tile's last step was, which the mma warp waits for.
@@ -68,10 +106,24 @@ Clocks of 128 keys and 64 queries, by counting (8192 FLOP and 128 bytes of share
 So the tensor cores bind the first pass, and shared memory the second: 3844 and 3140 clocks, where a CTA alone has 5952
 and 4736.
 
-What orders accesses, beyond what ``pair`` and ``cta`` list:
-    K in shared memory -> threads       mbarrier -> wait, ld.shared
-    K in tensor memory -> tensor cores  tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after
-    K read -> dV written in its place   arrival at ``keys`` -> wait, products -> commit of dV -> wait
+The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
+to the other's shared memory and arrives at its barriers.
+
+What is read or overwritten by another proxy, thread or CTA, and what orders it (arrivals at the leader's barriers have
+cluster scope):
+    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
+    P, dS, K in tensor memory -> tensor cores   tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
+    S, dQ, dV, dK read -> overwritten           tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
+    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
+    K in shared memory -> threads               mbarrier -> wait, ld.shared
+    K read -> dV written in its place           arrival at ``keys`` -> wait, products -> commit of dV -> wait
+    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
+    dS that is sent -> bulk copy                st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait
+    dS of the other CTA -> tensor cores         bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
+    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
+    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
+    dQ in the workspace                         ``common.semaphores``
+    what a tile is -> the second CTA            st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
 """
 
 from dataclasses import dataclass
