@@ -40,7 +40,7 @@ class Piece:
     first_query: Int32
     first_key: Int32
     first_block: Int32  # of its sequence, in the workspace
-    num_fully_masked: Int32  # so many first queries are not in the workspace: they see no key
+    num_fully_masked: Int32  # so many first queries are not in the workspace: they are fully masked
     seen: Boolean  # by some query
     hides: Boolean  # some keys from some queries, or holds rows behind the sequence's end
     code: Int32  # under a mask: where the bits are that say what is hidden

@@ -42,7 +42,7 @@ _START, _STOP = _BLOCKS, _BLOCKS + 3
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A block of keys: which, and the blocks of queries that see it."""
+    """A block of keys, and the blocks of queries that attend to it."""
 
     first_key: Int32
     head: Int32
@@ -52,7 +52,7 @@ class KeyTile:
     q: SeqRows
     k: SeqRows
     first_block: Int32  # of its sequence, in the workspace of dQ
-    window: Window  # transposed: which queries see a key
+    window: Window  # transposed: which queries attend to a key
     # Blocks of queries; all tiles of a head have the same direction. Under a mask the numbers are those of list
     # entries, of all heads of the tile, one head after the other.
     blocks: Blocks

@@ -20,7 +20,7 @@ from flash_attn_cute.kernels.common.blocks import Window
 
 LOG2_E = math.log2(math.e)
 LN2 = math.log(2.0)
-# An lse below this is too coarse in float32 to count the keys that share the weight: a query whose scores all have huge
+# An lse below this is too coarse in float32 to count the keys of the sum: a query whose scores all have huge
 # negative biases is taken for a fully masked one, and has no gradient.
 LOWEST_LSE = -(2.0**20)
 

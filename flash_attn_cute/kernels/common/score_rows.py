@@ -35,7 +35,7 @@ class Place:
     batch: Int32 | int  # index into tensors: 0 if packed
     first_row: Int32  # the position of row 0 in its sequence
     first_column: Int32
-    window: Window  # which columns a row sees
+    window: Window  # which columns a row attends to
 
 
 @dataclass(frozen=True)

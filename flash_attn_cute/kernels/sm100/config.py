@@ -90,7 +90,7 @@ class ForwardConfig:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a part may see nothing of a block of its tile, and gets no products of it."""
+        """Whether a block of a tile may be EMPTY for a part, which then gets no products of it."""
         return self.features.listed and self.q_parts > 1
 
     @property
@@ -100,9 +100,9 @@ class ForwardConfig:
 
     @property
     def polynomial_every(self) -> int:
-        """One of so many pairs of weights comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
+        """One of so many pairs of P comes from a polynomial. 0: none, as a B300 has twice the units of a B200.
 
-        Nor are there any with a bias, which takes longer to read than weights to compute, and registers.
+        Nor are there any with a bias, which takes longer to read than P to compute, and registers.
         """
         return 8 if self.target == TARGETS[10, 0] and not self.features.bias else 0
 
@@ -115,8 +115,8 @@ class ForwardConfig:
             return Registers(softmax=192, epilogue=72, others=56)
         return Registers(softmax=200, epilogue=72, others=40)
 
-    # The map of tensor memory. Weights take the place of the first half of the scores that they are of: those of most
-    # pieces of a row are stored while scores of its last piece are still to be read.
+    # The map of tensor memory. P takes the place of the first half of its S: P of most pieces of a row is stored while
+    # scores of its last piece are still to be read.
 
     def first_S(self, stage: Any) -> Any:
         """The first column of scores."""
@@ -254,7 +254,7 @@ class BackwardConfig(BackwardSizes):
     features: Features
     tile_dv: int  # columns of v, one of ``HEAD_DIMS``
     tile_m: int  # queries a block: as many as tensor memory has lanes, or half of them
-    # Over the queries that see a tile: 1, or 2, of which the first sums dV and the second dK, in the same place.
+    # Over the queries that attend to a tile: 1, or 2, of which the first sums dV and the second dK, in the same place.
     num_passes: int
     kv_stages: int  # tiles of keys and values in shared memory
     q_stages: int  # blocks of Q in shared memory
@@ -324,8 +324,8 @@ class BackwardConfig(BackwardSizes):
         """Number of a block's queries that a CTA has in shared memory by rows, and whose dS it has for dQ."""
         return self.tile_m // self.ctas_a_tile
 
-    # The map of tensor memory. Weights and gradients of scores, of 16 bits, lie where their scores, or gradients of
-    # weights, have been: those of each warpgroup in the first half of its own columns.
+    # The map of tensor memory. P and dS, of 16 bits, lie where their S, or dP, has been: those of each warpgroup in
+    # the first half of its own columns.
 
     first_S: ClassVar[int] = 0
 
@@ -336,7 +336,7 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def first_dP(self) -> int:
-        """The first column of the gradients of weights."""
+        """The first column of dP."""
         return self.first_dV + self.tile_dv
 
     @property
@@ -392,17 +392,17 @@ class BackwardConfig(BackwardSizes):
 
     @property
     def dQ_over_dP(self) -> bool:
-        """Whether dQ, or its first part, takes the place of the gradients of scores that it is computed from."""
+        """Whether dQ, or its first part, takes the place of the dS that it is computed from."""
         return self.ctas_a_tile == 1 and not self._has_place_of_dQ
 
     @property
     def dQ_over_S(self) -> bool:
-        """Whether dQ takes the place of scores; of one pass between the weights of two warpgroups."""
+        """Whether dQ takes the place of S; in one pass the columns between P of the two warpgroups."""
         return self.ctas_a_tile == CTAS and not self._has_place_of_dQ
 
     @property
     def P_stride(self) -> int:
-        """Columns of tensor memory from the first warpgroup's weights to the second's."""
+        """Columns of tensor memory from the first warpgroup's P to the second's."""
         return SCORE_COLUMNS // 4 * 3 if self.dQ_over_S and self.num_passes == 1 else self.queries
 
     def first_dQ(self, part: int = 0) -> int:
@@ -488,7 +488,7 @@ class _BackwardTile(NamedTuple):
 
 
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
-# passes, dV; shared memory K, V, and a block of Q, dO and the gradients of scores. Pairs of CTAs pay from so many keys
+# passes, dV; shared memory K, V, and a block of Q, dO and dS. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
 # a right bound a tile's first steps see too little of it. Windows with a left bound may be narrow, and have none. Lists
 # are those of 128 keys, so that under a mask there are no pairs.
@@ -577,7 +577,7 @@ class BiasGradientConfig:
 
     @property
     def first_dP(self) -> int:
-        """The first column of the gradients of weights."""
+        """The first column of dP."""
         return self.score_stages * self.tile_n
 
     @property

@@ -1,6 +1,6 @@
 """Powers of two without the unit that is made for them, which has 16 results a clock on a B200 and is what binds.
 
-FlashAttention-4 takes a share of weights from polynomials on the multiply-add units; so does this.
+FlashAttention-4 takes a share of P from polynomials on the multiply-add units; so does this.
 """
 
 import cutlass.cute as cute

@@ -3,7 +3,7 @@
 Roles (a CTA of 512 threads works on tiles of queries of one head, one after the other; a tile has one or two parts of
 128 queries, which is what a product has lanes for):
     warps 0 .. 3, 4 .. 7   softmax, a warpgroup a part (the second one idles where there is one part). A thread has a
-                           row: scores from tensor memory to registers, weights back, O rescaled when that is due.
+                           row: S from tensor memory to registers, P back, O rescaled when that is due.
     warps 8 .. 11          epilogue: O divided by the sums, from tensor memory through shared memory to out, or at once
                            if that is float32; lse; zeros into the padding. A thread has a row of each part.
     warp 12                mma: issues all products, and owns tensor memory.
@@ -11,9 +11,9 @@ Roles (a CTA of 512 threads works on tiles of queries of one head, one after the
     warps 14, 15           nothing.
 Registers a thread: ``ForwardConfig.registers``.
 
-Tensor memory (512 columns): two blocks of scores S of up to 128 columns, weights P (16 bits) in the place of the first
-half of the scores that they are of, and O of each part behind. A *unit* is a block of keys for one part, and units are
-counted over all tiles of the CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
+Tensor memory (512 columns): two blocks of scores S of up to 128 columns, P (16 bits) in the place of the first half of
+its S, and O of each part behind. A *unit* is a block of keys for one part, and units are counted over all tiles of the
+CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
 
 Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
 fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
@@ -28,14 +28,14 @@ fills and what empties a stage, and the arrivals on its barriers (a warp arrives
     p         2       a unit         4, softmax: P is stored but for  none: others come behind their product
                                      its last keys, O rescaled
     outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
-    stats     parts   a part         4, softmax: sum and reference    4, epilogue: they are read
-    added     1       a unit         1, commit of O; only of one part  none: the next unit's weights come behind it
+    stats     parts   a part         4, softmax: row_sum and row_max  4, epilogue: they are read
+    added     1       a unit         1, commit of O; only of one part  none: the next unit's P comes behind it
     entries   8       a block        1, producer; only under a mask    4 a part, softmax; of two parts also 1, mma: read
 
-Steps of q, outputs and stats count only tiles that have blocks: in one that sees no key nothing is loaded, nothing
+Steps of q, outputs and stats count only tiles that have blocks: in one that attends to no key nothing is loaded or
 multiplied, and the epilogue writes zeros by itself.
 
-The mma warp issues O(u) = P(u) V, in two parts as weights come, and then S(u + 2) = Q K^T, for one unit after the other
+The mma warp issues O(u) = P(u) V, in two parts as P comes, and then S(u + 2) = Q K^T, for one unit after the other
 and on into the next tile:
 
     tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (unit numbers)
@@ -63,8 +63,8 @@ Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and
 P and row_max are in ``softmax``. Masks of windows and sequence ends are applied only in blocks that an edge crosses for
 the part (``Blocks``). Where a block is empty for a part, its P is zero without its scores being read.
 
-Under a mask or a block mask each part of 128 queries has a list of the blocks that it sees (``common.block_lists``),
-and the tile iterates over the union (``block_iterator``). A block that both parts attend to is loaded once; a block
+Under a mask or a block mask each part of 128 queries has a list of the blocks that it attends to
+(``common.block_lists``), and the tile iterates over their union (``block_iterator``). A block that both parts attend to is loaded once; a block
 that is empty for one part is computed for the other alone. The producer publishes each block's index and its code for
 each part. For a part whose code is EMPTY the mma warp leaves out the products, and softmax leaves out P. Commits and
 arrivals go on, so that units are counted as without a mask. O of a part begins with the first block that is not empty
@@ -214,7 +214,7 @@ class ForwardSm100:
 
     @cute.jit
     def multiply(self, mmas: Mmas, shared: Shared) -> None:
-        """All products, those of a block's scores ahead of those with the weights before it."""
+        """Issues all products: S of a block ahead of P V of the block before it."""
         c, tiles = self.config, shared.rings.tiles
         products = _Products.of(c, mmas, shared)
         progress = _Progress(c.blocks_ahead, c.q_parts)
@@ -253,7 +253,7 @@ class ForwardSm100:
         """
         c, rings = self.config, shared.rings
         steps = c.tile_n // _STEP
-        most = steps - _COLUMNS // _STEP  # whose weights are handed over ahead of the others
+        most = steps - _COLUMNS // _STEP  # whose P is handed over ahead of the others
         positions = [progress.positions[j] for j in range(c.blocks_ahead)]
         position = positions[-1]
         ends_tile = [i, *positions][-2] <= 0  # the block behind it is a tile's first, or there is none
@@ -264,7 +264,7 @@ class ForwardSm100:
                 if const_expr(part == 0):
                     rings.v.wait_full(v)  # from the producer
                 unit = c.q_parts * v + part
-                rings.p.wait_full(unit)  # from softmax warps: most weights are in the place of scores
+                rings.p.wait_full(unit)  # from softmax warps: most of P is in the place of S
                 if position == 0:
                     rings.outputs.wait_empty(o + part)  # from the epilogue: it has read the last tile's O
                 tensor_memory.after_sync()
@@ -328,7 +328,7 @@ class ForwardSm100:
         part: Int32,
         thread: Int32,
     ) -> None:
-        """A warpgroup: a part of every tile's queries, one a thread, from scores to weights."""
+        """A warpgroup: P from S for a part of every tile's queries, one a thread."""
         c, rings = self.config, shared.rings
         address = tensor_memory.row_address(shared.tensor_memory, thread)
         online = RowSoftmax(scales.log2, c.polynomial_every, is_natural=c.features.bias)
@@ -353,7 +353,7 @@ class ForwardSm100:
 
     @cute.jit
     def _softmax_step(self, rows: "_Rows", step: Int32, i: Int32, block_step: Int32) -> None:
-        """Scores of a tile's i-th block to weights, in their place. Tiles and blocks are counted for the whole CTA."""
+        """Computes P of a tile's i-th block, in the place of S. Tiles and blocks are counted for the whole CTA."""
         c, ring = self.config, rows.shared.rings.scores
         if const_expr(c.features.bias):
             step = opaque(step)  # or the compiler computes ahead where the tile's fields are, and lacks registers
@@ -402,7 +402,7 @@ class _Progress:
         # Of blocks whose output is yet to be begun, from the last one: which of their tile's blocks; -1: there is none.
         self.positions = cute.make_rmem_tensor(blocks_ahead, Int32)
         self.positions.fill(-1)
-        # Where a part's products can be left out: whether it sees the last block; whether its O has been begun.
+        # Where a part's products can be left out: whether it attends to the last block; whether its O has been begun.
         self.is_seen, self.has_O = (cute.make_rmem_tensor(q_parts, Int32) for _ in range(2))
         for flags in (self.is_seen, self.has_O):
             flags.fill(0)
@@ -499,7 +499,7 @@ class _Rows:
 
     @cute.jit
     def hides(self, config: cutlass.Constexpr, code: Int32, words: list[Int32]) -> Boolean:
-        """Whether some row of the warp does not see all of a block."""
+        """Whether some row of the warp does not attend to all of a block."""
         is_cut = code >= 0
         if const_expr(config.features.intervals):
             is_cut = hides_some(words)
@@ -519,7 +519,7 @@ class _Rows:
         add_bias_in_memory(place, config.tile_n, self.scales.bias, bias, block * config.tile_n)
 
     def hide(self, config: ForwardConfig, step: Int32, block: Int32, place: Int32) -> None:
-        """Hides a block's scores from a row that does not see them, where they are in tensor memory."""
+        """Masks a block's scores outside what the row attends to, where they are in tensor memory."""
         f = config.features
         tile = self.tile(config, step)
         row = tile.first_query + PART_ROWS * self.part + self.thread
@@ -528,7 +528,7 @@ class _Rows:
         hide_in_memory(place, config.tile_n, self.scales.log2, row, first_column, tile.k.length, window, edges)
 
     def store(self, place: Int32, piece: int, P: list[Int32]) -> None:
-        """Puts weights, in pairs, where those of a piece of the scores begin."""
+        """Stores P of a piece, in pairs, from its first column on."""
         tensor_memory.store(place + piece * _COLUMNS // 2, P)
 
     def hand_over(self, unit: Int32) -> None:

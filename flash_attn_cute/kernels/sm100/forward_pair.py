@@ -46,7 +46,7 @@ commits arrive in both.
     p         2       a unit         8*, softmax: P is stored but for    none
                                      its last keys, O rescaled
     outputs   parts   a part of O    1, commit of its last output        8*, epilogue: O is read
-    stats     parts   a part         4, softmax: sum and reference       4, epilogue: they are read
+    stats     parts   a part         4, softmax: row_sum and row_max     4, epilogue: they are read
     added     1       a unit         1, commit of O; only of one part    none
 
 Steps of q, outputs and stats count only tiles that have blocks. For a tile that attends to no key nothing is loaded or

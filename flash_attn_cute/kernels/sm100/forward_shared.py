@@ -126,7 +126,7 @@ class Shared:
     tiles: cute.Tensor  # (field, tile stage)
     entries: cute.Tensor | None  # (block and its code for each part, stage), under a mask
     iterator: cute.Tensor | None  # (field, part), the producer's, under a mask
-    stats: cute.Tensor  # (row, sum and reference, part)
+    stats: cute.Tensor  # (row, row_sum and row_max, part)
     rings: Rings
     holder: cute.Pointer  # of where tensor memory begins
 

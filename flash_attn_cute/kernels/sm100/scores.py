@@ -39,9 +39,9 @@ def hide(
         row: its position in its sequence.
         first_column: the position of the first one's key.
         num_columns: keys of the sequence.
-        window: which keys a query sees.
+        window: which keys a query attends to.
         edges: ``Edges`` that can be within the block.
-        num_rows: of the sequence, if rows behind it are to see nothing; else they may see anything.
+        num_rows: of the sequence, if rows behind it are to be fully masked; else their scores may be anything.
     """
     assert len(scores) == _COLUMNS
     start, stop = visible_columns(row, first_column, num_columns, window, edges)
@@ -73,13 +73,13 @@ def words_of(mBits: cute.Tensor, code: Int32, warpgroup: Int32 | int, thread: In
 def within_interval(
     words: list[Int32], mIntervals: cute.Tensor, entry: Int32 | int, length: Int32, row: Int32, first_column: Int32
 ) -> list[Int32]:
-    """Bits of a row, but those that are not in the interval of columns that it sees.
+    """Bits of a row within the interval of columns that it attends to.
 
     Args:
         words: of 32 columns each.
         mIntervals: the first and the one behind the last, of all rows of all entries of the batch, flattened.
         entry: which.
-        length: its rows; rows behind the last one see what that does.
+        length: its rows; rows behind the last one attend to what that does.
         row: its number among them.
         first_column: the position of the first one of the first word.
     """

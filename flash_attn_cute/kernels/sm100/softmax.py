@@ -30,8 +30,8 @@ from flash_attn_cute.kernels.common.softmax import MAX_SUM, to_base_2
 from flash_attn_cute.kernels.sm100.exponential import Pair, exp2_pair
 
 _CHAINS = 4  # maxima that are looked for side by side
-_LARGE = 2.0**16  # of a reference: up to it the rounding of its product with log2(e) is below 1 %, and cancels
-_MAX_EXPONENT = 5.0  # of weights of the last quarter: they sum to no more than MAX_SUM either
+_LARGE = 2.0**16  # of a row_max: up to it the rounding of its product with log2(e) is below 1 %, and cancels
+_MAX_EXPONENT = 5.0  # of P of the last quarter: it sums to no more than MAX_SUM either
 
 Scores = Callable[[], list[Float32]]
 
@@ -41,8 +41,8 @@ class RowSoftmax:
 
     def __init__(self, scale_log2: Float32, polynomial_every: int, is_natural: bool):
         self.scale_log2 = scale_log2
-        self.is_natural = is_natural  # the reference; the scale is positive then
-        self.polynomial_every = polynomial_every  # as many pairs of weights; 0: none
+        self.is_natural = is_natural  # row_max; the scale is positive then
+        self.polynomial_every = polynomial_every  # of so many pairs of P; 0: none
         self.row_max = cute.make_rmem_tensor(1, Float32)
         self.row_sum = cute.make_rmem_tensor(1, Float32)
 
@@ -74,7 +74,7 @@ class RowSoftmax:
         has_keys = cute.arch.vote_any_sync(self.row_max[0] != -Float32.inf)
         added, fits, is_done = Float32(0.0), Boolean(False), Boolean(False)
         if has_keys:
-            # A row that has seen nothing, its reference being -inf, has no finite weights here.
+            # A row without a visible key so far, its row_max being -inf, has no finite P here.
             P, added = self._compute_P(self._exponents(most, self.row_max[0], in_advance=True), dtype)
             exponents = list(self._exponents([last], self.row_max[0], in_advance=True))
             fits = added <= MAX_SUM and _largest(x for pair in exponents for x in pair) <= _MAX_EXPONENT
@@ -88,7 +88,7 @@ class RowSoftmax:
         if not is_done:
             last_max = self.row_max[0]
             row_max = cutlass.select_(fits, last_max, self._peak(scores, last_max))
-            # A row that has still seen nothing gets weights of exp2(-inf - 0).
+            # A row that still has no visible key gets P = exp2(-inf - 0).
             shift = cutlass.select_(row_max != -Float32.inf, row_max, Float32(0.0))
             correction = cute.math.exp2(to_base_2(last_max - shift, self.is_natural), fastmath=True)
             self._raise_max(row_max, correction)

@@ -435,7 +435,7 @@ class ForwardSm90:
         step: Int32,
         seen: cute.Tensor | None = None,
     ) -> None:
-        """Scores to weights: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
+        """Computes P from S: softcap, bias, mask, edges, softmax. Steps are counted over all tiles of this CTA."""
         c, shared = self.config, work.shared
         if const_expr(c.features.softcap):
             cap(work.acc_S, work.scales.tanh)

@@ -243,7 +243,7 @@ class Scores:
     """Scores of a backward pass's step, for 64 keys and a block of queries, and the registers that they become."""
 
     acc_S: cute.Tensor
-    rP: cute.Tensor  # weights rounded, laid out as acc_S
+    rP: cute.Tensor  # P rounded, laid out as acc_S
     rW: cute.Tensor  # times the derivative of a softcap; rP, if there is none
     cS: cute.Tensor  # coordinates of acc_S
     scales: ScoreScales
@@ -375,7 +375,7 @@ def compute_P(
                 )
             low, high = (probability(z, four[j // 4 * 2 + n], scales, f.bias) for n, z in enumerate((s, t)))
             packed_P[(i + j) // 2] = pack(low, high, dtype)
-            if const_expr(f.softcap):  # x and y are infinite where the weights are 0
+            if const_expr(f.softcap):  # x and y are infinite where P is 0
                 low = low * capped_slope(x) if low != 0.0 else Float32(0.0)
                 high = high * capped_slope(y) if high != 0.0 else Float32(0.0)
                 packed_W[(i + j) // 2] = pack(low, high, dtype)

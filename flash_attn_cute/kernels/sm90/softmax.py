@@ -54,7 +54,7 @@ class OnlineSoftmax:
         if const_expr(is_first):
             self._raise_max_and_compute_P(acc_S, rP, sums, None)
         else:
-            # A row that has seen nothing, its maximum being -inf, has no finite weights here.
+            # A row without a visible key so far, its maximum being -inf, has no finite P here.
             self._compute_P(acc_S, rP, sums, self.row_max, in_advance=True)
             fits = sums[0] <= MAX_SUM
             for r in cutlass.range_constexpr(1, self.num_rows):
@@ -92,7 +92,7 @@ class OnlineSoftmax:
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
             row_max = cute.arch.fmax(self.row_max[r], peak)
             row_max = self.row_max[r] if fits else row_max
-            # A row that has still seen nothing gets weights of exp2(-inf - 0).
+            # A row that still has no visible key gets P = exp2(-inf - 0).
             shifts[r] = row_max if row_max != -Float32.inf else Float32(0.0)
             corrections[r] = cute.math.exp2(to_base_2(self.row_max[r] - shifts[r], self.is_natural), fastmath=True)
             self.row_max[r] = row_max

@@ -1,12 +1,12 @@
 """Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
 Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and goes over the blocks of 128
-queries that see it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
+queries that attend to it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
     warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread, or at
-                             d = 192 a column. When no tile is left, zeros into dK and dV where nothing else is to be.
-    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: weights from
-                             scores, gradients of scores from those of weights. Then dK and dV of the tile; when no tile
-                             is left, they round dQ (``common.dq_rounding``).
+                             d = 192 a column. When no tile is left, zeros into dK and dV of keys that have no tile.
+    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: P from S,
+                             dS from dP. Then dK and dV of the tile. When no tile is left, they round dQ
+                             (``common.dq_rounding``).
     warp 12                  mma: issues all products, and owns tensor memory.
     warp 13                  producer: chooses tiles; loads K and V once a tile, Q with lse and dO with delta each step.
     warps 14, 15             add dQ to the workspace by TMA, a step each in turn: one waits until its block's turn has
@@ -189,7 +189,7 @@ class BackwardCtaSm100:
         if warp_idx < _COMPUTE_WARPS:
             set_registers(c.registers.drain, frame.THREADS)
             self.transfers.drain(a, shared, thread)
-            if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is seen
+            if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is attended to
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_fully_masked_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
         elif warp_idx < frame.MMA_WARP:

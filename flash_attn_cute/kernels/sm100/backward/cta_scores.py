@@ -3,10 +3,10 @@
 A thread has a key, and its scores of half of a step's queries. They are changed where they are in tensor memory, and
 read from there some at a time.
 
-A bias comes from global memory into the registers of compute threads, each its key's elements of half of a step's
-queries, read ahead of the wait for their scores, and is added to these in tensor memory, before some are hidden. Behind
-a softcap it is read and added when P is computed. Where every score has a bias of its own, dS is its gradient, and
-is stored from registers; else ``bias_gradient`` follows.
+A bias comes from global memory into the registers of compute threads. A thread reads its key's elements of half of a
+step's queries ahead of the wait for their scores. They are added to the scores in tensor memory before some are hidden.
+Behind a softcap a bias is read and added when P is computed. Where every score has a bias of its own, dS is its
+gradient, and is stored from registers; else ``bias_gradient`` follows.
 """
 
 from collections.abc import Callable
@@ -112,9 +112,9 @@ class Scores:
         *,
         stores: bool = True,
     ) -> list[Int32]:
-        """A step's scores, which have a number in their ring and a first column, to weights.
+        """Computes P of a step from S, which has a number in its ring and a first column.
 
-        Returns them in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
+        Returns P in pairs, times the derivative of a softcap; ``stores``: the mma warp is to have them, too. Else
         ``to_gradients`` gives back lse, with the delta that came with it.
         """
         c, f, shared, rings = self.config, self.config.features, work.shared, work.shared.rings
@@ -146,7 +146,7 @@ class Scores:
         number: Int32,
         first: Int32 | int,
     ) -> None:
-        """A step's gradients of weights, with a number in that ring and a first column, to those of scores."""
+        """Computes dS of a step from dP, which has a number in that ring and a first column."""
         c, shared, rings = self.config, work.shared, work.shared.rings
         with_delta = rings.do if c.num_passes == 1 else rings.q
         if c.num_passes == 1:
@@ -172,7 +172,7 @@ class Scores:
 
     @cute.jit
     def _store_dbias(self, work: Work, gradients: cutlass.Constexpr, block: Block) -> None:
-        """A step's gradients of scores, rounded, where every score has a bias of its own."""
+        """Stores dS of a step, rounded, as the gradient of the bias, where every score has a bias of its own."""
         tile = work.shared.reload_tile(self.config, work.arguments, block.tile_idx)
         if tile.first_key_of(work.shared.rank, PART_ROWS) + work.thread < tile.k.length:
             column, first = self._column(work, work.arguments.mdBias, block)
@@ -260,9 +260,9 @@ class Scores:
             )
 
     def write_P(self, work: Work, place: Int32, lse: cute.Tensor, stores: bool, later: Any = None) -> list[Int32]:
-        """Scores to weights, in their place if it ``stores`` them; returns what ``compute_P`` does.
+        """Computes P of all queries of the warpgroup, into the place of S if it ``stores``; returns P as ``compute_P``.
 
-        ``later`` reads a bias that they are yet to have, or is None.
+        ``later`` reads a bias that is still to be added to S, or is None.
         """
         found: list[Int32] = []
         for first in range(0, self.config.queries, COLUMNS):
@@ -278,9 +278,9 @@ class Scores:
     def P_of(
         self, work: Work, scores: list[Float32], first: int, lse: cute.Tensor, added: list[Float32] | None = None
     ) -> tuple[list[Int32], list[Int32]]:
-        """Weights of scores from a query on, in pairs; and the same times the derivative of a softcap.
+        """Computes P of scores from a query on: in pairs, and in pairs times the derivative of a softcap.
 
-        ``added``: a bias that they are yet to have.
+        ``added``: a bias that is still to be added to the scores.
         """
         P, times_slope, scale = [], [], work.scales.log2
         nothing = hidden(scale)
@@ -300,7 +300,7 @@ class Scores:
                 exponents = cute.arch.fma_packed_f32x2(x, (-scale, -scale), y)
                 pair = [cute.math.exp2(-e, fastmath=True) for e in exponents]
             P.append(pack(*pair, self.dtype))
-            if self.config.features.softcap:  # scores are infinite where the weights are 0
+            if self.config.features.softcap:  # scores are infinite where P is 0
                 pair = [cutlass.select_(w != 0.0, w * capped_slope(s), w) for w, s in zip(pair, x, strict=True)]
                 times_slope.append(pack(*pair, self.dtype))
             else:
@@ -322,9 +322,9 @@ class Scores:
         delta: cute.Tensor,
         await_room: Callable[[], None] = lambda: None,
     ) -> list[cute.Tensor]:
-        """Gradients of weights to those of scores but for their scale: in their place, and in shared memory.
+        """Writes dS but for its scale, from dP: into the place of dP, and into shared memory.
 
-        Returns them, rounded, some queries after the other. ``await_room`` waits until shared memory has room.
+        Returns dS, rounded, some queries after the other. ``await_room`` waits until shared memory has room.
         """
         found = []
         sdS, column = self.place_of_dS(work)

@@ -352,7 +352,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     @cute.jit
     def _compute_dS(self, work: Work, P: cutlass.Constexpr, step: Int32, number: Int32, dq_step: Int32) -> None:
-        """A step's gradients of scores, from those of weights, which have that number."""
+        """Computes dS of a step, from dP of that number."""
         shared, rings = work.shared, work.shared.rings
         rings.scores.wait_full(number)  # from the tensor cores
         tensor_memory.after_sync()
@@ -364,7 +364,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         rings.stats.release(step)  # to the producer
 
     def _place(self, work: Work, number: Int32) -> Int32:
-        """Where this thread's scores, or gradients of weights, of that number are."""
+        """Address of this thread's S, or dP, of that number."""
         c = self.config
         return work.address + (first_column(c, work.shared.rings.scores, number) + c.queries * work.warpgroup)
 
