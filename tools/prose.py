@@ -121,7 +121,6 @@ ALLOWED: dict[str, int] = {
     "flash_attn_cute/backends": 41,
     "flash_attn_cute/distributed": 46,
     "flash_attn_cute/integrations": 12,
-    "flash_attn_cute/kernels/sm100": 1,
     "flash_attn_cute/kernels/sm90": 6,
     "flash_attn_cute/sparsity": 154,
     "tests": 1,
