@@ -64,12 +64,12 @@ P and row_max are in ``softmax``. Masks of windows and sequence ends are applied
 the part (``Blocks``). Where a block is empty for a part, its P is zero without its scores being read.
 
 Under a mask or a block mask each part of 128 queries has a list of the blocks that it attends to
-(``common.block_lists``), and the tile iterates over their union (``block_iterator``). A block that both parts attend to is loaded once; a block
-that is empty for one part is computed for the other alone. The producer publishes each block's index and its code for
-each part. For a part whose code is EMPTY the mma warp leaves out the products, and softmax leaves out P. Commits and
-arrivals go on, so that units are counted as without a mask. O of a part begins with the first block that is not empty
-for it. A thread's bits are the four words of its row, 16 bytes, which it loads while it waits for scores. It applies
-intervals of keys beside a block mask (packed sequences, windows) to these words.
+(``common.block_lists``), and the tile iterates over their union (``block_iterator``). A block that both parts attend to
+is loaded once; a block that is empty for one part is computed for the other alone. The producer publishes each block's
+index and its code for each part. For a part whose code is EMPTY the mma warp leaves out the products, and softmax
+leaves out P. Commits and arrivals go on, so that units are counted as without a mask. O of a part begins with the first
+block that is not empty for it. A thread's bits are the four words of its row, 16 bytes, which it loads while it waits
+for scores. It applies intervals of keys beside a block mask (packed sequences, windows) to these words.
 
 A bias is read by the softmax threads, each its own row (``scores.BiasRow``), and added to scores where they are.
 
