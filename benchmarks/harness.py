@@ -133,8 +133,8 @@ class Spread(NamedTuple):
 class CaseReport:
     """Measurements of one case: seconds of every round by contender, FLOP/s of the gemm and bytes/s of the copy.
 
-    Wide spreads of these rates, or changes from case to case, tell of a busy machine. ``against`` tells to whom a
-    contender's ratios are; those that have none are not in it.
+    Wide spreads of these rates, or changes from case to case, are signs of a busy machine. ``against`` names whom a
+    contender's ratios are to. Contenders without ratios are not in it.
     """
 
     name: str
@@ -318,7 +318,7 @@ def _verified(suite: Suite[C], case: C) -> tuple[dict[str, Run], dict[str, str]]
             continue
         except Unavailable as reason:
             unavailable[contender.name] = str(reason)
-        except Exception as error:  # nobody's failure keeps the others from being measured
+        except Exception as error:  # one contender's failure does not keep the others from being measured
             first, _, _ = "".join(traceback.format_exception_only(error)).strip().partition("\n")
             unavailable[contender.name] = f"raised {first}"
         else:

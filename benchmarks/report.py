@@ -83,8 +83,8 @@ def ruling_line(ruling: Ruling) -> str:
     seconds = "not measured" if ruling.seconds is None else f"{_ms(ruling.seconds)} ms"
     peak = "unknown" if ruling.bytes is None else f"{ruling.bytes / 1e6:.3g} MB"
     most = f"{_ms(limit.seconds)} ms" + ("" if limit.bytes is None else f", {limit.bytes / 1e6:.3g} MB")
-    told = f"{limit.case}: {limit.contender} takes {seconds}, at its peak {peak} (at most {most})"
-    return f"limit: {'pass' if ruling.passed else 'FAIL'}: {told}"
+    text = f"{limit.case}: {limit.contender} takes {seconds}, at its peak {peak} (at most {most})"
+    return f"limit: {'pass' if ruling.passed else 'FAIL'}: {text}"
 
 
 def environment(device: torch.device, dtype: torch.dtype, commit: str | None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def read_json(path: Path) -> list[CaseReport]:
 
 
 def _written(report: CaseReport) -> dict[str, Any]:
-    """As it is in a file: in its units, raw times with five digits, as more do not repeat, and nothing empty."""
+    """JSON fields of a case: in the file's units, raw times with five digits, as more do not repeat, nothing empty."""
     times = {name: _rounded([x / _MICRO for x in times], 5) for name, times in report.times.items()}
     rates = {name: [x / _TERA for x in getattr(report, name)] for name in ("flop_rate", "byte_rate")}
     case = dataclasses.asdict(report) | {"work": report.work._asdict(), "times": times} | rates

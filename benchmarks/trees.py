@@ -2,7 +2,7 @@
 
     python -m benchmarks.trees OLD_CHECKOUT [NEW_CHECKOUT]     (default: this one)
 
-A process for each checkout makes the same inputs and times single calls when it is told to, while the other one waits;
+A process for each checkout makes the same inputs and times single calls on request, while the other one waits;
 which goes first changes from round to round. Between two calls a large write empties the L2 cache and keeps the device
 busy until the call has been launched. Prints the median times and their ratio (new over old, less is better) of every
 row of the forward and backward suites, ``deterministic=True`` included, and the geometric mean; writes them as JSON.
@@ -40,7 +40,7 @@ from benchmarks import trees
 trees.serve()
 """
 _JOBS = 6  # processes a checkout that compile at the same time
-# Of a process: milliseconds of a row's calls, as many as told.
+# Asks a process for the milliseconds of so many calls of a row.
 Ask: TypeAlias = Callable[[str, int], list[float]]
 # Query heads, key heads, d, d_v, length (none: the documents), causal.
 Row: TypeAlias = tuple[int, int, int, int, int | None, bool]

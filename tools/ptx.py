@@ -87,7 +87,7 @@ class Operand:
 
 @dataclass
 class Scope:
-    """What is between braces, or a function's body: names mean something in it and in what it holds."""
+    """A function's body, or what is between braces: names are valid in it and in scopes within it."""
 
     parent: "Scope | None"
     number: int

@@ -1,4 +1,4 @@
-"""What the lint knows of global memory: offsets that may wrap, and loops that wait for what others write.
+"""Rules of the lint for global memory: offsets that may wrap, and loops that wait for what others write.
 
 A kernel's sizes are known when it runs. The product of two sizes, or of one and a large constant, is an offset that a
 long call brings beyond 32 bits, so that it has to be computed in 64. For each register the analysis keeps how many
@@ -134,7 +134,7 @@ class _Analysis:
         return self.sizes.get(x.register(operand.text), Size(0, 0.0) if operand.text[:2] == "%r" else _UNKNOWN)
 
     def _size(self, x: Instruction) -> Size:
-        """That of an instruction's result."""
+        """Size of an instruction's result."""
         op = x.opcode.split(".")[0]
         given = [self._of(x, operand) for operand in x.operands[1:]]
         constants = [operand.number for operand in x.operands[1:]]

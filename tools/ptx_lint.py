@@ -1,16 +1,17 @@
 """Rules that Hopper and Blackwell kernels must keep and that running them does not show: ``python -m tools.ptx_lint``.
 
 Looked at is a kernel's PTX, thread by thread (``tools.ptx_threads``), the first two threads of a warp for all of it.
-What must lie between two instructions is looked for on every path from the one to the other.
+What must lie between two instructions is looked for on every path from the one to the other. An *arrival* is at an
+mbarrier or a named barrier, for which other threads wait.
 
-    init-fence       mbarrier.init; fence.mbarrier_init; others are told
+    init-fence       mbarrier.init; fence.mbarrier_init; an arrival
     warp             a warp's st.shared, tcgen05.ld and st; bar.warp.sync; an arrival by one of its threads, or a copy
-    proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; others are told
+    proxy            ordinary stores to shared memory that TMA or tensor cores read; fence.proxy.async; an arrival
     turn             ld.acquire; fence.proxy.async of global memory; TMA stores or adds bytes; all of them are complete
                      (cp.async.bulk.wait_group 0); red.release
-    load-wait        tcgen05.ld; tcgen05.wait::ld; its registers are computed with, others are told
-    store-wait       tcgen05.st; tcgen05.wait::st; others are told, tcgen05.commit
-    fence-before     tcgen05.ld and st; tcgen05.fence::before_thread_sync; others are told
+    load-wait        tcgen05.ld; tcgen05.wait::ld; its registers are computed with, or an arrival
+    store-wait       tcgen05.st; tcgen05.wait::st; an arrival, or tcgen05.commit
+    fence-before     tcgen05.ld and st; tcgen05.fence::before_thread_sync; an arrival
     fence-after      the end of a wait for tensor memory; tcgen05.fence::after_thread_sync; tcgen05.ld, st and mma
     election         tcgen05.mma and commit by one thread; alloc, dealloc, ld and st by whole warps
     group            one cta_group a kernel
@@ -155,19 +156,19 @@ class _Kernel:
         if x.is_a("bar.warp"):
             warp = thread.number // WARP
             return any(t // WARP == warp and not thread.executes(n) for t, n in readers)
-        told = self.audiences[self.meeting(thread, number)]
-        return any(t in told for t, _ in readers)
+        waiting = self.audiences[self.meeting(thread, number)]
+        return any(t in waiting for t, _ in readers)
 
-    def tells_users(self, thread: Thread, number: int) -> bool:
+    def reaches_users(self, thread: Thread, number: int) -> bool:
         """Whether those who go on behind an instruction reach what the thread reaches in tensor memory."""
         if self.instructions[number].is_a("bar.warp"):
             return False
-        told = self.audiences[self.meeting(thread, number)]
+        waiting = self.audiences[self.meeting(thread, number)]
         warp = thread.number // WARP
-        return any(t in self.issuers or (t // WARP != warp and t // WARP % 4 == warp % 4) for t in told)
+        return any(t in self.issuers or (t // WARP != warp and t // WARP % 4 == warp % 4) for t in waiting)
 
     def meeting(self, thread: Thread, number: int) -> str:
-        """What an arrival and those who wait for it share: an mbarrier, or the number of a barrier."""
+        """Key that an arrival and waits for it share: an mbarrier, or the number of a barrier."""
         x = self.instructions[number]
         if x.is_a("mbarrier"):
             address = thread.address(number, barrier_operand(x))
@@ -277,9 +278,9 @@ class _Scan:
         self.findings.append(Finding(rule, here.line, f"{here.opcode} {text} line {line}"))
 
     def step(self, number: int, state: _State) -> None:
-        """What an instruction that is executed does to a state, and whether it breaks a rule in it."""
+        """Applies an executed instruction to a state, and reports the rules that it breaks there."""
         x = self.kernel.instructions[number]
-        if tells_others(x):
+        if is_arrival(x):
             self.check_telling(number, x, state)
         self.warp(number, x, state)
         self.turn(number, x, state)
@@ -331,17 +332,17 @@ class _Scan:
             state.pop("alone", None)
 
     def release(self, number: int, x: Instruction, state: _State) -> None:
-        """What a thread has stored, or knows to be stored, is released by its counting of it in global memory."""
+        """Checks that what a thread has stored, or knows to be stored, is released when it counts in global memory."""
         if x.is_a("fence.acq_rel", "fence.sc", "membar") and x.parts & WIDE_SCOPES:
             state.pop("unreleased", None)
         elif x.is_a("red") and "global" in x.parts and x.parts & {"s32", "u32", "s64", "u64"}:
             if "unreleased" in state and not ("release" in x.parts and x.parts & WIDE_SCOPES):
                 self.report("scope", number, state["unreleased"], "without .release.gpu or fence.acq_rel.gpu behind")
-        elif tells_others(x) or x.is_a("st", "red", "cp", "mbarrier.try_wait", "mbarrier.test_wait", "barrier"):
+        elif is_arrival(x) or x.is_a("st", "red", "cp", "mbarrier.try_wait", "mbarrier.test_wait", "barrier"):
             state.setdefault("unreleased", number)
 
     def warp(self, number: int, x: Instruction, state: _State) -> None:
-        """What all threads of the warp have stored, before one of them arrives for all.
+        """Checks that a warp's threads meet after accesses of all, before one of them arrives for all.
 
         What they have loaded from shared memory may be for another mbarrier, and is no concern of this one.
         """
@@ -363,7 +364,7 @@ class _Scan:
         return any(True for _ in self.kernel.regions_read(self.thread, number))
 
     def turn(self, number: int, x: Instruction, state: _State) -> None:
-        """What lies between waiting for a turn, adding to global memory by TMA, and passing the turn on."""
+        """Checks the fences between the wait for a turn, additions to global memory by TMA, and the signal."""
         if x.is_a("ld.acquire"):
             state.setdefault("acquired", number)
         elif x.is_a("fence.proxy.async") and not any(word.startswith("shared") for word in x.parts):
@@ -391,7 +392,7 @@ class _Scan:
         for region in [int(fact.split()[1]) for fact in state if fact.startswith("proxy ")]:
             if self.kernel.hands_over(self.thread, number, region):
                 self.unfenced(number, state, region)
-        if not (state.keys() & {"load", "store", "unfenced"} and self.kernel.tells_users(self.thread, number)):
+        if not (state.keys() & {"load", "store", "unfenced"} and self.kernel.reaches_users(self.thread, number)):
             return
         if "load" in state:
             self.report("load-wait", number, state["load"], "without tcgen05.wait::ld behind the load of")
@@ -448,7 +449,7 @@ def _joined(a: _State, b: _State) -> _State:
     return {fact: min(a.get(fact, b.get(fact, 0)), b.get(fact, a.get(fact, 0))) for fact in a.keys() | b.keys()}
 
 
-def tells_others(x: Instruction) -> bool:
+def is_arrival(x: Instruction) -> bool:
     """Whether threads that wait for this one go on behind it."""
     if x.is_a("mbarrier.arrive"):
         return True
@@ -504,8 +505,8 @@ def _columns(kernel: _Kernel) -> Iterator[Finding]:
                 yield Finding("columns", x.line, f"{x.opcode} not on every path of warp {warp}")
     if sizes["alloc"] != sizes["dealloc"]:
         x = next(x for x in kernel.instructions if x.is_a("tcgen05.alloc", "tcgen05.dealloc"))
-        told = {kind: sorted(map(str, sizes[kind])) for kind in sizes}
-        yield Finding("columns", x.line, f"allocated {told['alloc']}, freed {told['dealloc']}")
+        columns = {kind: sorted(map(str, sizes[kind])) for kind in sizes}
+        yield Finding("columns", x.line, f"allocated {columns['alloc']}, freed {columns['dealloc']}")
 
 
 def _ends_without(thread: Thread, numbers: set[int]) -> bool:
@@ -545,10 +546,10 @@ def _registers(kernel: _Kernel) -> Iterator[Finding]:
     total = pool = 0
     for group in range(0, num_warps, 4):
         warps = range(group, min(group + 4, num_warps))
-        told = [sorted(values.get(warp, {launched})) for warp in warps]
-        if any(each != told[0] for each in told) or len(told[0]) != 1:
-            yield Finding("registers", at, f"setmaxnreg of warps {group} to {warps[-1]}: {told}, not one value")
-        total += max(told[0])
+        given = [sorted(values.get(warp, {launched})) for warp in warps]
+        if any(each != given[0] for each in given) or len(given[0]) != 1:
+            yield Finding("registers", at, f"setmaxnreg of warps {group} to {warps[-1]}: {given}, not one value")
+        total += max(given[0])
         pool += launched
     if total > pool:
         yield Finding("registers", at, f"setmaxnreg comes to {total} registers a thread of each warpgroup, of {pool}")
@@ -559,7 +560,7 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
     kernels = [kernel]
     if any(_reaches_others(x) for x in kernel.instructions):
         if not any(operand.text == "%cluster_ctarank" for x in kernel.instructions for operand in x.operands):
-            return  # which CTA does what is told by something that is unknown here
+            return  # which CTA does what depends on something that is unknown here
         kernels = [_Kernel(Program(kernel.program.function, rank)) for rank in range(_CTAS)]
     # By whose ring it is, and by whose warp, of those at the address of the ring, and of all: where a ring ends is not
     # certain.
@@ -572,7 +573,7 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
             for warp, threads in warps.items():
                 executing = [t for t in each.program.warps[warp] if t.executes(number)]
                 addresses = [t.address(number, barrier_operand(x)) for t in executing]
-                reached = {_told(t, x, a, rank) for t, a in zip(executing, addresses, strict=True)}
+                reached = {_ctas_reached(t, x, a, rank) for t, a in zip(executing, addresses, strict=True)}
                 address, ctas = addresses[0], reached.pop()
                 ring = kernel.ring(address)
                 if address is None or ring is None or ctas is None or reached:
@@ -591,9 +592,9 @@ def _arrivals(kernel: _Kernel) -> Iterator[Finding]:
         totals = {sum(map(max, arrivals.values())) for arrivals in (at_start[cta, ring], warps_of_ring, beside)}
         if expected is None or expected in totals or any(len(each) > 1 for each in warps_of_ring.values()):
             continue
-        told = ", ".join(f"{max(each)} of {_name(kernels, *who)}" for who, each in sorted(warps_of_ring.items()))
+        arrivals = ", ".join(f"{max(each)} of {_name(kernels, *who)}" for who, each in sorted(warps_of_ring.items()))
         of_cta = f" of CTA {cta}" if len(kernels) > 1 else ""
-        text = f"the mbarrier at {ring}{of_cta} has a count of {expected}, and arrivals: {told}"
+        text = f"the mbarrier at {ring}{of_cta} has a count of {expected}, and arrivals: {arrivals}"
         yield Finding("arrivals", lines[cta, ring], text)
     for rank, each in enumerate(kernels):
         for thread, number, x in each.where("mbarrier.try_wait", "mbarrier.test_wait"):
@@ -620,7 +621,7 @@ def _reaches_others(x: Instruction) -> bool:
     return _is_remote(x) or (x.is_a("tcgen05.commit") and "multicast::cluster" in x.parts)
 
 
-def _told(thread: Thread, x: Instruction, address: Value | None, rank: int) -> tuple[int, ...] | None:
+def _ctas_reached(thread: Thread, x: Instruction, address: Value | None, rank: int) -> tuple[int, ...] | None:
     """The CTAs at whose barriers a thread of one arrives; None if that is unknown."""
     if x.is_a("tcgen05.commit") and "multicast::cluster" in x.parts:
         mask = thread.value(x, x.operands[1])

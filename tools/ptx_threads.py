@@ -1,7 +1,7 @@
 """Threads of a kernel as its PTX shows them: which instructions each may reach, and with which addresses.
 
 Constants are propagated through registers and branches together (Wegman and Zadeck, "Constant propagation with
-conditional branches", 1991), for one thread at a time, whose number is a constant. Roles of warps are told by it, so
+conditional branches", 1991), for one thread at a time, whose number is a constant. Roles of warps depend on it, so
 what is left of a kernel for a thread is its role's part. Shared memory begins at 0. Of a number that is unknown but for
 what is added to it, the known part is kept: the address of a stage of a ring is where the ring begins. An address in
 the shared memory of another CTA of the cluster is the same as in the own one, and knows whose it is.
@@ -63,7 +63,7 @@ class Value(NamedTuple):
     number: int
     is_exact: bool = True  # if not, something unknown is added to it, or it is the least of several
     is_shared: bool = False  # an address in shared memory, or made of one
-    rank: int | None = None  # of the CTA whose memory that is, if it was told by ``mapa``
+    rank: int | None = None  # of the CTA whose memory that is, if it comes from ``mapa``
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Program:
 
     @cached_property
     def warps(self) -> list[tuple["Thread", "Thread"]]:
-        """Of every warp its first thread, which is the elected one, and its second, which stands for all others."""
+        """First thread of every warp, which is the elected one, and its second, which stands for all others."""
         return [(Thread(self, number), Thread(self, number + 1)) for number in range(0, max(self.num_threads, 2), WARP)]
 
 
@@ -256,7 +256,7 @@ def _add(a: Value | None, b: Value | None) -> Value | None:
 
 
 def _binary(a: Value | None, b: Value | None, compute: Callable[[int, int], int]) -> Value | None:
-    """Of two numbers; of a known and an unknown one, the known one if it is an address, which then is not exact."""
+    """Computes with two known numbers. Of a known and an unknown one, an address is kept, and then is not exact."""
     if a is None or b is None:
         known = a if a is not None else b
         return known._replace(is_exact=False) if known is not None and known.is_shared else None

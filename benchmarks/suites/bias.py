@@ -266,10 +266,10 @@ def _call(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
         bias.requires_grad_(passes != "forward" and not row.alibi)
     for x in (q, k, v):
         x.requires_grad_(passes != "forward")
-    told = (f"{what} {tuple(x.shape)}" for what, x in (("mask", mask), ("bias", bias)) if x is not None)
+    details = (f"{what} {tuple(x.shape)}" for what, x in (("mask", mask), ("bias", bias)) if x is not None)
     return BiasCase(
         name=f"{passes} {row.name}",
-        detail=", ".join((f"q, k and v {tuple(q.shape)}", *told)),
+        detail=", ".join((f"q, k and v {tuple(q.shape)}", *details)),
         panel=passes,
         device=device,
         dtype=dtype,
@@ -337,7 +337,7 @@ def _sdpa(name: str) -> Callable[[BiasCase], Callable[[], Tensor]]:
 def _flex(case: BiasCase) -> Callable[[], Tensor]:
     """FlexAttention: the bias captured, the mask made into one of blocks once."""
     if case.cu_seqlens is not None:
-        raise Unavailable("documents are not told to it here")
+        raise Unavailable("documents are not passed to it here")
     mask, bias, causal = case.mask, case.bias, case.causal
     batch, seqlen = case.q.shape[:2]
     shown = None

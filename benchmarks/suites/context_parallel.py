@@ -90,7 +90,7 @@ def suite(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[in
 def alone(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int, int], num_ranks: int
 ) -> Suite[RanksCase]:
-    """What each of so many ranks computes, one after the other on this device. Random numbers come for messages."""
+    """Suite of what each of so many ranks computes, one after the other on this device, with random messages."""
 
     def cases() -> Iterator[RanksCase]:
         for name, lengths in corpora(tokens).items():
@@ -236,7 +236,7 @@ def _pytorch(*, grouped: bool) -> Callable[[RanksCase], Run]:
 
 
 def together(clock: harness.Clock, device: torch.device) -> harness.Clock:
-    """A clock that begins when all ranks are there, and tells all of them the time of the slowest."""
+    """A clock that begins when all ranks are there, and gives all of them the time of the slowest."""
 
     def seconds(run: Callable[[], object]) -> float:
         dist.barrier()

@@ -3,8 +3,8 @@
 Most rows are 4 batch entries of 8192 tokens in 16 heads of 128: a window, documents, a prefix LM, a dilated window,
 random blocks a head, and blocks as a model selects them a head and batch entry. Against flash-attn-4's block sparsity
 and compiled FlexAttention, where they are there. The package also takes part deterministically, under several launch
-orders, with arguments of its own that ask for the same without a block mask, and with all blocks visible, to which the
-time of random masks is to be proportional.
+orders, and with arguments of its own that ask for the same without a block mask. It also takes part with all blocks
+visible, to whose time that of random masks is to be proportional.
 
 Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
 says of itself what its deterministic pass takes on the model in ``flash_attn_cute.sparsity.model``.
@@ -87,7 +87,8 @@ ROWS = (
     Row("top 32 of 128 of 64 tokens", "top-k", top=32, block=64),
 )
 PROPORTIONAL = 1.1  # the most time over a row's share of that of all blocks
-# By how much a permutation and its walks are to be faster than fewest queries first; on other masks they may lose 1 %.
+# By how much a permutation with its orders of query blocks is to be faster than fewest queries first. On other masks
+# they may lose 1 %.
 SCHEDULED = dict.fromkeys(("random 5 %", "random 12.5 % 16k", "top 16 of 64"), 1.05)
 
 
@@ -145,7 +146,7 @@ def lengths(device: torch.device, dtype: torch.dtype) -> Suite[SparseCase]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TablesCase(Case):
-    """What makes all that calls read of a mask, or its launch order; and a mask of the peer, if it has a function."""
+    """Functions that make all that calls read of a mask, or its launch order; and the peer's mask, if it has one."""
 
     ours: Callable[[], list[Tensor]]
     peers: Callable[[], object] | None
@@ -248,7 +249,7 @@ def _case(row: Row, passes: Passes, device: torch.device, dtype: torch.dtype) ->
 
 
 def _modelled(mask: BlockMask, batch: int, device: torch.device) -> str:
-    """What the model says of the backward pass: its time without an order of additions, and under some orders."""
+    """Times of the backward pass on the model, in words: without an order of additions, and under some orders."""
     times = modelled(mask, batch, device)
     return "on the model " + ", ".join(f"{order} {time:.0f} us" for order, time in times.items())
 
@@ -267,7 +268,7 @@ def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, flo
         work = Pass(steps, machine=machine, walks=walks)
         assert tables.columns is not None
         launch = tables.columns.order.cpu().expand(work.order_shape)
-        if order == "default" and not ordered.waits_little:  # others have an order even if nobody asks
+        if order == "default" and not ordered.waits_little:  # others have an order even if none is asked for
             times["no order"] = work.around(ordered=False) + work.play(launch, ordered=False).makespan
         times[order] = work.around() + work.play(launch).makespan
     return times
@@ -338,8 +339,8 @@ def _random_blocks(row: Row) -> Tensor:
 
 def _pairs_of_blocks(mask: BlockMask, device: torch.device) -> int:
     """Pairs of queries and keys of visible blocks, over the batch entries and heads of the mask."""
-    told = mask.build(device).statistics
-    return (told.full + told.partial) * BLOCK**2
+    statistics = mask.build(device).statistics
+    return (statistics.full + statistics.partial) * BLOCK**2
 
 
 def _package(case: SparseCase, mask: BlockMask | None = None, *, deterministic: bool = False) -> Callable[[], Tensor]:
@@ -365,7 +366,7 @@ def _deterministic(order: str) -> Callable[[SparseCase], Run]:
 
 
 def _without(case: SparseCase) -> Callable[[], Tensor]:
-    """The same by a window, packed sequences, or all keys for all."""
+    """The case without a block mask: by a window, packed sequences, or all keys for all queries."""
     q, k, v = case.q, case.k, case.v
     options: dict[str, Any] = {"backend": BACKEND}
     if case.ids is not None:
@@ -409,7 +410,7 @@ def _lists(case: SparseCase) -> FlexBlockMask:
 def _flex(case: SparseCase) -> Callable[[], Tensor]:
     """Compiled FlexAttention, its mask made once."""
     if case.row.block != BLOCK:
-        raise Unavailable("blocks of 64 are not told to it here")
+        raise Unavailable("blocks of 64 are not passed to it here")
     shown = _lists(case)
     torch.compiler.reset()  # or after eight rows it would be compiled no more
     compiled: Any = torch.compile(flex_attention, dynamic=False)
@@ -538,7 +539,7 @@ def _tables_cases(device: torch.device, dtype: torch.dtype) -> Iterator[TablesCa
 
 
 def _read_of(mask: BlockMask, device: torch.device) -> list[Tensor]:
-    """What dense calls with a mask that has been built read of it: tables, unless they do without."""
+    """Tables that dense calls read of a mask that has been built; none where they do without."""
     if mask.plain is not None and mask.plain.documents is None:
         return []
     read = mask.tables(device, backward=True).flat() if mask.offsets is None else mask.offsets[:2]

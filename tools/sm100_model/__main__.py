@@ -177,7 +177,7 @@ def _open() -> Iterator[str]:
 
 
 def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
-    """Of all readings and masks."""
+    """Least gain over all readings and masks."""
     return min(after / before for rates in readings for before, after in rates)
 
 

@@ -163,7 +163,7 @@ class Forward:
                     self.maxima[g].arrive(number - 1)
                 for piece in range(pieces):
                     instructions = each * _COLUMNS
-                    if not c.maxima:  # sums tell whether the reference fits, before P is handed over,
+                    if not c.maxima:  # sums show whether the row_max fits, before P is handed over,
                         instructions += _COLUMNS / 2
                         if piece == hands_over:  # and of a piece that is still to come its maximum
                             instructions += 15 + (_COLUMNS / 2 if c.early else 0.0)
@@ -212,11 +212,11 @@ class BackwardDesign:
     d_v: int
     pair: bool = False  # two CTAs compute products together, and exchange halves of dS
     in_turn: bool = False
-    # A warp of its own looks for turns ahead of time and tells of additions, so that who drains dQ waits for neither.
+    # A warp of its own waits for turns ahead of time and signals additions, so that the drain waits for neither.
     turns_ahead: bool = False
     # Both compute warpgroups meet at barriers: before P is stored over S and behind that, behind each half of dP.
     meets: bool = True
-    overwrites: bool = False  # the first to add to a block, so that nobody needs to zero them
+    overwrites: bool = False  # the first to add to a block, so that they need no zeros before
     own_columns: bool = False  # dQ has columns of tensor memory that nothing else needs
     persistent: bool = False
     num_passes: int = 1  # over the queries that see a tile; of two ``two_pass`` has what is done
@@ -286,7 +286,7 @@ class Backward:
 
     @property
     def _columns_of_keys(self) -> int:
-        """That a pair's CTA has of each 128 keys besides: twice those of dQ that it computes."""
+        """Columns that a pair's CTA has of each 128 keys besides: twice those of dQ that it computes."""
         c = self.design
         if not c.pair:
             return 0
@@ -332,7 +332,7 @@ class Backward:
         return self.sm.machine.bytes_shared(2.0 * BLOCK * columns)
 
     def _right(self, columns: float) -> float:
-        """The same for one of a block's queries, of which a pair's CTA holds half."""
+        """Clocks to read a right operand of a block's queries, of which a pair's CTA holds half."""
         return self.sm.machine.bytes_shared(2.0 * self.design.queries * columns) / self.ctas
 
     def _scores(self, step: int) -> Needs:
@@ -489,7 +489,7 @@ class Backward:
                 yield self.staging.wait_empty(piece)
                 yield from sm.compute("drain", "write dQ", 16, shared=self.piece, goes_on=True)
                 if i == 0 and c.in_turn and not c.turns_ahead:
-                    yield sm.machine.load  # the counter is read: nobody adds before
+                    yield sm.machine.load  # the counter is read ahead of the addition
                 yield 2 * sm.machine.wake  # a fence and a named barrier
                 self.staging.arrive(piece)
                 piece += 1

@@ -91,7 +91,7 @@ PUBLISHED = {
 
 
 def on(machine: str, design: ForwardDesign | BackwardDesign) -> ForwardDesign | BackwardDesign:
-    """As it is compiled for a GPU: a B300 has the units for all exponentials."""
+    """A design as it is compiled for a GPU: a B300 has the units for all exponentials."""
     if machine == "B300" and isinstance(design, ForwardDesign):
         return replace(design, polynomials=0.0)
     return design

@@ -92,7 +92,7 @@ class Forward:
                     self.v.release(step - 1)
                 if i == 0 and tile > 0:
                     yield from self.epilogue(me, tile - 1)
-                # The first block of a tile is weighed by its maxima: an instruction and a half more an element.
+                # P of a tile's first block is computed with its maxima: an instruction and a half more an element.
                 each = (5.0 if i == 0 else 3.5) + (MASK if i < masked else 0)
                 yield from sm.compute(me, "softmax", each * elements + 110, elements)
                 step += 1
@@ -162,7 +162,7 @@ class BackwardCta:
         gradient = m.product(64, c.tile_d, c.tile_m), operands(m, 64, c.tile_d, c.tile_m, a_in_registers=1)
         queries = m.product(64, c.columns_dQ, c.tile_n), operands(m, 64, c.columns_dQ, c.tile_n)
         step = piece = 0
-        pending = False  # a dQ that the store warp has not been told of
+        pending = False  # a dQ whose barrier the store warp has yet to get an arrival at
         for tile, (num, masked) in enumerate(work):
             yield self.tiles.wait_full(tile)
             for i in range(num):
@@ -289,7 +289,7 @@ class BackwardCluster:
                 fill += 1
 
     def compute(self, me: str, what: str, instructions: float, exp2: float = 0.0, *, shared: float) -> Needs:
-        """As ``Sm.compute``, but loads and stores stand in the queue in which additions from registers do."""
+        """Computes as ``Sm.compute`` does, but loads and stores queue with additions from registers."""
         now = self.sm.simulation.now
         yield self.sm.adds.take(now, 0.0, me, what) - now
         yield from self.sm.compute(me, what, instructions, exp2, shared)

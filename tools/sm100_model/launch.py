@@ -128,7 +128,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(tiles: Sequence[Tile], workers: int, cost: Cost, hand_over: float | None = None) -> Schedule:
-    """Gives the next tile to whoever is free first.
+    """Gives the next tile to the worker that is free first.
 
     With ``hand_over`` the additions of tiles to a block have the order of the tiles: one may add when the one before
     has added, and so many clocks have passed.

@@ -60,7 +60,7 @@ class Machine:
 
 H200 = Machine("H200", sms=132, ghz=1.98, tensor=4096, exp2=16, dispatch=2.1, load=1000.0, dram=4.2e12)
 # What has been fitted is as on the H200. More bytes are taken to be read from the L2 cache, and added there, when all
-# SMs do: nobody has measured it.
+# SMs do: this has not been measured.
 B200 = replace(H200, name="B200", sms=148, ghz=1.85, tensor=8192, dram=8e12, l2_together=64.0, adds_together=25.0)
 # Another reading of the same published figures: power lowers the clock as it does on the H200, beside a gemm of the
 # upper end of what is reported, and two constants are fitted anew.

@@ -49,13 +49,13 @@ def hopper_pass(shape: Shape) -> HopperPass:
         torch.empty(shape.batch, shape.seqlen, shape.heads, d, dtype=torch.bfloat16, device="meta")
         for d in (shape.d, shape.d_v)
     )
-    told = explain(q, q, v, causal=shape.causal, gpu="sm90")
-    assert told.forward is not None
-    assert told.backward is not None
+    explanation = explain(q, q, v, causal=shape.causal, gpu="sm90")
+    assert explanation.forward is not None
+    assert explanation.backward is not None
     if not shape.backward:
-        order = Order(told.forward.numbers.heads_in_cache, last_first=True)
-        return HopperPass(shape, Maker(Forward, told.forward.config, H200), order)
-    config, numbers = told.backward.config, told.backward.numbers
+        order = Order(explanation.forward.numbers.heads_in_cache, last_first=True)
+        return HopperPass(shape, Maker(Forward, explanation.forward.config, H200), order)
+    config, numbers = explanation.backward.config, explanation.backward.numbers
     order = Order(numbers.heads_in_cache, config.features.deterministic, numbers.sections, config.reverses_last)
     inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
     memory = inputs + 1.5 * sums  # delta, and dQ rounded

@@ -1,7 +1,7 @@
 """Discrete events: processes that take clocks of units, and wait at barriers.
 
 A process is a generator. It yields a number of clocks to let pass, or a ``Phase`` of a barrier to wait for. Units serve
-whoever asks in the order of asking; work is cut into pieces, so that those who work at the same time share a unit.
+processes in the order of asking; work is cut into pieces, so that those who work at the same time share a unit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-_PIECE = 64.0  # clocks of a unit that nobody else gets in between
+_PIECE = 64.0  # clocks of a unit that no other process gets in between
 _PIECES_AHEAD = 3  # of products, whose operands are read
 
 
@@ -166,7 +166,7 @@ class Simulation:
         """Until nothing happens any more; returns the time.
 
         Raises:
-            DeadlockError: processes wait for barriers at which nobody will arrive; it says who, and where.
+            DeadlockError: processes wait for barriers at which none will arrive; it says who, and where.
         """
         while self._events:
             self.now, _, happen = heapq.heappop(self._events)
@@ -209,7 +209,7 @@ class _Piece:
 
 
 class Products:
-    """Products of matrices, which the tensor cores compute in the order in which they are issued, whoever does.
+    """Products of matrices, which the tensor cores compute in the order in which they are issued, by whatever role.
 
     While a piece is computed, the operands of the next ones are read from shared memory. Who waits for a product learns
     of its end ``latency`` clocks later, when the tensor cores already compute the next.

@@ -10,7 +10,7 @@ _WIDTH = 120
 
 
 def lanes(sm: Sm, start: float, end: float) -> dict[str, list[Interval]]:
-    """What was done between two times: by the tensor cores, by each role that computes, and on the ways to memory."""
+    """Work done between two times: by the tensor cores, by each role that computes, and on the ways to memory."""
     found: dict[str, list[Interval]] = {sm.tensor.name: list(sm.tensor.busy)}
     for interval in sm.issue.busy:
         found.setdefault(interval.who, []).append(interval)
@@ -41,7 +41,7 @@ def text(sm: Sm, start: float, end: float) -> Iterator[str]:
 
 
 def picture(sm: Sm, start: float, end: float, path: Path) -> None:
-    """The same as a picture; needs matplotlib, which the extra ``plot`` brings."""
+    """Draws the work between two times; needs matplotlib, which the extra ``plot`` brings."""
     import matplotlib.pyplot as plt
 
     found = lanes(sm, start, end)

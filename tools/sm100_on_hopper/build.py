@@ -65,5 +65,5 @@ def build(text: str) -> tuple[bytes, Translation]:
 
 
 def identity() -> str:
-    """Tells binaries of one version of this executor from those of another."""
+    """Digest of the sources: binaries of another version of this executor have another one."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()

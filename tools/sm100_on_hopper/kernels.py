@@ -198,7 +198,7 @@ class Product:
         loaded: cute.Pointer,
         rank: cutlass.Int32,
     ) -> None:
-        """This CTA's part of A and B by TMA; the first CTA's barrier is told, which expects the bytes of both."""
+        """Loads this CTA's part of A and B by TMA. The first CTA's barrier expects the bytes of both."""
         case = self.case
         if rank == 0:
             with cute.arch.elect_one():
@@ -257,7 +257,7 @@ class Product:
 
 
 def fence_before() -> None:
-    """Accesses to tensor memory are not moved behind what tells other threads of them."""
+    """Keeps accesses to tensor memory ahead of the arrival that other threads wait for."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
 
 
@@ -273,7 +273,7 @@ def largest(*values: cutlass.Float32) -> cutlass.Float32:
 
 
 def compiled(case: Case, *options: Any) -> Any:
-    """What ``cute.compile`` makes of a case for sm_100a, callable with torch tensors. Needs no GPU.
+    """A case compiled by ``cute.compile`` for sm_100a, callable with torch tensors. Needs no GPU.
 
     Args:
         case: the kernel.

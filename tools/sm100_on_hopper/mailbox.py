@@ -70,7 +70,7 @@ class Mailbox:
         self.configure()
 
     def configure(self, *, jitter_ns: int = 0, limit_ms: int = 20_000) -> None:
-        """What holds for CTAs that allocate tensor memory from now on.
+        """Sets limits and jitter for CTAs that allocate tensor memory from now on.
 
         Args:
             jitter_ns: the longest time that a product, a commit, an access to tensor memory or the end of a wait is
@@ -105,7 +105,7 @@ class Mailbox:
         return int(struct.unpack_from("<I", self._bytes, 20)[0])
 
     def take_faults(self) -> list[Fault]:
-        """What was found since the last call, at most 128; those of kernels that have ended."""
+        """Faults since the last call, at most 128, of kernels that have ended."""
         found = []
         for number in range(_RECORDS):
             offset = 4 * (_FIRST_RECORD + number * _RECORD_WORDS)
@@ -118,7 +118,7 @@ class Mailbox:
 
 @functools.cache
 def mailbox() -> Mailbox:
-    """That of this process, without jitter until it is configured.
+    """Mailbox of this process, without jitter until it is configured.
 
     Raises:
         OSError: something else is at its address.

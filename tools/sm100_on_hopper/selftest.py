@@ -150,9 +150,9 @@ def planted(name: str, pattern: str, replacement: str, expected: str, **options:
             _launch(kernel, *_operands(case))
     except Exception as error:
         print(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
-    told = list(dict.fromkeys(str(fault) for fault in mailbox.take_faults()))
-    print("\n".join(f"  {fault}" for fault in told[:4]))
-    assert any(expected in fault for fault in told), f"no fault says {expected!r}"
+    faults = list(dict.fromkeys(str(fault) for fault in mailbox.take_faults()))
+    print("\n".join(f"  {fault}" for fault in faults[:4]))
+    assert any(expected in fault for fault in faults), f"no fault says {expected!r}"
 
 
 def onto_nothing() -> None:

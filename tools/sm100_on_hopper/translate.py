@@ -30,7 +30,7 @@ class Translation(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """Of a call."""
+    """Argument of a call."""
 
     kind: str  # b32 or b64
     value: str | int
@@ -257,7 +257,7 @@ def _one_cta_load(instruction: Instruction) -> str:
 
 
 def _nothing(instruction: Instruction) -> str:
-    """What orders tensor memory's own accesses, and what moves registers between warpgroups."""
+    """No code: the instruction orders accesses to tensor memory, or moves registers between warpgroups."""
     return ""
 
 
