@@ -354,8 +354,8 @@ def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
     """At most 5 %, zeros that the other has to write included."""
     design = DESIGNS[name]
     assert isinstance(design, BackwardDesign)
-    assert design.in_turn
-    without = replace(design, in_turn=False, turns_ahead=False, overwrites=False)
+    assert design.ordered
+    without = replace(design, ordered=False, turns_ahead=False, overwrites=False)
     ordered, free = (case.tflops(case.predict()) for case in (Case(design, causal), Case(without, causal)))
     assert ordered > 0.95 * free
 
@@ -420,7 +420,7 @@ def as_backward_design(c: BackwardConfig) -> BackwardDesign:
         d=c.tile_d,
         d_v=c.tile_dv,
         pair=c.ctas_a_tile == 2,
-        in_turn=c.features.deterministic,
+        ordered=c.features.deterministic,
         turns_ahead=True,
         meets=False,
         overwrites=c.counts_additions,

@@ -211,7 +211,7 @@ class BackwardDesign:
     d: int
     d_v: int
     pair: bool = False  # two CTAs compute products together, and exchange halves of dS
-    in_turn: bool = False
+    ordered: bool = False
     # A warp of its own waits for turns ahead of time and signals additions, so that the drain waits for neither.
     turns_ahead: bool = False
     # Both compute warpgroups meet at barriers: before P is stored over S and behind that, behind each half of dP.
@@ -488,7 +488,7 @@ class Backward:
             for i in range(self.pieces):
                 yield self.staging.wait_empty(piece)
                 yield from sm.compute("drain", "write dQ", 16, shared=self.piece, goes_on=True)
-                if i == 0 and c.in_turn and not c.turns_ahead:
+                if i == 0 and c.ordered and not c.turns_ahead:
                     yield sm.machine.load  # the counter is read ahead of the addition
                 yield 2 * sm.machine.wake  # a fence and a named barrier
                 self.staging.arrive(piece)
@@ -500,7 +500,7 @@ class Backward:
         for piece in range(self.pieces * sum(w.blocks for w in work)):
             yield self.staging.wait_full(piece)
             yield from sm.add("add", "dQ", self.piece)
-            if c.in_turn and not c.turns_ahead:  # room is made when all has been added, and not when it has been read
+            if c.ordered and not c.turns_ahead:  # room is made when all has been added, and not when it has been read
                 sm.simulation.after(sm.machine.load, partial(self.staging.release, piece))
             else:
                 self.staging.release(piece)

@@ -50,7 +50,7 @@ class Case:
         memory = inputs + 1.5 * sums  # delta, and dQ rounded
         if not design.overwrites:
             memory += sums  # zeros
-        if not design.in_turn:
+        if not design.ordered:
             return predict(shape, machine, make, Order(1, last_first=False), memory=memory, launches=3)
         # flash-attn-4 hands a block over when it is at the next one.
         hand_over = 2.0 * machine.load + (0.0 if design.turns_ahead else _STEP)
@@ -73,7 +73,7 @@ def _fa4_forward(d: int, causal: bool) -> ForwardDesign:
 
 _FA4_1 = BackwardDesign(128, 128)
 _FA4_2 = replace(_FA4_1, pair=True, q_stages=1, piece_columns=8, piece_stages=4)
-_FA4_2_IN_TURN = replace(_FA4_2, in_turn=True, piece_columns=16, piece_stages=2)
+_FA4_2_ORDERED = replace(_FA4_2, ordered=True, piece_columns=16, piece_stages=2)
 PUBLISHED = {
     "forward full": Case(_fa4_forward(128, False), False, 1535),
     "forward causal": Case(_fa4_forward(128, True), True, 1418),
@@ -81,10 +81,10 @@ PUBLISHED = {
     "backward 1-CTA causal": Case(_FA4_1, True, 1118),
     "backward 2-CTA full": Case(_FA4_2, False, 1360),
     "backward 2-CTA causal": Case(_FA4_2, True, 1209),
-    "deterministic 1-CTA full": Case(replace(_FA4_1, in_turn=True), False, 980),
-    "deterministic 1-CTA causal": Case(replace(_FA4_1, in_turn=True), True, 934),
-    "deterministic 2-CTA full": Case(_FA4_2_IN_TURN, False, 1167),
-    "deterministic 2-CTA causal": Case(_FA4_2_IN_TURN, True, 1097),
+    "deterministic 1-CTA full": Case(replace(_FA4_1, ordered=True), False, 980),
+    "deterministic 1-CTA causal": Case(replace(_FA4_1, ordered=True), True, 934),
+    "deterministic 2-CTA full": Case(_FA4_2_ORDERED, False, 1167),
+    "deterministic 2-CTA causal": Case(_FA4_2_ORDERED, True, 1097),
     "forward 2-CTA full, best": Case(replace(_fa4_forward(128, False), pair=True, stages=6), False, 1610),
     "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
 }
@@ -109,7 +109,7 @@ _WIDE_192_PAIR = replace(_WIDE_PAIR, d=192, d_v=192, stages=6)
 _192 = ForwardDesign(192, 128, maxima=False, stages=3, polynomials=0.125, o_over_q=True)
 _192_PAIR = replace(_192, stages=4, o_over_q=False, pair=True)
 _PAIR = replace(_OURS, pair=True, stages=8)
-_BACKWARD = BackwardDesign(128, 128, meets=False, in_turn=True, turns_ahead=True, overwrites=True, persistent=True)
+_BACKWARD = BackwardDesign(128, 128, meets=False, ordered=True, turns_ahead=True, overwrites=True, persistent=True)
 _BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
 _BACKWARD_64 = replace(_BACKWARD, d=64, d_v=64, kv_stages=2, do_stages=2, own_columns=True)
 _BACKWARD_64_PAIR = replace(_BACKWARD_PAIR, d=64, d_v=64, kv_stages=2, own_columns=True)
@@ -120,7 +120,7 @@ _BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, num_passes=2, queries=64, q_s
 _BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
 _BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
 _BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)
-_NO_ORDER = {"in_turn": False, "turns_ahead": False, "overwrites": False}
+_NO_ORDER = {"ordered": False, "turns_ahead": False, "overwrites": False}
 DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
     "forward as planned": PLANNED,
     "forward": _OURS,
