@@ -1,6 +1,6 @@
 """Hugging Face transformers: ``attn_implementation="flash_attn_cute"``.
 
-``register()`` gives transformers two functions. A mask function (``transformers_masks``) runs once a forward pass for
+``register()`` gives transformers two functions. A mask function (``_transformers_masks``) runs once a forward pass for
 each kind of layer: from the mask that transformers describes it finds which rows of the batch each sequence owns.
 ``attend`` runs in every layer, with what the mask function has returned. What the mask says and what the layer says are
 compared, and the stricter holds. What ``attend`` does not know is refused by name.
@@ -18,7 +18,7 @@ from transformers import masking_utils, modeling_utils
 
 from flash_attn_cute import api
 from flash_attn_cute.integrations import check_tensors
-from flash_attn_cute.integrations.transformers_masks import Pattern, Rows, mask_in_memory, rows_of_mask
+from flash_attn_cute.integrations._transformers_masks import Pattern, Rows, mask_in_memory, rows_of_mask
 
 NAME = "flash_attn_cute"
 # What the implementation is called in models that look at masks, which get them in memory. Without "flash" in it, a

@@ -383,7 +383,7 @@ def second_stream(thing: Thing, device: str) -> None:
 def captured(thing: Thing, device: str) -> None:
     """A graph gives the same whenever it is replayed."""
     made, _ = thing.on(device)
-    graph, found = _capture(thing, made, device)
+    graph, found, _read = _capture(thing, made, device)
     check(thing, found, device)
     graph.replay()
     check(thing, found, device)
@@ -395,7 +395,7 @@ def captured_on_another_gpu(thing: Thing, device: str) -> None:
     expected(thing.name, "cuda:1")
     unbuilt, _ = thing.on("cuda:1")
     with torch.cuda.device(1):
-        graph, found = _capture(thing, made, "cuda:1", current=0)
+        graph, found, _read = _capture(thing, made, "cuda:1", current=0)
         check(thing, found, "cuda:1")
         del graph
         if thing.name in MASKS - {"indices"}:
@@ -407,9 +407,9 @@ def captured_on_another_gpu(thing: Thing, device: str) -> None:
 
 
 def dropped_after_capture(thing: Thing, device: str) -> None:
-    """A graph keeps what it reads."""
+    """A graph keeps what it reads of a mask; q, k and v are their owner's to keep."""
     made, _ = thing.on(device)
-    graph, found = _capture(thing, made, device)
+    graph, found, _read = _capture(thing, made, device)
     del made
     context._balanced.cache_clear()
     gc.collect()
@@ -422,7 +422,10 @@ def dropped_after_capture(thing: Thing, device: str) -> None:
     del junk
 
 
-def _capture(thing: Thing, made: Any, device: str, current: int | None = None) -> tuple[torch.cuda.CUDAGraph, Results]:
+def _capture(
+    thing: Thing, made: Any, device: str, current: int | None = None
+) -> tuple[torch.cuda.CUDAGraph, Results, Results]:
+    """A graph that has been replayed once, its results, and the q, k and v that it reads."""
     expected(thing.name, device)
     x = inputs(device)
     if isinstance(made, BlockMask):
@@ -442,7 +445,7 @@ def _capture(thing: Thing, made: Any, device: str, current: int | None = None) -
     with torch.cuda.graph(graph):
         found = step()
     graph.replay()
-    return graph, found
+    return graph, found, x
 
 
 BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)

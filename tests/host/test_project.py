@@ -19,7 +19,7 @@ WITH_EXTRAS = {
     "docs": [ROOT / "tools" / "pages.py"],
     "plot": [PACKAGE / "sparsity" / "plot.py", PACKAGE / "profile" / "timeline.py"],
     "profile": [PACKAGE / "profile" / "machine.py"],
-    "transformers": [PACKAGE / "integrations" / name for name in ("transformers.py", "transformers_masks.py")],
+    "transformers": [PACKAGE / "integrations" / name for name in ("transformers.py", "_transformers_masks.py")],
 }
 OWN = {"flash_attn_cute", "tests", "benchmarks", "tools", "examples"}
 DISTRIBUTIONS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from flash_attn_cute import api
+from flash_attn_cute.integrations import _transformers_masks as masks
 from flash_attn_cute.integrations import transformers as ours
-from flash_attn_cute.integrations import transformers_masks as masks
 from tests.lib.checks import assert_close
 
 BATCH, ROWS, VOCABULARY = 3, 19, 64
