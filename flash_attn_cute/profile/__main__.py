@@ -7,7 +7,7 @@
     python -m flash_attn_cute.profile timeline --causal         a picture of it by PyTorch's profiler, or of a trace
     python -m flash_attn_cute.profile workload --causal         attention alone, without a profiler
 
-Options choose the shape of attention alone. nsys --help and so on list them.
+Options choose the shape of attention alone; nsys --help and so on list the options.
 """
 
 import argparse
