@@ -351,6 +351,11 @@ def _attend(
 def _attend_nested(
     tensors: plan.Tensors, block_mask: BlockMask | None, options: Options, backend: str | None, return_lse: bool
 ) -> Result:
+    if is_over_ranks():
+        raise TypeError(
+            "q: expected a dense tensor within context_parallel, got a nested one: give flash_attn_varlen_func the "
+            "values of this rank's rows, and cu_seqlens of all rows"
+        )
     tensors, bounds, jagged = nested.as_packed(tensors)
     result = _attend(tensors, bounds, block_mask, options, backend, return_lse)
     if isinstance(result, Tensor):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, profiling, settings
+from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func, profiling, settings
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations import transformers as hf
@@ -38,6 +38,13 @@ def bloom() -> None:
     hf.register()
     config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)
     transformers.AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME)
+
+
+def written_mask() -> None:
+    visible = torch.ones(6, 9, dtype=torch.bool)
+    mask = BlockMask.from_dense(visible)
+    visible[0] = False
+    flash_attn_func(q, k, k, block_mask=mask)
 
 
 def fallback() -> None:
@@ -98,6 +105,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "k: expected the dtype of q": lambda: attend(q.bfloat16(), k, k.bfloat16()),
     "mask: expected a shape that broadcasts": lambda: attend(q, q, q, mask=torch.ones(2, 6, dtype=torch.bool)),
     "mask: expected bool": lambda: attend(q, q, q, mask=torch.zeros(6, 6)),
+    "mask: expected what it was when the BlockMask was made of it": written_mask,
     "max_seqlen_q: expected an upper bound on the sequence lengths": lambda: flash_attn_varlen_func(
         packed, packed, packed, offsets, offsets, 5, 5
     ),

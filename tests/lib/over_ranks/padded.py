@@ -96,6 +96,14 @@ def padded_documents(device: str = "cpu") -> None:
                 r"seqused_k: expected those of the sharding, \[20, 0, 31, 7\], got",
             ),
         ]
+
+    def jagged(x: Tensor) -> Tensor:
+        q, k, v = (torch.nested.nested_tensor_from_jagged(y.contiguous(), memory) for y in x.unbind(1))
+        return flash_attn_func(q, k, v)
+
+    message = "q: expected a dense tensor within context_parallel, got a nested one"
+    with context_parallel(None, sharding=sharding), pytest.raises(TypeError, match=message):
+        jagged(mine)
     if device == "cpu":
         message = "cu_seqlens_kv: expected the lengths of cu_seqlens_q within context_parallel"
         refused.append((sharding, partial(thd, of_k=wrong_true), message))
