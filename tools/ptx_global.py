@@ -13,7 +13,7 @@ from tools.ptx import Function, Instruction, Operand
 from tools.ptx_threads import Program, resolve
 
 # By sizes: a tile's number times its rows is a row, times its elements an offset; of all heads' tiles there are more.
-MOST_SCALE = (2.0**64, 4096, 512)
+MOST_SCALE = (2.0**64, 4096, 1024)
 _MOST_SIZES = 2  # more make no difference
 _MOST = 2.0**64
 WIDE_SCOPES = {"gpu", "sys", "gl"}  # words of instructions that reach other CTAs' threads
@@ -53,7 +53,7 @@ def offsets_that_may_wrap(function: Function) -> Iterator[tuple[Instruction, Ins
 
 
 def polls(program: Program) -> Iterator[Instruction]:
-    """Loads of global memory in loops that do no more than to load from the same address again."""
+    """Loads of global memory in loops that only load from the same address again, and end by what they load alone."""
     successors, end = program.function.successors, len(program.instructions)
     for number, x in enumerate(program.instructions):
         if not _loads(x):
@@ -72,8 +72,24 @@ def polls(program: Program) -> Iterator[Instruction]:
             seen.add(at)
             changed |= set(program.resolved[at].results)
             waiting.extend(successors[at])
-        if number in seen and not changed & set(program.resolved[number].sources):
+        if number not in seen or changed & set(program.resolved[number].sources):
+            continue
+        loaded = _made_of(program, seen, set(program.resolved[number].results))
+        ends = (at for at in seen if not seen.issuperset(successors[at]))
+        if all(program.resolved[at].guard in loaded for at in ends):
             yield x
+
+
+def _made_of(program: Program, numbers: set[int], registers: set[str]) -> set[str]:
+    """The registers that some instructions make of others, and these."""
+    made, before = set(registers), 0
+    while len(made) > before:
+        before = len(made)
+        for number in numbers:
+            one = program.resolved[number]
+            if made & set(one.sources):
+                made |= set(one.results)
+    return made
 
 
 def _loads(x: Instruction) -> bool:
