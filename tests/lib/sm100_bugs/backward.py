@@ -115,7 +115,7 @@ BACKWARD: Bugs = {
         Bug(
             "the CTA ends while TMA still reads dV and dK",
             find(_COMPUTE, "cp.async.bulk.wait_group.read").left_out(),
-            "d64",
+            "d128-tiles",
             STORES_LAG,
         ),
     ),
