@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, o
 
 from torch import Tensor
 
-from flash_attn_cute import lowering, nested, ops, plan, validate
+from flash_attn_cute.calls import lowering, nested, ops, prepared_call, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
 
@@ -322,8 +322,8 @@ def flash_attn_varlen_func(
 
 
 def _attend(
-    tensors: plan.Tensors,
-    bounds: plan.Bounds,
+    tensors: prepared_call.Tensors,
+    bounds: prepared_call.Bounds,
     block_mask: BlockMask | None,
     options: Options,
     backend: str | None,
@@ -338,7 +338,7 @@ def _attend(
         tensors, bounds, options, _ = lowered
         block_mask = None
     backward = block_mask is not None and ops.is_recorded(tensors, watched)
-    chosen, options, tables = plan.with_tables(
+    chosen, options, tables = prepared_call.with_tables(
         tensors, bounds, block_mask, options, backend, backward=backward, watched=watched
     )
     inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
@@ -349,7 +349,11 @@ def _attend(
 
 
 def _attend_nested(
-    tensors: plan.Tensors, block_mask: BlockMask | None, options: Options, backend: str | None, return_lse: bool
+    tensors: prepared_call.Tensors,
+    block_mask: BlockMask | None,
+    options: Options,
+    backend: str | None,
+    return_lse: bool,
 ) -> Result:
     if is_over_ranks():
         raise TypeError(

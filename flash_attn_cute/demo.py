@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_attn_cute import dispatch, flash_attn_varlen_func, validate
+from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.spec import AttentionSpec, Options
 
 try:

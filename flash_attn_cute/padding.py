@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import ops, settings, validate
+from flash_attn_cute import settings
+from flash_attn_cute.calls import ops, validate
 from flash_attn_cute.spec import statically_true
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from flash_attn_cute import ops, validate
 from flash_attn_cute.api import SharedKeywords, says_where_to_look
+from flash_attn_cute.calls import ops, validate
 from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of

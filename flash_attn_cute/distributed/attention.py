@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import validate
+from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed import heads, model, passes
 from flash_attn_cute.distributed.all_gather import AllGather
 from flash_attn_cute.distributed.groups import Place, Ranks, connect, weakly

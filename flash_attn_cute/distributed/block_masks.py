@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import dispatch, lowering
-from flash_attn_cute import plan as plans
 from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.calls import dispatch, lowering, prepared_call
 from flash_attn_cute.distributed import attention, heads, passes
 from flash_attn_cute.distributed.attention import Question, of_both
 from flash_attn_cute.distributed.groups import Place
@@ -143,19 +142,21 @@ class _Masked(NamedTuple):
         """As ``passes.prepared`` for calls without a mask."""
         queries, keys, *used, _ = self.whole
         offsets: tuple[Tensor | None, ...] = (None, None)
-        bounds: plans.Bounds = ()
+        bounds: prepared_call.Bounds = ()
         if self.entries is None:
             offsets, bounds = (queries.cu_seqlens, keys.cu_seqlens), (queries.longest, keys.longest)
         else:
             q, k, v = (x.unflatten(0, (self.entries, -1)) for x in (q, k, v))
-        tensors: plans.Tensors = (q, k, v, *offsets, *used, sink, None, None)
+        tensors: prepared_call.Tensors = (q, k, v, *offsets, *used, sink, None, None)
         mask: BlockMask | None = self.mask
         options = context.options
         lowered = lowering.of(tensors, bounds, mask, options)
         if lowered is not None:
             tensors, bounds, options, _ = lowered
             mask = None
-        chosen, _, tables = plans.with_tables(tensors, bounds, mask, options, context.backend, backward=backward)
+        chosen, _, tables = prepared_call.with_tables(
+            tensors, bounds, mask, options, context.backend, backward=backward
+        )
         inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
         return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
 

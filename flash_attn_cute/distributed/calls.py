@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import ops, settings, validate
+from flash_attn_cute import settings
+from flash_attn_cute.calls import ops, validate
 from flash_attn_cute.distributed import agreement, attention, block_masks, model, passes
 from flash_attn_cute.distributed.groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_cute import ops, settings
+from flash_attn_cute import settings
+from flash_attn_cute.calls import ops
 from flash_attn_cute.distributed import api, calls
 from flash_attn_cute.distributed.groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flash_attn_cute import validate
+from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.parts import Run
 from flash_attn_cute.distributed.sharding import Band, Sharding
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cute import ops
+from flash_attn_cute.calls import ops
 from flash_attn_cute.distributed import calls
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import named

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import validate
+from flash_attn_cute.calls import validate
 from flash_attn_cute.distributed.sharding import Band
 
 

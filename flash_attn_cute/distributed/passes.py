@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute import dispatch, plan
 from flash_attn_cute.backends.base import Backend
+from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.distributed.parts import Call
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
@@ -93,7 +93,7 @@ def prepared(
         max_seqlen_k=call.max_seqlen_k,
     )
     bounds = call.max_seqlen_q, call.max_seqlen_k
-    chosen = plan.recall(inputs[:_NUM_TENSORS], bounds, None, options, context.backend)
+    chosen = prepared_call.cached_plan(inputs[:_NUM_TENSORS], bounds, None, options, context.backend)
     return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
 
 

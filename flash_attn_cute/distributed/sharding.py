@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept, validate
+from flash_attn_cute import kept
+from flash_attn_cute.calls import validate
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import torch
 
 from flash_attn_cute import explain, flash_attn_func
 from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
-from flash_attn_cute.dispatch import BACKENDS, supposing
+from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
 from flash_attn_cute.kernels.sm100.config import (

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import work
 from benchmarks.suites import context_parallel as suite
-from flash_attn_cute import dispatch
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.distributed import (
     Sharding,
     attention,

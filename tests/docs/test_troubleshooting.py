@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
-from flash_attn_cute import BlockMask, dispatch, flash_attn_func, flash_attn_varlen_func, profiling, settings
+from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, profiling, settings
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations import transformers as hf
 from flash_attn_cute.jit import disk

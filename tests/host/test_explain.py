@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_cute import dispatch, explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests.lib.checks import offsets

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, flops
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.calls import flops
 from tests.lib.checks import random_call, run
 
 D, D_V, HEADS = 8, 16, 4

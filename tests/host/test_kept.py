@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
-from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept, plan
+from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept
+from flash_attn_cute.calls import prepared_call
 from flash_attn_cute.distributed import Sharding, context
 from flash_attn_cute.jit import cache
 from tests.lib.checks import needs_kernels
@@ -548,7 +549,7 @@ def test_masks_go_with_their_last_reference() -> None:
 
 def test_plans_of_calls_hold_no_tensors() -> None:
     results(BY_NAME["dense"], BY_NAME["dense"].on("cpu")[0], "cpu")
-    waiting: list[Any] = [*plan._kept.items()]
+    waiting: list[Any] = [*prepared_call._kept.items()]
     assert waiting
     while waiting:
         x = waiting.pop()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import BlockMask, flash_attn_func, ops
-from flash_attn_cute import plan as plans
+from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.calls import ops, prepared_call
 from flash_attn_cute.sparsity import model, plan
 from flash_attn_cute.sparsity.order import shortest_first, write_order
 from flash_attn_cute.spec import Options
@@ -241,7 +241,7 @@ def test_masks_know_whether_walks_are_worth_it() -> None:
             assert not mask.waits_little
             for _ in range(2):
                 tensors = (q, q, q, *[None] * 7)
-                chosen, told, tables = plans.with_tables(tensors, (), mask, options, None, backward=True)
+                chosen, told, tables = prepared_call.with_tables(tensors, (), mask, options, None, backward=True)
                 assert chosen.spec.walks == told.walks == mask.has_walks == worth
                 assert chosen.spec.in_turn == told.in_turn == mask.waits_little == (order == "auto" and not worth)
                 assert tables is mask.tables(q.device, backward=True)

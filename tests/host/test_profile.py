@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.profile import __main__, machine, ncu, ncu_report, nsys, timeline, workload
 from tests.lib.checks import hopper_alone
 

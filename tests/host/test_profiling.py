@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, profiling
+from flash_attn_cute import profiling
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.sm90.config import ForwardConfig, forward_config

@@ -258,6 +258,8 @@ def names_in(path: Path) -> set[str]:
             else:
                 targets = getattr(node, "targets", [getattr(node, "target", None)])
                 new = {target.id for target in targets if isinstance(target, ast.Name)}
+                if "__all__" in new and isinstance(node, ast.Assign):
+                    new |= set(ast.literal_eval(node.value))
             found.update(new, (prefix + name for name in new))
 
     collect(ast.parse(path.read_text()).body, "")
@@ -314,7 +316,7 @@ def test_what_is_not_there_is_missed() -> None:
     page = """`api.py`, `apy.py`, jit/{cache,cash}.py, `jit/key.py:identity`, `jit/key.py:identify`, `kernels/sm90/`,
     `kernels/sm80/`, `kernels/common/query_tiles.py:QueryTile.read`, `kernels/common/query_tiles.py:QueryTile.rread`,
     `jit.cache`, `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m tools.ncu, tools.nsight,
-    `spec.AttentionSpec`, `backends/cute/backend.py:_MAX_PACKED_ROWS`. See flash_attn_cute.plan."""
+    `spec.AttentionSpec`, `backends/cute/backend.py:_MAX_PACKED_ROWS`. See flash_attn_cute.calls."""
     missing = (
         "apy.py jit/cash.py jit/key.py:identify kernels/common/query_tiles.py:QueryTile.rread kernels/sm80 jit.cash"
     )

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from tests.lib import oracle
 from tests.lib.oracle import Call

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_cute import dispatch
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 

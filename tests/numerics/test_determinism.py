@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, flash_attn_varlen_func
+from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
     DEVICES,

@@ -9,8 +9,9 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 
 SIZE = 3
 Loss = Callable[..., Tensor]

@@ -101,7 +101,7 @@ IDS = torch.tensor([2] * 400 + [5] * 300 + [-1] * 100)
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the calls from now on ask for, by backends."""
-    from flash_attn_cute import ops
+    from flash_attn_cute.calls import ops
 
     seen, original = [], ops.attention
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute import dispatch
 from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.calls import dispatch
 from tests.lib import oracle
 from tests.lib.checks import (
     DEVICES,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends import packing
-from flash_attn_cute.dispatch import BACKENDS
+from flash_attn_cute.calls.dispatch import BACKENDS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import bitwise_equal, random_call
 from tests.lib.oracle import Call, window

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_cute.settings
-from flash_attn_cute import flash_attn_func, flash_attn_varlen_func, nested
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.calls import nested
 from flash_attn_cute.padding import Packing, seqused_of
 from tests.lib import oracle
 from tests.lib.checks import assert_close, bitwise_equal, gradients, offsets
@@ -309,7 +310,8 @@ def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message:
 @pytest.mark.usefixtures("_settings_reread")
 def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule alone, as there may be no other device here."""
-    from flash_attn_cute import ops, padding
+    from flash_attn_cute import padding
+    from flash_attn_cute.calls import ops
 
     elsewhere: Any = type("Elsewhere", (), {"device": torch.device("cuda")})()
     monkeypatch.setattr(ops, "needs_dispatcher", lambda tensors: False)

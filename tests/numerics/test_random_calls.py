@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, explain
+from flash_attn_cute import explain
 from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.calls import dispatch
 from tests.lib import random_calls
 from tests.lib.checks import bits, longest
 from tools.sm100_on_hopper import mailbox

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.cute import counters as tile_counters
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.sm90.config import HEAD_DIMS, KEYS_IN_ORDER
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options

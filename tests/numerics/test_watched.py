@@ -20,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_cute import dispatch, flash_attn_func, ops
+from flash_attn_cute import flash_attn_func
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch, ops
 from flash_attn_cute.spec import AttentionInputs, Options
 from tests.lib.checks import GRADS, bitwise_equal, random_call, run
 

@@ -84,8 +84,8 @@ def install(
     Raises:
         ValueError: the package has no such kernels.
     """
-    from flash_attn_cute import dispatch
     from flash_attn_cute.backends.cute import CuteBackend
+    from flash_attn_cute.calls import dispatch
     from flash_attn_cute.jit import compile as compiling
     from flash_attn_cute.jit import key
     from flash_attn_cute.kernels import registry

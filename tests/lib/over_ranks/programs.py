@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
 from examples import context_parallel as example_program
-from flash_attn_cute import flash_attn_func, ops
+from flash_attn_cute import flash_attn_func
+from flash_attn_cute.calls import ops
 from flash_attn_cute.distributed import (
     Sharding,
     context_parallel,

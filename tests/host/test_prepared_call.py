@@ -5,22 +5,23 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cute import dispatch, flash_attn_func, flash_attn_varlen_func, plan
+from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch, prepared_call
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[prepared_call.Plan]:
     """Every plan made so far."""
-    plans: list[plan.Plan] = []
-    original = plan.make
+    plans: list[prepared_call.Plan] = []
+    original = prepared_call.make
 
-    def spy(*args: Any) -> plan.Plan:
+    def spy(*args: Any) -> prepared_call.Plan:
         plans.append(original(*args))
         return plans[-1]
 
-    monkeypatch.setattr(plan, "make", spy)
-    monkeypatch.setattr(plan, "_kept", {})
+    monkeypatch.setattr(prepared_call, "make", spy)
+    monkeypatch.setattr(prepared_call, "_kept", {})
     return plans
 
 
@@ -35,7 +36,7 @@ def packed(**changes: Any) -> dict[str, Any]:
     return call | changes
 
 
-def test_a_plan_serves_again(made: list[plan.Plan]) -> None:
+def test_a_plan_serves_again(made: list[prepared_call.Plan]) -> None:
     for _ in range(3):
         flash_attn_func(**dense(), causal=True)
         flash_attn_varlen_func(**packed(), softcap=2.0)
@@ -66,14 +67,14 @@ def test_a_plan_serves_again(made: list[plan.Plan]) -> None:
     ],
     ids=",".join,
 )
-def test_another_look_is_another_plan(changes: dict[str, Any], made: list[plan.Plan]) -> None:
+def test_another_look_is_another_plan(changes: dict[str, Any], made: list[prepared_call.Plan]) -> None:
     flash_attn_func(**dense())
     flash_attn_func(**dense(**changes))
     assert len(made) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_another_device_is_another_plan(made: list[plan.Plan]) -> None:
+def test_another_device_is_another_plan(made: list[prepared_call.Plan]) -> None:
     call = dense()
     flash_attn_func(**call)
     flash_attn_func(**{name: x.cuda() for name, x in call.items()})
@@ -100,11 +101,11 @@ def test_every_call_is_checked() -> None:
         flash_attn_varlen_func(**packed(**rows, cu_seqlens_q=None, cu_seqlens_k=None))
 
 
-def test_an_invalid_call_leaves_nothing(made: list[plan.Plan]) -> None:
+def test_an_invalid_call_leaves_nothing(made: list[prepared_call.Plan]) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="k: expected the head dimension"):
             flash_attn_func(**dense(k=torch.randn(2, 6, 2, 7)))
-    assert not plan._kept
+    assert not prepared_call._kept
     assert not made
 
 
@@ -119,9 +120,9 @@ def test_new_backends_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_attn_func(**dense())
 
 
-def test_not_all_plans_are_kept(made: list[plan.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_KEPT_AT_MOST", 3)
+def test_not_all_plans_are_kept(made: list[prepared_call.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_call, "_KEPT_AT_MOST", 3)
     for rows in (1, 2, 3, 4, 5):
         flash_attn_func(**dense(q=torch.randn(2, rows, 4, 8)))
-        assert len(plan._kept) <= 3
+        assert len(prepared_call._kept) <= 3
     assert len(made) == 5

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_attn_cute import ops, plan
+from flash_attn_cute.calls import ops, prepared_call
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
 from flash_attn_cute.spec import Options, statically_true
@@ -19,8 +19,8 @@ from flash_attn_cute.spec import Options, statically_true
 class Lowered(NamedTuple):
     """A call without a block mask: ``shape`` is (batch, seqlen) of a call that has become packed."""
 
-    tensors: plan.Tensors
-    bounds: plan.Bounds
+    tensors: prepared_call.Tensors
+    bounds: prepared_call.Bounds
     options: Options
     shape: tuple[int, int] | None
 
@@ -31,7 +31,9 @@ class Lowered(NamedTuple):
         return out.unflatten(0, self.shape), lse.unflatten(1, self.shape).transpose(0, 1)
 
 
-def of(tensors: plan.Tensors, bounds: plan.Bounds, block_mask: BlockMask | None, options: Options) -> Lowered | None:
+def of(
+    tensors: prepared_call.Tensors, bounds: prepared_call.Bounds, block_mask: BlockMask | None, options: Options
+) -> Lowered | None:
     """A call, of which only the options have been checked, without its block mask; None if it has to stay.
 
     It stays in any call that is not valid, too: that says what is wrong in the words of what was called. Waits for the

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from flash_attn_cute import dispatch, kept, validate
+from flash_attn_cute import kept
+from flash_attn_cute.calls import dispatch, validate
 from flash_attn_cute.sparsity.blocks import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
 
@@ -44,7 +45,7 @@ def make(tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options
     return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
 
 
-def recall(
+def cached_plan(
     tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options, backend: str | None
 ) -> Plan:
     """The same from memory, if a call that looks alike has been here; for unwatched tensors (``ops.needs_dispatcher``).
@@ -82,7 +83,7 @@ def with_tables(
         ValueError: as ``make`` does.
         RuntimeError: as ``BlockMask.tables`` does.
     """
-    planned = make if watched else recall
+    planned = make if watched else cached_plan
     options = with_turns(block_mask, options)
     plan = planned(tensors, bounds, block_mask, options, backend)
     if block_mask is None:

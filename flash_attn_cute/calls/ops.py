@@ -33,8 +33,9 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flash_attn_cute import dispatch, flops, profiling, settings
+from flash_attn_cute import profiling, settings
 from flash_attn_cute.backends.base import Backend, Gradients
+from flash_attn_cute.calls import dispatch, flops
 from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
 
@@ -386,7 +387,7 @@ def _shard(inputs: AttentionInputs) -> AttentionInputs:
     """Inputs for operators that know how DTensors are sharded, if there could be DTensors."""
     if "torch.distributed.tensor" not in sys.modules:
         return inputs
-    from flash_attn_cute import dtensor  # which takes long to import
+    from flash_attn_cute.calls import dtensor  # which takes long to import
 
     return dtensor.alike(inputs)
 

@@ -1,0 +1,241 @@
+"""Explanations: what a call would run, found without running it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flash_attn_cute.backends.base import PassPlan
+from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.calls import dispatch, lowering, nested, ops, prepared_call, validate
+from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Explanation of a call; ``str()`` of it is for people.
+
+    Attributes:
+        backend: the name of the backend that serves the call.
+        passed_over: the name of every backend that would be preferred to it, and why each cannot serve the call.
+        on_request: the names of backends made for the device that serve the call only if ``backend`` names them.
+        spec: what the call asks for, as backends see it.
+        device: that of the tensors, or the GPU that was to be supposed.
+        num_sms: SMs of the GPU; None for a backend without kernels of its own.
+        forward: what the forward pass launches: tile sizes, stages, whether CTAs form clusters and are persistent,
+            whether the kernels get packed sequences, the configuration and the numbers they are given. None for a
+            backend without kernels of its own, and where nothing is launched, as there are no rows.
+        backward: likewise of the backward pass, if lse has no gradient.
+    """
+
+    backend: str
+    passed_over: Mapping[str, tuple[str, ...]]
+    on_request: tuple[str, ...]
+    spec: AttentionSpec
+    device: str
+    num_sms: int | None
+    forward: PassPlan | None
+    backward: PassPlan | None
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend} on {self.device}"]
+        lines += [f"  {name} cannot: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
+        lines += [f"  {name} serves it only with backend={name!r}" for name in self.on_request]
+        spec = self.spec
+        heads = f"{spec.nheads} heads" if spec.nheads == spec.nheads_k else f"{spec.nheads} heads on {spec.nheads_k}"
+        width = (
+            f"d = {spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d = {spec.head_dim}, {spec.head_dim_v}"
+        )
+        needs = [feature.value for feature in spec.required]
+        lines.append("  " + "; ".join([str(spec.dtype).removeprefix("torch."), heads, width, *needs]))
+        if self.num_sms is None:
+            lines.append("  no kernels of its own: PyTorch's operators, and offsets are read by the host")
+        else:
+            lines.append(f"  {self.num_sms} SMs")
+            lines += ["  " + _pass_line(name, getattr(self, name)) for name in ("forward", "backward")]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: validate.Window = (None, None),
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    zero_padding: bool = True,
+    backend: str | None = None,
+    dropout_p: float = 0.0,
+    gpu: str | None = None,
+) -> Explanation:
+    """Which backend a call gets, why not a faster one, and what that backend launches.
+
+    Takes the arguments of ``flash_attn_func`` or, with cu_seqlens_q, those of ``flash_attn_varlen_func``. Nothing is
+    computed, compiled or read: tensors may be on the meta device or fake, and no GPU is needed.
+
+    Args:
+        q: see ``flash_attn_func`` and ``flash_attn_varlen_func``, as for all others but gpu.
+        k: likewise.
+        v: likewise.
+        cu_seqlens_q: likewise; None for a dense batch.
+        cu_seqlens_k: likewise.
+        max_seqlen_q: likewise.
+        max_seqlen_k: likewise.
+        seqused_q: likewise.
+        seqused_k: likewise.
+        softmax_scale: likewise.
+        causal: likewise.
+        window_size: likewise.
+        softcap: likewise.
+        learnable_sink: likewise.
+        mask: likewise.
+        bias: likewise.
+        block_mask: likewise; its tables are not made. One in the order "auto" or "permutation" that has not been built
+            is explained as if an order of query blocks that the model finds were worth it.
+        deterministic: likewise.
+        return_lse: likewise; changes nothing here.
+        zero_padding: likewise.
+        backend: likewise.
+        dropout_p: likewise.
+        gpu: the backend of a GPU to suppose, whatever device the tensors are on: ``"sm90"`` supposes an H100 SXM or
+            H200 (132 SMs), ``"sm100"`` a B200 (148 SMs). None: the device of the tensors.
+
+    Returns:
+        An ``Explanation``; print it.
+
+    Raises:
+        TypeError: what the call raises.
+        ValueError: likewise; a gpu that is not known; or tensors on CUDA devices that are not there, without gpu.
+    """
+    options = validate.check_options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        zero_padding=zero_padding,
+        backend=backend,
+        dropout_p=dropout_p,
+    )
+    backends = dispatch.BACKENDS if gpu is None else dispatch.supposing(gpu)
+    tensors: prepared_call.Tensors = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        learnable_sink,
+        mask,
+        bias,
+    )
+    bounds: prepared_call.Bounds = ()
+    if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+        bounds = (
+            validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),  # type: ignore[arg-type]
+            validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),  # type: ignore[arg-type]
+        )
+    elif nested.is_among(tensors[:3]):
+        tensors, bounds, _ = nested.as_packed(tensors)
+    lowered = lowering.of(tensors, bounds, block_mask, options)
+    if lowered is not None:
+        tensors, bounds, options, _ = lowered
+        block_mask = None
+    options = prepared_call.with_turns(block_mask, options)
+    device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+    if gpu is None and device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"q: expected gpu= to say which GPU is meant, as PyTorch finds none, got a tensor on {device}")
+    copies = _on_meta(tensors)
+    with _disable_current_modes():
+        inputs = prepared_call.check(copies, bounds, block_mask, device)
+        spec = prepared_call.spec_of(inputs, options, block_mask)
+        selection = dispatch.select(spec, inputs._replace(q=tensors[0]), backend, backends)
+        chosen = backends[selection.name]
+        passes: tuple[PassPlan | None, PassPlan | None] = (None, None)
+        num_sms = None
+        if isinstance(chosen, CuteBackend):
+            num_sms = chosen.num_sms(inputs.q.device if device is None else device)
+            need_dbias = bias is not None and bias.requires_grad
+            blocks = None if block_mask is None else (block_mask.sizes[:2], block_mask.order_sets)
+            passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
+    where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
+    passed_over = MappingProxyType(selection.passed_over)
+    return Explanation(selection.name, passed_over, selection.on_request, spec, where, num_sms, *passes)
+
+
+def _pass_line(name: str, planned: PassPlan | None) -> str:
+    if planned is None:
+        return f"{name}: nothing is launched"
+    if name == "forward":
+        parts = [f"tiles of {planned.tile_m} queries, blocks of {planned.tile_n} keys"]
+    else:
+        parts = [f"tiles of {planned.tile_n} keys, blocks of {planned.tile_m} queries"]
+    if planned.stages is not None:
+        parts.append(f"{planned.stages} stages")
+    parts.append("a CTA a tile" if planned.cluster == 1 else f"clusters of {planned.cluster} CTAs")
+    parts.append("persistent" if planned.persistent else "not persistent")
+    parts.append("packed sequences" if planned.packed else "a dense batch")
+    parts.append("deterministic" if planned.deterministic else "not deterministic")
+    if planned.workspace_bytes:
+        parts.append(f"{planned.workspace_bytes / 2**20:.1f} MiB of workspace")
+    given = {field: value for field, value in planned.numbers._asdict().items() if value is not None}
+    numbers = ", ".join(f"{field} = {value:.6g}" for field, value in given.items())
+    config = {field.name: getattr(planned.config, field.name) for field in fields(planned.config)}
+    features = config.pop("features")
+    flags = Features.format({field.name: getattr(features, field.name) for field in fields(features)})
+    compiled = ", ".join(f"{field} = {value}" for field, value in config.items())
+    lines = [
+        f"{name}: {', '.join(parts)}",
+        f"compiled: {compiled}",
+        f"features: {flags or 'none'}",
+        f"given: {numbers}",
+    ]
+    return "\n    ".join(lines)
+
+
+def _on_meta(tensors: prepared_call.Tensors) -> prepared_call.Tensors:
+    """Tensors without memory that look like those of a call after autocast; what is the same memory is one tensor.
+
+    Raises:
+        ValueError: one that is not on q's device.
+    """
+    q = tensors[0]
+    usable = [isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors]
+    cast = ops.autocast(tuple(x.new_empty(0) if is_usable else x for x, is_usable in zip(tensors, usable, strict=True)))
+    copies: list[Any] = []
+    for i, (x, is_usable) in enumerate(zip(tensors, usable, strict=True)):
+        if is_usable and isinstance(q, Tensor) and x.device != q.device:
+            name = AttentionInputs._fields[i]
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+        same = next((j for j in range(i) if is_usable and usable[j] and ops.is_same_memory(x, tensors[j])), None)
+        copies.append(copies[same] if same is not None else _without_memory(x, cast[i].dtype) if is_usable else x)
+    return tuple(copies)
+
+
+def _without_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
+    with _disable_current_modes():
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        memory = torch.empty(x.storage_offset() + max(0, last) + 1, dtype=dtype, device="meta")
+        return memory.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -1,0 +1,67 @@
+"""FLOP of attention: two products of each query with each key that it sees, and five in the backward pass.
+
+That is what kernels compute, but for masks and block masks, which count as if they hid nothing.
+``torch.utils.flop_counter`` counts hidden keys of PyTorch's own attention, too: twice as many under a causal mask.
+"""
+
+from itertools import zip_longest
+
+from torch import Tensor
+
+from flash_attn_cute.lengths import read_sequences
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+
+
+def forward(spec: AttentionSpec, inputs: AttentionInputs) -> int:
+    """FLOP of the forward pass. The lengths of packed sequences are read, or else assumed as ``_lengths`` says."""
+    return 2 * _pairs(spec, inputs) * (spec.head_dim + spec.head_dim_v)
+
+
+def backward(spec: AttentionSpec, inputs: AttentionInputs) -> int:
+    """FLOP of the backward pass, in which scores are computed again."""
+    return 2 * _pairs(spec, inputs) * (3 * spec.head_dim + 2 * spec.head_dim_v)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
+    """How many (query, key) pairs of a sequence a window aligned to the bottom right shows; None: no bound."""
+    shift = seqlen_k - seqlen_q
+    until = seqlen_q * seqlen_k if right is None else _clamped_sum(seqlen_q, shift + right + 1, seqlen_k)
+    before = 0 if left is None else _clamped_sum(seqlen_q, shift - left, seqlen_k)
+    return until - before
+
+
+def _pairs(spec: AttentionSpec, inputs: AttentionInputs) -> int:
+    return spec.nheads * sum(
+        visible_pairs(q, k, spec.window_left, spec.window_right) for q, k in zip(*_lengths(inputs), strict=True)
+    )
+
+
+def _lengths(inputs: AttentionInputs) -> tuple[list[int], list[int]]:
+    """Rows of queries and of keys of each sequence.
+
+    Where tensors hold no numbers, as on the meta device, slots of a dense batch count as full, and the rows of packed
+    sequences as divided among as few as max_seqlen allows.
+    """
+    offsets = [x for x in inputs[3:7] if x is not None]
+    if all(type(x) is Tensor and x.device.type != "meta" for x in offsets):
+        rows_q, rows_k = read_sequences(inputs)
+        return [rows.length for rows in rows_q], [rows.length for rows in rows_k]
+    if not inputs.packed:
+        batch = inputs.q.shape[0]
+        return [inputs.q.shape[1]] * batch, [inputs.k.shape[1]] * batch
+    sides = ((inputs.q.shape[0], inputs.max_seqlen_q), (inputs.k.shape[0], inputs.max_seqlen_k))
+    longest = [[bound] * (total // bound) + [total % bound] if bound else [] for total, bound in sides]
+    pairs = list(zip_longest(*longest, fillvalue=0))[: offsets[0].shape[0] - 1]
+    return [q for q, _ in pairs], [k for _, k in pairs]
+
+
+def _clamped_sum(count: int, start: int, top: int) -> int:
+    """The sum of ``min(max(start + i, 0), top)`` over i in 0 .. count - 1."""
+    return _positive_sum(count, start) - _positive_sum(count, start - top)
+
+
+def _positive_sum(count: int, start: int) -> int:
+    """The sum of ``max(start + i, 0)`` over i in 0 .. count - 1."""
+    last = start + count - 1
+    first = max(start, 0)
+    return (first + last) * (last - first + 1) // 2 if last >= first else 0
