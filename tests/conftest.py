@@ -24,16 +24,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     _kernels = tempfile.TemporaryDirectory(prefix="flash_attn_cute_tests_")
     os.environ["FLASH_ATTN_CUTE_CACHE_DIR"] = _kernels.name
 
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("default")
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("another seed", hypothesis.settings.get_profile("default"), derandomize=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long to draw random calls a configuration")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="what random calls are drawn from; 0 draws the same ever")
     parser.addoption("--all-configurations", action="store_true", help="compile every configuration, not only some")
     parser.addoption("--all-bugs", action="store_true", help="execute all bugs planted in Blackwell kernels, not some")
     parser.addoption("--simulations", type=int, default=20_000, help="how many passes to play in search of a deadlock")
     parser.addoption("--repetitions", type=int, default=20, help="how often to repeat what must give the same bits")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws of a run are those of any other run, unless it names a seed: a failure is the change's, not chance."""
+    checks.fuzz_seed = config.getoption("--fuzz-seed")
+    hypothesis.settings.load_profile("another seed" if checks.fuzz_seed else "default")
 
 
 # What tests of a folder do, by the marker that chooses them.

@@ -24,7 +24,7 @@ from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.passes import Context, Given, Merged, backward, forward, prepared
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
-from tests.lib import oracle, ranks
+from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
 from tests.lib.over_ranks.all_cases import every_case
 from tests.lib.over_ranks.block_masks import block_masks
@@ -80,10 +80,8 @@ ON_RANKS = {
 
 @pytest.fixture
 def fuzz(fuzz_seconds: float) -> dict[str, str]:
-    """How long calls are drawn on each number of ranks, and from which seed; a failure names it, and -s shows it."""
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    return {"FUZZ_SECONDS": str(fuzz_seconds), "FUZZ_SEED": str(seed)}
+    """How long calls are drawn on each number of ranks, and from which seed."""
+    return {"FUZZ_SECONDS": str(fuzz_seconds), "FUZZ_SEED": str(checks.fuzz_seed)}
 
 
 @pytest.mark.slow
