@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, o
 from torch import Tensor
 
 from flash_attn_cute.calls import lowering, nested, ops, prepared_call, validate
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options
 
 if TYPE_CHECKING:

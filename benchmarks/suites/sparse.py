@@ -7,7 +7,7 @@ orders, and with arguments of its own that ask for the same without a block mask
 visible, to whose time that of random masks is to be proportional.
 
 Windows, documents and prefix LMs count the pairs that are visible, others all pairs of visible blocks. A backward row
-says of itself what its deterministic pass takes on the model in ``flash_attn_cute.sparsity.model``.
+says of itself what its deterministic pass takes on the model in ``flash_attn_cute.dq_order.contention_model``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +23,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run, Suite, Unavailable
 from benchmarks.work import Passes, Work, attention_flop, causal_area
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.dq_order.contention_model import Pass, machine_of
 from flash_attn_cute.flops import visible_pairs
-from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.model import Pass, machine_of
+from flash_attn_cute.sparsity import column_tables
 
 PACKAGE, FA4, FLEX = "flash_attn_cute", "flash-attn-4", "FlexAttention"
 DETERMINISTIC = f"{PACKAGE} deterministic"
@@ -262,7 +262,7 @@ def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, flo
         tables = ordered.tables(device, backward=True)
         steps, walks = (
             x.cpu().expand(batch, HEADS, -1, -1)
-            for x in (plan.steps(tables.rows, mask.sizes), plan.walks_of(tables, mask.sizes))
+            for x in (column_tables.steps(tables.rows, mask.sizes), column_tables.walks_of(tables, mask.sizes))
         )
         machine = machine_of(mask.seqlen_q, ordered.waits_little, ordered.has_walks)
         work = Pass(steps, machine=machine, walks=walks)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from flash_attn_cute.spec import AttentionInputs, BlockTables
+from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.spec import AttentionInputs
 
 _BATCH, _HEADS = 0, 1  # the two dimensions that can be sharded
 # Where they are in tensors of dense batches, and in those of packed sequences.

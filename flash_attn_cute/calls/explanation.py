@@ -13,7 +13,7 @@ from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.calls import dispatch, lowering, nested, ops, prepared_call, validate
 from flash_attn_cute.kernels.features import Features
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 

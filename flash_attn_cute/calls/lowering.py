@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flash_attn_cute.calls import ops, prepared_call
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
 from flash_attn_cute.spec import Options, statically_true
 

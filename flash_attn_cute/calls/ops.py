@@ -35,9 +35,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from flash_attn_cute import profiling, settings
 from flash_attn_cute.backends.base import Backend, Gradients
+from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.calls import dispatch, flops
 from flash_attn_cute.lengths import read_sequences
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "

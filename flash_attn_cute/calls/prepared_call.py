@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from flash_attn_cute import kept
+from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.calls import dispatch, validate
-from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec, BlockTables, Options
+from flash_attn_cute.sparsity.block_mask import BlockMask
+from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 # The tensors of ``AttentionInputs`` but for the block mask, in their order, not yet checked.
 Tensors: TypeAlias = tuple[Any, ...]

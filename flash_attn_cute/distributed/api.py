@@ -11,7 +11,7 @@ from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
 from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Options
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from flash_attn_cute.distributed import attention, heads, passes
 from flash_attn_cute.distributed.attention import Question, of_both
 from flash_attn_cute.distributed.groups import Place
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 

@@ -14,7 +14,7 @@ from flash_attn_cute.calls import ops, validate
 from flash_attn_cute.distributed import agreement, attention, block_masks, model, passes
 from flash_attn_cute.distributed.groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Options
 
 Lengths: TypeAlias = Sequence[int] | Tensor | None

@@ -80,7 +80,9 @@ _TABLE = Argument(INTS, when="features.block_mask")
 
 
 class BlockArguments(NamedTuple):
-    """Tables of a block mask (``spec.BlockTables``), flattened. A forward pass reads rows, a backward pass columns.
+    """Tables of a block mask (``block_tables.BlockTables``), flattened.
+
+    A forward pass reads rows, a backward pass columns.
 
     rows for a forward pass, columns for a backward pass.
 

@@ -1,1 +1,1 @@
-"""Block masks: which queries see which keys, as expressions and tables, and in which order kernels take them."""
+"""Block masks: which queries see which keys, as expressions and as tables of blocks."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from flash_attn_cute.sparsity import launch
-from flash_attn_cute.sparsity.blocks import BlockMask
+from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.sparsity.block_mask import BlockMask
 
 
 def _documents(options: argparse.Namespace) -> BlockMask:
@@ -50,7 +50,7 @@ MASKS: dict[str, Callable[[argparse.Namespace], BlockMask]] = {
 
 
 def _animate(mask: BlockMask, options: argparse.Namespace) -> None:
-    from flash_attn_cute.sparsity.plot import animation  # needs matplotlib
+    from flash_attn_cute.sparsity.mask_plot import animation  # needs matplotlib
 
     animation([mask.with_order(options.against), mask], [options.against, options.order], options.out)
 
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("--share", type=float, default=0.125, help="of random blocks that are visible (%(default)s)")
     plot.add_argument("--heads", type=int, default=16, help="of a random mask (%(default)s)")
     plot.add_argument("--seed", type=int, default=0, help="of a random mask (%(default)s)")
-    plot.add_argument("--order", choices=launch.NAMES, default="default", help="of launches (%(default)s)")
-    plot.add_argument("--against", choices=launch.NAMES, help="another order, for a moving picture (a GIF) of both")
+    plot.add_argument("--order", choices=launch_orders.NAMES, default="default", help="of launches (%(default)s)")
+    plot.add_argument("--against", choices=launch_orders.NAMES, help="another order, for a moving picture of both")
     plot.add_argument("--out", type=Path, default=Path("mask.png"), help="the picture's file (%(default)s)")
     options = parser.parse_args(arguments)
     mask = MASKS[options.mask](options).with_order(options.order)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_attn_cute.sparsity import plan
+from flash_attn_cute.block_tables import BlockRows
 from flash_attn_cute.sparsity.bits import FULL, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import And, BlockMap, Function, Node, Or, Sizes
-from flash_attn_cute.spec import BlockRows
+from flash_attn_cute.sparsity.row_tables import owners
 
 
 def node_of(mask: Any) -> tuple[Node, int, int]:
@@ -43,7 +43,7 @@ def _map_of(counts: Tensor, indices: Tensor, blocks_k: int) -> Tensor:
 
 def mask_of(sizes: Sizes, rows: BlockRows) -> BlockMask:
     """FlexAttention's mask of some rows, in blocks of 128; its function looks elements up in their tiles."""
-    row, is_used = plan.owners(rows)
+    row, is_used = owners(rows)
     row, (block, tile) = row[is_used], rows.entries[is_used].long().unbind(1)
     lists: list[Tensor] = []
     for kept in (tile != FULL, tile == FULL):

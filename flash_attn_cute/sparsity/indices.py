@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
+from flash_attn_cute.block_tables import BlockRows
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import FULL, HALF, TILE, WORDS
 from flash_attn_cute.sparsity.nodes import BlockMap, Blocks, Node, Sizes
-from flash_attn_cute.spec import BlockRows
 
 
 @dataclass(eq=False, repr=False)

@@ -3,8 +3,8 @@
 A node never makes a tensor of (seqlen_q, seqlen_k). It says in which range of key blocks a row of blocks can see
 anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), which of them
 are alike (``alike``), and which elements these are, as bits (``tiles``) or one by one (``elements``). The first three
-may know less than there is to know: a wider range, SOME, nothing. ``plan.build`` asks for the tiles only of blocks that
-are SOME, of those that are alike for one, and classifies them again.
+may know less than there is to know: a wider range, SOME, nothing. ``row_tables.build`` asks for the tiles only of
+blocks that are SOME, of those that are alike for one, and classifies them again.
 """
 
 from __future__ import annotations
@@ -637,7 +637,7 @@ class Pair(Node):
 
     @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
-        """Rows that are padding to either; ``plan.real_rows`` leaves out those that the whole expression shows."""
+        """Rows that are padding to either; ``row_tables.real_rows`` leaves out those that the expression shows."""
         a, b = self.a.padding, self.b.padding
         if a is None or b is None:
             return b if a is None else a

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flash_attn_cute.sparsity import plan
+from flash_attn_cute.block_tables import BlockRows
 from flash_attn_cute.sparsity.bits import FULL
 from flash_attn_cute.sparsity.nodes import Sizes
-from flash_attn_cute.spec import BlockRows
+from flash_attn_cute.sparsity.row_tables import owners
 
 
 class Statistics(NamedTuple):
@@ -21,7 +21,7 @@ class Statistics(NamedTuple):
     @classmethod
     def of(cls, rows: BlockRows, sizes: Sizes) -> Statistics:
         """Counts the blocks of rows; waits for the device."""
-        _, is_used = plan.owners(rows)
+        _, is_used = owners(rows)
         tile = rows.entries[is_used, 1]
         full = int((tile == FULL).sum())
         blocks = sizes.batch * sizes.heads * sizes.blocks_q * sizes.blocks_k

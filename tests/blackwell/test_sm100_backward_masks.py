@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
+from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
-from flash_attn_cute.sparsity import launch, plan
+from flash_attn_cute.sparsity import column_tables
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, drawn, poisoned_dout, random_call
 from tests.lib.interpreted import backward
@@ -37,7 +38,7 @@ def with_order(call: Call, draw: random.Random) -> Call:
     assert mask is not None
     group = nheads // nheads_k if mask.heads == nheads else 1
     if draw.random() < 0.5:
-        return replace(call, block_mask=mask.with_order(draw.choice(launch.NAMES), group=group))
+        return replace(call, block_mask=mask.with_order(draw.choice(launch_orders.NAMES), group=group))
     sets = draw.choice([1, mask.batch]), draw.choice([1, mask.heads // group])
     orders = torch.stack([torch.randperm(mask.sizes.blocks_k) for _ in range(sets[0] * sets[1])])
     return replace(call, block_mask=mask.with_order(orders.view(*sets, -1).int(), group=group))
@@ -79,9 +80,9 @@ def test_walks_that_do_not_ascend(head_dim: int, order: str) -> None:
     shown[..., 5::7] = False
     mask = BlockMask.from_dense(shown).with_order(order)
     tables = mask.tables(torch.device("cpu"), backward=True)
-    steps = plan.steps(tables.rows, mask.sizes) > 0
+    steps = column_tables.steps(tables.rows, mask.sizes) > 0
     ascending = steps.cumsum(2, dtype=torch.int16) - 1
-    assert (plan.walks_of(tables, mask.sizes) != ascending)[steps].any()
+    assert (column_tables.walks_of(tables, mask.sizes) != ascending)[steps].any()
     options: dict[str, Any] = {"packed": False, "head_dim": head_dim, "nheads": 1, "dtype": torch.bfloat16}
     call = replace(random_call([522], [524], **options), block_mask=mask, shown=shown)
     results = []

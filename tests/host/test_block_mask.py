@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.sparsity import bits, launch, plan
-from flash_attn_cute.sparsity.order import write_order
+from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.dq_order.turns import write_order
+from flash_attn_cute.sparsity import bits, row_tables
 from tests.lib.masks import (
     KINDS,
     TILE,
@@ -275,8 +276,8 @@ def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(at_once)
     masks = [random_mask(511, 300, rng, (2, 3)).mask for _ in range(4)]
     whole = [tables_of(mask) for mask in masks]
-    monkeypatch.setattr(plan, "_PAIRS_AT_ONCE", at_once)
-    monkeypatch.setattr(plan, "_TILES_AT_ONCE", max(1, at_once // 2))
+    monkeypatch.setattr(row_tables, "_PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(row_tables, "_TILES_AT_ONCE", max(1, at_once // 2))
     for mask, tables in zip(masks, whole, strict=True):
         mask._rows.clear()
         mask._tables.clear()
@@ -374,7 +375,7 @@ def test_tables_are_kept() -> None:
 
 def test_orders_are_found_once_and_for_backward_passes_alone() -> None:
     mask = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool)).with_order("permutation")
-    with mock.patch.object(launch, "of", wraps=launch.of) as found:
+    with mock.patch.object(launch_orders, "search", wraps=launch_orders.search) as found:
         assert mask.sparsity == 0.0
         mask.tables(CPU, backward=False)
         assert found.call_count == 0

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from flash_attn_cute.backends.cute.plan import Shapes, _splits, features_of, plan_backward, plan_forward
+from flash_attn_cute.dq_order.contention_model import machine_of
+from flash_attn_cute.dq_order.turns import SUMS
 from flash_attn_cute.kernels.arguments import described
 from flash_attn_cute.kernels.features import Case, Features, words
 from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_of, pass_of
@@ -18,8 +20,6 @@ from flash_attn_cute.kernels.sm90.config import (
     bias_gradient_config,
     forward_config,
 )
-from flash_attn_cute.sparsity.model import machine_of
-from flash_attn_cute.sparsity.order import SUMS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.specs import DENSE, PACKED, spec_of
 

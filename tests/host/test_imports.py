@@ -19,7 +19,8 @@ LEVELS = [
     {"calls"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
-    {"graphs", "kept", "lengths", "profiling", "spec", "settings"},
+    {"dq_order"},
+    {"block_tables", "graphs", "kept", "lengths", "profiling", "spec", "settings"},
 ]
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -144,7 +145,8 @@ def test_the_rule_can_fail() -> None:
     assert violations("__init__", {"flash_attn_cute.integrations.sdpa"}, "__init__.py")
     assert violations("integrations", {"flash_attn_cute.calls.validate"}, "integrations/sdpa.py")
     assert not violations("integrations", {"flash_attn_cute.api"}, "integrations/sdpa.py")
-    assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/order.py")
+    assert violations("sparsity", {"flash_attn_cute.kernels.sm90.config"}, "sparsity/nodes.py")
+    assert violations("dq_order", {"flash_attn_cute.sparsity.nodes"}, "dq_order/turns.py")
     assert violations("backends", {"flash_attn_cute.kernels.sm90.config"}, "backends/cute/plan.py")
     assert violations("jit", {"flash_attn_cute.kernels.sm90.config.HEAD_DIMS"}, "jit/__main__.py")
     assert violations("backends", {"cutlass"}, "backends/cute/backend.py")

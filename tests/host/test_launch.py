@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.calls import ops, prepared_call
-from flash_attn_cute.sparsity import model, plan
-from flash_attn_cute.sparsity.order import shortest_first, write_order
+from flash_attn_cute.dq_order import contention_model as model
+from flash_attn_cute.dq_order.turns import shortest_first, write_order
+from flash_attn_cute.sparsity import column_tables
 from flash_attn_cute.spec import Options
 from tests.lib.masks import columns_spelled_out, launch_order, random_mask, tables_of
 from tests.lib.simulation import Addition, Backward, DeadlockError, Machine, backward, simulate, uneven
@@ -140,11 +141,13 @@ def test_tables_walk_as_they_are_told() -> None:
     for _ in range(10):
         mask, _ = random_mask(rng.choice([130, 700]), rng.choice([100, 650]), rng, (rng.choice([1, 2]), 2))
         plain = tables_of(mask)
-        shown = plan.steps(plain.rows, mask.sizes) > 0
-        assert torch.equal(plan.walks_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown])
+        shown = column_tables.steps(plain.rows, mask.sizes) > 0
+        assert torch.equal(
+            column_tables.walks_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown]
+        )
         places = torch.rand(shown.shape, generator=generator).argsort(2).to(torch.int16)
-        found = plain._replace(columns=plan.columns(plain.rows, None, mask.sizes, places))
-        walks = plan.walks_of(found, mask.sizes)
+        found = plain._replace(columns=column_tables.columns(plain.rows, None, mask.sizes, places))
+        walks = column_tables.walks_of(found, mask.sizes)
         for block_q in (64, 128):
             ascending, columns = columns_spelled_out(plain, block_q), columns_spelled_out(found, block_q)
             assert columns.keys() == ascending.keys()
@@ -187,8 +190,8 @@ def test_steps() -> None:
         whole = torch.zeros(mask.batch, mask.heads, blocks_q * 128, blocks_k * 128, dtype=torch.bool)
         whole[:, :, : mask.seqlen_q, : mask.seqlen_k] = shown
         steps = whole.unflatten(3, (-1, 128)).unflatten(2, (-1, 2, 64)).any(6).any(4).sum(3)
-        assert torch.equal(plan.steps(rows, mask.sizes), steps.to(torch.uint8))
-        assert torch.equal(plan.lengths_of_columns(rows, mask.sizes), steps.sum(2))
+        assert torch.equal(column_tables.steps(rows, mask.sizes), steps.to(torch.uint8))
+        assert torch.equal(column_tables.lengths_of_columns(rows, mask.sizes), steps.sum(2))
 
 
 def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
@@ -218,7 +221,7 @@ def test_permutations_are_faster_where_masks_are_irregular() -> None:
 def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
     mask = BlockMask.from_blocks(visible, (64, 128)).with_order("permutation")
     tables, steps = tables_of(mask), steps_of(visible)
-    walks = plan.walks_of(tables, mask.sizes)
+    walks = column_tables.walks_of(tables, mask.sizes)
     machine = model.machine_of(64 * visible.shape[2])
     work = model.Pass(steps, machine=machine)
     found = model.Pass(steps, machine=machine, walks=walks)

@@ -44,13 +44,13 @@ def test_what_is_drawn() -> None:
 def test_a_moving_picture(tmp_path: Path) -> None:
     """Under two orders, from nothing to all that is done; documents under both have other tiles at work."""
     pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import plot
+    from flash_attn_cute.sparsity import mask_plot
 
     picture = tmp_path / "mask.gif"
     command = ["plot", "documents", "--seqlen", "2000", "--order", "spt", "--against", "default", "--out", str(picture)]
     assert cli.main(command) == 0
     assert picture.stat().st_size < 300_000
-    with plot.Image.open(picture) as moving:  # type: ignore[attr-defined]
+    with mask_plot.Image.open(picture) as moving:  # type: ignore[attr-defined]
         shown = []
         for frame in range(moving.n_frames):
             moving.seek(frame)
@@ -66,17 +66,17 @@ def test_a_moving_picture(tmp_path: Path) -> None:
 def test_what_moves() -> None:
     """Columns of the first head, and time of all CTAs, up to now."""
     pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import plot
+    from flash_attn_cute.sparsity import mask_plot
 
     mask = BlockMask.causal(512, 512)
     tables = mask.tables(torch.device("cpu"), backward=True)
-    work, order = plot._pass_of(mask, tables)
+    work, order = mask_plot._pass_of(mask, tables)
     told = work.play(order)
-    blocks, timeline = plot.Figure().subplots(1, 2)  # type: ignore[attr-defined]
-    lane = plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), 0, told, "default")
+    blocks, timeline = mask_plot.Figure().subplots(1, 2)  # type: ignore[attr-defined]
+    lane = mask_plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), 0, told, "default")
     lane.prepare(told.makespan)
     assert (lane.doing > 0).sum().item() == pytest.approx(
-        sum(b - a for a, b in zip(told.start, told.end, strict=True)) / told.makespan * plot._STEPS, rel=0.05
+        sum(b - a for a, b in zip(told.start, told.end, strict=True)) / told.makespan * mask_plot._STEPS, rel=0.05
     )
     lane.show(0.0)
     assert lane.columns.get_array().tolist() == torch.ones(4, 4).tril().tolist()
@@ -85,7 +85,7 @@ def test_what_moves() -> None:
     lane.show(now)
     # Key block 3 came first, and 2 has just been done; 1 and 0 take longer.
     assert lane.columns.get_array()[3].tolist() == [2, 2, 3, 3]
-    assert lane.bars.get_array().any(0).sum() == round(now / told.makespan * plot._STEPS)
+    assert lane.bars.get_array().any(0).sum() == round(now / told.makespan * mask_plot._STEPS)
     lane.show(told.makespan)
     assert lane.columns.get_array()[3].tolist() == [3, 3, 3, 3]
     assert lane.bars.get_array().tolist() == lane.doing.tolist()
@@ -94,14 +94,14 @@ def test_what_moves() -> None:
 def test_figures_of_the_page() -> None:
     """What docs/block-masks.md says of its picture is what the model says today; then draw it anew, too."""
     pytest.importorskip("matplotlib")
-    from flash_attn_cute.sparsity import plot
+    from flash_attn_cute.sparsity import mask_plot
 
     page = " ".join((Path(__file__).parents[2] / "docs" / "block-masks.md").read_text().split())
     told = re.search(r"default order takes (\d+) us, a permutation (\d+) us, and .*? additions (\d+) us", page)
     assert told is not None
     options = argparse.Namespace(seqlen=8192, heads=16, seed=0, share=0.125)
     masks = [cli.MASKS["random"](options).with_order(order) for order in ("default", "permutation")]
-    passes = [plot._pass_of(mask, mask.tables(torch.device("cpu"), backward=True)) for mask in masks]
+    passes = [mask_plot._pass_of(mask, mask.tables(torch.device("cpu"), backward=True)) for mask in masks]
     times = [work.play(order).makespan for work, order in passes]
     work, order = passes[0]
     times.append(work.play(order, ordered=False).makespan)
@@ -110,7 +110,7 @@ def test_figures_of_the_page() -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "flash_attn_cute.sparsity.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "flash_attn_cute.sparsity.mask_plot", raising=False)
     assert cli.main(["plot", "causal", "--seqlen", "300"]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "flash_attn_cute"
 WITH_EXTRAS = {
     "demo": [PACKAGE / "demo.py"],
     "docs": [ROOT / "tools" / "pages.py"],
-    "plot": [PACKAGE / "sparsity" / "plot.py", PACKAGE / "profile" / "timeline.py"],
+    "plot": [PACKAGE / "sparsity" / "mask_plot.py", PACKAGE / "profile" / "timeline.py"],
     "profile": [PACKAGE / "profile" / "machine.py"],
     "transformers": [PACKAGE / "integrations" / name for name in ("transformers.py", "_transformers_masks.py")],
 }

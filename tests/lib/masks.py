@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.spec import BlockTables
+from flash_attn_cute.block_tables import BlockTables
 from tests.lib.oracle import Call
 
 TILE = 128

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
@@ -18,7 +19,6 @@ from flash_attn_cute.kernels.arguments import (
 )
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.kernels.registry import Architecture
-from flash_attn_cute.sparsity.order import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
 from flash_attn_cute.spec import AttentionSpec
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flash_attn_cute.block_tables import BlockTables
 from flash_attn_cute.sparsity import bits
 from flash_attn_cute.sparsity.bits import FULL, TILE
-from flash_attn_cute.spec import BlockTables
 
 # Keys of a tile, by their positions in it. Where they follow each other a slice, which reads without copying.
 Keys = slice | Tensor

@@ -4,7 +4,7 @@ A block has one semaphore: an Int32 that starts at 0 and counts the tiles that h
 until the semaphore is n, adds its part, and signals, which makes it n + 1. The sum then has one order whatever the GPU
 does, and because the order of float additions is all that could vary, it has the same bits in every run.
 (FlashAttention orders its dQ like this.) The tile of turn 0 stores instead of adding, so that no kernel has to zero the
-block. Every wait ends if turns follow the order in which tiles are taken (``sparsity.order``).
+block. Every wait ends if turns follow the order in which tiles are taken (``dq_order.turns``).
 
 Unordered additions need a zeroed block. A warp of the main kernel zeroes it, or the preprocessing kernel does. In the
 former case a semaphore is ``NOT_ZEROED`` until its block is zero, and tiles wait for that. When a tile ends, it signals

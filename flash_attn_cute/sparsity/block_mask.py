@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import kept, settings
-from flash_attn_cute.sparsity import arguments, launch, plan
+from flash_attn_cute.block_tables import BlockColumns, BlockRows, BlockTables
+from flash_attn_cute.dq_order import launch_orders
+from flash_attn_cute.sparsity import column_tables, mask_arguments, row_tables
 from flash_attn_cute.sparsity.bits import HALF, TILE
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import (
@@ -29,7 +31,6 @@ from flash_attn_cute.sparsity.nodes import (
 )
 from flash_attn_cute.sparsity.plain import Offsets, Plain
 from flash_attn_cute.sparsity.statistics import Statistics
-from flash_attn_cute.spec import BlockColumns, BlockRows, BlockTables
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -149,7 +150,7 @@ class BlockMask:
     @property
     def _is_searched(self) -> bool:
         """Whether its order is found by a search, which waits for the device."""
-        return isinstance(self._order, str) and self._order in launch.WAITING
+        return isinstance(self._order, str) and self._order in launch_orders.WAITING
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
@@ -179,9 +180,9 @@ class BlockMask:
             TypeError: a length or side that is no int.
             ValueError: a length below 0 or above 2^31 - 1.
         """
-        arguments.check_lengths(seqlen_q, seqlen_k)
+        mask_arguments.check_lengths(seqlen_q, seqlen_k)
         shift = seqlen_k - seqlen_q
-        left, right = arguments.check_side("left", left), arguments.check_side("right", right)
+        left, right = mask_arguments.check_side("left", left), mask_arguments.check_side("right", right)
         lower, upper = None if left is None else shift - left, None if right is None else shift + right
         return cls(Band(lower, upper), seqlen_q, seqlen_k)
 
@@ -215,7 +216,7 @@ class BlockMask:
             TypeError: a tensor of another dtype, or something else in its place.
             ValueError: both or neither of ids and cu_seqlens, or a wrong shape or device.
         """
-        ids, ids_k = arguments.ids_of(ids, ids_k, cu_seqlens, cu_seqlens_k, seqlen_q, seqlen_k)
+        ids, ids_k = mask_arguments.ids_of(ids, ids_k, cu_seqlens, cu_seqlens_k, seqlen_q, seqlen_k)
         return cls(Documents(ids, ids_k), ids.shape[1], ids_k.shape[1])
 
     @classmethod
@@ -231,11 +232,11 @@ class BlockMask:
             TypeError: a length of another type or dtype, or a seqlen that is no int.
             ValueError: a wrong shape or length.
         """
-        arguments.check_lengths(seqlen_q, seqlen_k)
+        mask_arguments.check_lengths(seqlen_q, seqlen_k)
         if isinstance(length, Tensor):
-            arguments.check_integers("length", length, (1,), "(batch,)")
+            mask_arguments.check_integers("length", length, (1,), "(batch,)")
             length = kept.copied(length).long()
-        elif not arguments.is_int(length):
+        elif not mask_arguments.is_int(length):
             raise TypeError(f"length: expected an int or a tensor, got {length!r}")
         return cls(Prefix(length), seqlen_q, seqlen_k)
 
@@ -271,7 +272,7 @@ class BlockMask:
             TypeError: a length, step or side that is no int.
             ValueError: a length below 0 or above 2^31 - 1, or a step below 1.
         """
-        if not arguments.is_int(step):
+        if not mask_arguments.is_int(step):
             raise TypeError(f"step: expected an int, got {step!r}")
         if step < 1:
             raise ValueError(f"step: expected at least 1, got {step}")
@@ -301,15 +302,15 @@ class BlockMask:
             ValueError: a wrong shape, or a length that does not come to as many blocks.
         """
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            raise TypeError(f"visible: expected a bool tensor, got {arguments.told(visible)}")
+            raise TypeError(f"visible: expected a bool tensor, got {mask_arguments.told(visible)}")
         if not 2 <= visible.ndim <= 4:
             raise ValueError(
                 f"visible: expected shape ([[batch,] heads,] blocks_q, blocks_k), got shape {tuple(visible.shape)}"
             )
-        block_q, block_k = arguments.check_block(block)
+        block_q, block_k = mask_arguments.check_block(block)
         visible = visible[(None,) * (4 - visible.ndim)]
-        seqlen_q = arguments.check_blocks("seqlen_q", seqlen_q, visible.shape[2], block_q)
-        seqlen_k = arguments.check_blocks("seqlen_k", seqlen_k, visible.shape[3], block_k)
+        seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, visible.shape[2], block_q)
+        seqlen_k = mask_arguments.check_blocks("seqlen_k", seqlen_k, visible.shape[3], block_k)
         return cls(BlockMap(visible, block_q, block_k), seqlen_q, seqlen_k)
 
     @classmethod
@@ -340,21 +341,21 @@ class BlockMask:
             ValueError: a wrong shape, size or length; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too
                 large or twice in a row, or counts out of range.
         """
-        arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
-        block_q, block_k = arguments.check_block(block)
+        mask_arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
+        block_q, block_k = mask_arguments.check_block(block)
         if any(size != HALF and size % TILE for size in (block_q, block_k)):
             raise ValueError(f"block: expected 64 or multiples of 128, got {(block_q, block_k)}")
-        seqlen_q = arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
-        arguments.check_lengths(seqlen_q, seqlen_k)
+        seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
+        mask_arguments.check_lengths(seqlen_q, seqlen_k)
         indices = indices.long()
         if counts is not None:
-            arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
+            mask_arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
             if counts.shape != indices.shape[:3]:
                 raise ValueError(f"counts: expected shape {tuple(indices.shape[:3])}, got {tuple(counts.shape)}")
             is_counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
             indices = torch.where(is_counted, indices, -1)
         if not torch.compiler.is_compiling() and settings.check_data():
-            arguments.check_indices(indices, counts, -(-seqlen_k // block_k))
+            mask_arguments.check_indices(indices, counts, -(-seqlen_k // block_k))
         sizes = Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k)
         return cls(Indices(indices, block_q, block_k, sizes), seqlen_q, seqlen_k)
 
@@ -386,10 +387,10 @@ class BlockMask:
             TypeError: sizes that are no ints, or no function.
             ValueError: a size out of range.
         """
-        arguments.check_lengths(seqlen_q, seqlen_k)
+        mask_arguments.check_lengths(seqlen_q, seqlen_k)
         sets = []
         for name, size in (("batch", batch), ("heads", heads)):
-            if size is not None and not arguments.is_int(size):
+            if size is not None and not mask_arguments.is_int(size):
                 raise TypeError(f"{name}: expected None or an int, got {size!r}")
             if size is not None and size < 1:
                 raise ValueError(f"{name}: expected None or at least 1, got {size}")
@@ -411,7 +412,7 @@ class BlockMask:
             ValueError: a wrong shape.
         """
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a bool tensor, got {arguments.told(mask)}")
+            raise TypeError(f"mask: expected a bool tensor, got {mask_arguments.told(mask)}")
         if not 2 <= mask.ndim <= 4:
             raise ValueError(
                 f"mask: expected shape ([[batch,] heads,] seqlen_q, seqlen_k), got shape {tuple(mask.shape)}"
@@ -475,7 +476,7 @@ class BlockMask:
         """The same mask, its key blocks launched in another order in backward passes; results may round otherwise.
 
         Deterministic passes add to dQ in the order in which blocks of keys are launched, so that waiting depends on it;
-        see ``flash_attn_cute.sparsity.order``.
+        see ``flash_attn_cute.dq_order.turns``.
 
         Args:
             order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
@@ -492,16 +493,16 @@ class BlockMask:
             ValueError: an unknown name, a wrong shape or group, or a tensor that is no permutation (which waits for the
                 device).
         """
-        if not arguments.is_int(group):
+        if not mask_arguments.is_int(group):
             raise TypeError(f"group: expected an int, got {group!r}")
         if group < 1 or self.heads % group:
             raise ValueError(f"group: expected a divisor of the mask's {self.heads} heads, got {group}")
         if isinstance(order, Tensor):
-            order = launch.checked(order, self.batch, self.heads // group, self.sizes.blocks_k)
+            order = launch_orders.checked(order, self.batch, self.heads // group, self.sizes.blocks_k)
         elif not isinstance(order, str):
-            raise TypeError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
-        elif order not in launch.NAMES:
-            raise ValueError(f"order: expected one of {list(launch.NAMES)} or a tensor, got {order!r}")
+            raise TypeError(f"order: expected one of {list(launch_orders.NAMES)} or a tensor, got {order!r}")
+        elif order not in launch_orders.NAMES:
+            raise ValueError(f"order: expected one of {list(launch_orders.NAMES)} or a tensor, got {order!r}")
         elif order == "auto" and self._node.is_regular:
             order = "default"
         return replace(self, _order=order, _group=group, _tables={})
@@ -627,8 +628,8 @@ class BlockMask:
 
         def without_columns() -> BlockTables:
             node.use()
-            rows = node.rows() if isinstance(node, Indices) else plan.build(node, self.sizes, device)
-            return BlockTables(rows, None, plan.real_rows(node, rows, self.sizes))
+            rows = node.rows() if isinstance(node, Indices) else row_tables.build(node, self.sizes, device)
+            return BlockTables(rows, None, row_tables.real_rows(node, rows, self.sizes))
 
         def with_columns() -> BlockTables:
             tables = kept.made(self._rows, device, device, without_columns)
@@ -645,9 +646,9 @@ class BlockMask:
         """The columns of rows, and what a search has found of turns."""
         if self._sources is not None and isinstance(self._order, Tensor):
             self._sources.use({"order": [self._order]})
-        order, walks, waits_little = launch.of(self._order, rows, self.sizes, self._group)
+        order, walks, waits_little = column_tables.launch_of(self._order, rows, self.sizes, self._group)
         turns = _Turns(waits_little, walks is not None) if self._is_searched else None
-        return plan.columns(rows, order, self.sizes, walks), turns
+        return column_tables.columns(rows, order, self.sizes, walks), turns
 
     def _any_tables(self) -> BlockTables:
         """On the device where there are some already, if any."""
@@ -678,9 +679,9 @@ class BlockMask:
             ImportError: matplotlib is missing (``pip install matplotlib``).
             ValueError: a batch entry or head that there is not.
         """
-        from flash_attn_cute.sparsity import plot
+        from flash_attn_cute.sparsity import mask_plot
 
-        return plot.figure(self, batch, head)
+        return mask_plot.figure(self, batch, head)
 
     def __repr__(self) -> str:
         parts = [_sizes_told(self.sizes)]

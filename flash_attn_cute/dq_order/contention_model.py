@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flash_attn_cute.sparsity.order import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
+from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
 
 Numbers: TypeAlias = NDArray[Any]
 

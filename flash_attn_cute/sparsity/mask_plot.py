@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.blocks import BlockMask
-from flash_attn_cute.sparsity.model import Pass, Timeline, machine_of
-from flash_attn_cute.spec import BlockTables
+from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.dq_order.contention_model import Pass, Timeline, machine_of
+from flash_attn_cute.sparsity.column_tables import steps, walks_of
+from flash_attn_cute.sparsity.nodes import Sizes
 
 _TURNS_UP_TO = 32  # blocks a side: with more there is no room for numbers
 _EMPTY, _PARTIAL, _FULL = "white", "#9ecae1", "#3182bd"
@@ -26,7 +26,34 @@ _STEPS = 240  # of time, that a moving timeline is drawn in
 _COLOURS = 16
 
 
-def figure(mask: BlockMask, batch: int, head: int) -> Figure:
+class DrawnMask(Protocol):
+    """The side of a ``BlockMask`` that pictures read."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def seqlen_q(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device | None: ...
+
+    @property
+    def sizes(self) -> Sizes: ...
+
+    @property
+    def waits_little(self) -> bool: ...
+
+    @property
+    def has_walks(self) -> bool: ...
+
+    def tables(self, device: torch.device, *, backward: bool) -> BlockTables: ...
+
+
+def figure(mask: DrawnMask, batch: int, head: int) -> Figure:
     """A batch entry and head of a mask, in blocks of 128 x 128, and the timeline of all of them.
 
     Raises:
@@ -45,7 +72,7 @@ def figure(mask: BlockMask, batch: int, head: int) -> Figure:
     return drawn
 
 
-def animation(masks: Sequence[BlockMask], names: Sequence[str], path: Path) -> None:
+def animation(masks: Sequence[DrawnMask], names: Sequence[str], path: Path) -> None:
     """A moving picture of one mask under several orders: what is done of a head in the middle, and what all CTAs do.
 
     Args:
@@ -132,17 +159,17 @@ class _Lane:
         self.columns.set_data(torch.where(self.visible, state, 0).tolist())
 
 
-def _pass_of(mask: BlockMask, tables: BlockTables) -> tuple[Pass, Tensor]:
+def _pass_of(mask: DrawnMask, tables: BlockTables) -> tuple[Pass, Tensor]:
     """The backward pass of a mask, and its launch order."""
     assert tables.columns is not None
     order = tables.columns.order
     group = mask.heads // order.shape[1]
     machine = machine_of(mask.seqlen_q, mask.waits_little, mask.has_walks)
-    work = Pass(plan.steps(tables.rows, mask.sizes).cpu(), group, machine, plan.walks_of(tables, mask.sizes).cpu())
+    work = Pass(steps(tables.rows, mask.sizes).cpu(), group, machine, walks_of(tables, mask.sizes).cpu())
     return work, order.cpu().expand(work.order_shape)
 
 
-def _draw_blocks(axes: Any, mask: BlockMask, tables: BlockTables, batch: int, head: int) -> None:
+def _draw_blocks(axes: Any, mask: DrawnMask, tables: BlockTables, batch: int, head: int) -> None:
     kinds, turns = _blocks_of(mask, tables, batch, head)
     axes.imshow(kinds.tolist(), cmap=ListedColormap([_EMPTY, _PARTIAL, _FULL]), vmin=0, vmax=2, aspect="equal")
     axes.set_xlabel("blocks of 128 keys")
@@ -153,7 +180,7 @@ def _draw_blocks(axes: Any, mask: BlockMask, tables: BlockTables, batch: int, he
             axes.text(n, m, int(turns[m, n]), ha="center", va="center", fontsize=7)
 
 
-def _blocks_of(mask: BlockMask, tables: BlockTables, batch: int, head: int) -> tuple[Tensor, Tensor]:
+def _blocks_of(mask: DrawnMask, tables: BlockTables, batch: int, head: int) -> tuple[Tensor, Tensor]:
     """(blocks_q, blocks_k): 0, 1 or 2 for empty, partial or full blocks, and their turns, -1 where there are none."""
     sizes = mask.sizes
     kinds = torch.zeros(sizes.blocks_q, sizes.blocks_k, dtype=torch.int64, device="cpu")

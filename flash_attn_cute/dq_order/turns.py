@@ -30,7 +30,7 @@ start with their first keys and walk from the last query.
 Irregular masks wait in any order. Their blocks have several sums, to which turns 0, 1, ... belong one after the other:
 a tile waits for the last one that added to its own sum, and in the end the sums are added up, the first one first. The
 argument above covers that, as a tile still waits for lower tickets alone. Or they have one sum, and walks that have
-been found for them, in which a tile waits less than with two (``sparsity.model``).
+been found for them, in which a tile waits less than with two (``dq_order.contention_model``).
 """
 
 import torch

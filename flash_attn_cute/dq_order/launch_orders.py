@@ -1,18 +1,14 @@
-"""Launch orders by name, and walks, for the tables of a mask."""
+"""Launch orders by name: which there are, and the search for those that are found for a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
-from flash_attn_cute.sparsity import plan
-from flash_attn_cute.sparsity.nodes import Sizes
-from flash_attn_cute.sparsity.order import last_first, shortest_first
-from flash_attn_cute.spec import BlockRows
+from flash_attn_cute.dq_order.turns import last_first, shortest_first
 
 NAMES = ("auto", "default", "spt", "permutation")
 WAITING = ("auto", "permutation")  # for the device
@@ -28,52 +24,45 @@ class Launch(NamedTuple):
     walks: Tensor | None = None  # (batch, heads, blocks_q, blocks_k), int16: places; None: as blocks ascend
     waits_little: bool = False  # as a search has found
 
-
-def of(order: str | Tensor, rows: BlockRows, sizes: Sizes, group: int) -> Launch:
-    """The launch of a mask in an order, of which heads of a group have the same.
-
-    Waits for the device only to find ``"permutation"`` and ``"auto"``.
-    """
-    device = rows.spans.device
-    if isinstance(order, Tensor):
-        return Launch(order.to(device).contiguous())
-    if order == "default":
-        return Launch()
-    spt = _shortest_first(plan.lengths_of_columns(rows, sizes), group)
-    if order == "spt":
-        return Launch(spt)
-    orders = [x.cpu() for x in (last_first(sizes.blocks_k, device).expand_as(spt), spt)]
-    best, walks, waits_little = _found(order, orders, plan.steps(rows, sizes).cpu(), group, sizes.seqlen_q)
-    return Launch(best.to(device).contiguous(), None if walks is None else walks.to(device), waits_little)
+    def to(self, device: torch.device) -> Launch:
+        """The same with its tensors on a device."""
+        order, walks = (None if x is None else x.to(device) for x in (self.order, self.walks))
+        return Launch(None if order is None else order.contiguous(), walks, self.waits_little)
 
 
-def _shortest_first(lengths: Tensor, group: int) -> Tensor:
+def shortest_first_of_groups(lengths: Tensor, group: int) -> Tensor:
     """By the lengths of columns, (batch, heads, blocks_k), of which heads of a group share an order."""
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
-def _found(
-    order: str, orders: Sequence[Tensor], steps: Tensor, group: int, seqlen_q: int
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Of these orders, the default one ahead, that in which tiles wait the least, and walks if they are worth it.
+def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
+    """The launch in which tiles of a mask wait the least, with walks if they are worth it.
 
-    The first one on ties. "auto" takes the default where that waits for little, which is told as well.
+    Last keys first and shortest first are compared, the former on ties.
+
+    Args:
+        name: ``"permutation"``, or ``"auto"``, which takes last keys first where that waits for little.
+        steps: (batch, heads, blocks_q, blocks_k), uint8, on the CPU: see ``contention_model.Pass``.
+        group: heads that share an order.
+        seqlen_q: queries.
     """
-    from flash_attn_cute.sparsity.model import Pass, machine_of  # few masks need it
+    from flash_attn_cute.dq_order.contention_model import Pass, machine_of  # few masks need it
 
+    spt = shortest_first_of_groups(steps.sum(2), group)
+    orders = [last_first(steps.shape[-1], steps.device).expand_as(spt), spt]
     if not steps.numel():
-        return orders[0], None, False
+        return Launch(orders[0])
     work = Pass(steps, group, machine_of(seqlen_q))
     slowdowns = work.slowdowns(orders)
-    if order == "auto" and slowdowns[0] <= _LITTLE:  # with two sums; tiles that wait little are to have one
+    if name == "auto" and slowdowns[0] <= _LITTLE:  # with two sums; tiles that wait little are to have one
         (slowdown,) = work.on(machine_of(seqlen_q, waits_little=True)).slowdowns(orders[:1])
         if slowdown <= _LITTLE:
-            return orders[0], None, True
+            return Launch(orders[0], waits_little=True)
     least = min(slowdowns)
     best = orders[slowdowns.index(least)]
     walking = work.on(machine_of(seqlen_q, has_walks=True))
     walks, slowdown = walking.walks(best)
-    return best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None, False
+    return Launch(best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None)
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
