@@ -10,6 +10,8 @@ FLASH_ATTN_CUTE_CACHE_DIR
                          The folder of compiled kernels, an absolute path, or 0 to keep none on disk.
                          Code is loaded from it: it must belong to the user, and no other user may be
                          able to write to it. Default: flash_attn_cute in $XDG_CACHE_HOME or ~/.cache.
+FLASH_ATTN_CUTE_BUNDLE   A bundle of compiled kernels, the absolute path that ``python -m flash_attn_cute.jit
+                         bundle`` printed. It is read ahead of the folder, and verified by its name.
 CUTE_DSL_*               Settings of the compiler. Kernels compiled under other ones are other kernels.
 """
 
@@ -58,6 +60,20 @@ def cache_dir() -> Path | None:
         return None
     if not os.path.isabs(value):
         raise ValueError(f"FLASH_ATTN_CUTE_CACHE_DIR: expected an absolute path or 0, got {value!r}")
+    return Path(value)
+
+
+def bundle() -> Path | None:
+    """The bundle of compiled kernels (``FLASH_ATTN_CUTE_BUNDLE``); None if there is none.
+
+    Raises:
+        ValueError: the variable does not hold an absolute path.
+    """
+    value = os.environ.get("FLASH_ATTN_CUTE_BUNDLE")
+    if value is None:
+        return None
+    if not os.path.isabs(value):
+        raise ValueError(f"FLASH_ATTN_CUTE_BUNDLE: expected an absolute path, got {value!r}")
     return Path(value)
 
 

@@ -2,6 +2,7 @@
 
     python -m flash_attn_cute.jit list     what is in the folder
     python -m flash_attn_cute.jit warm     compile kernels before they are needed
+    python -m flash_attn_cute.jit bundle   put kernels of the folder into one file, for FLASH_ATTN_CUTE_BUNDLE
     python -m flash_attn_cute.jit clear    empty the folder
 
 The folder is named by FLASH_ATTN_CUTE_CACHE_DIR, and is flash_attn_cute in $XDG_CACHE_HOME or ~/.cache by default.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_cute import settings
-from flash_attn_cute.jit import cache, disk, warm
+from flash_attn_cute.jit import bundle, cache, disk, key, warm
 from flash_attn_cute.kernels import registry
 from flash_attn_cute.kernels.features import Features, words
 
@@ -61,6 +62,7 @@ def positive(text: str) -> int:
     return value
 
 
+_PROGRAM = "flash_attn_cute.jit"
 _FEW_ROWS, _MANY_ROWS = 1, 1 << 20  # of a sequence, that gets the kernels of short and of long ones
 
 
@@ -139,6 +141,22 @@ def run_warm(configs: list[Any], jobs: int) -> None:
         print(f"{outcome:17}  {type(warmed.config).__name__}  {describe(fields)}", flush=True)
 
 
+def run_bundle(path: Path, out: Path) -> None:
+    """Puts the kernels of the folder that this installation can use into a bundle, and prints its path."""
+    surroundings = key.surroundings()
+    kernels = []
+    with disk.Folder(path, create=False) as folder:
+        for entry in folder.entries():
+            code = folder.read(entry.name)
+            if code is not None and entry.identity is not None and surroundings.items() <= entry.identity.items():
+                kernels.append((entry.identity, entry.name, code))
+    if not kernels:
+        raise FileNotFoundError(f"{path} has no kernels that this installation can use: python -m {_PROGRAM} warm")
+    written = bundle.write(out.absolute(), kernels)
+    print(f"{len(kernels)} kernels, {written.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+    print(written)
+
+
 def run_clear(path: Path) -> None:
     """Empties the folder of what this package has put into it."""
     try:
@@ -152,11 +170,11 @@ def run_clear(path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line."""
     top = argparse.ArgumentParser(
-        prog="python -m flash_attn_cute.jit",
+        prog=f"python -m {_PROGRAM}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="list | warm | clear")
+    commands = top.add_subparsers(dest="command", required=True, metavar="list | warm | bundle | clear")
     commands.add_parser("list", help="what is in the folder")
     warming = commands.add_parser(
         "warm",
@@ -201,6 +219,13 @@ def parser() -> argparse.ArgumentParser:
         default=len(os.sched_getaffinity(0)),
         help="processes that compile at the same time (default: %(default)s, a processor each)",
     )
+    bundling = commands.add_parser(
+        "bundle",
+        help="put kernels of the folder into one file",
+        description="Writes the kernels of the folder that this installation can use into a file named by its content. "
+        "Processes whose FLASH_ATTN_CUTE_BUNDLE holds the printed path read them from there, whoever owns the file.",
+    )
+    bundling.add_argument("out", type=Path, metavar="OUT", help="the folder that the file goes to")
     commands.add_parser("clear", help="empty the folder")
     return top
 
@@ -216,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_list(path)
         elif chosen.command == "warm":
             run_warm(configurations(chosen), chosen.jobs)
+        elif chosen.command == "bundle":
+            run_bundle(path, chosen.out)
         else:
             run_clear(path)
     except (OSError, ValueError, disk.UnsafeFolderError, cache.NotKeptWarning) as error:

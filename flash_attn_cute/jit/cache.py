@@ -1,4 +1,4 @@
-"""Compiled kernels by what they were compiled for: in memory for this process, on disk for those to come."""
+"""Compiled kernels by what they were compiled for: in memory, in a bundle, in the folder on disk, or compiled."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flash_attn_cute import profiling, settings
-from flash_attn_cute.jit import disk, key
+from flash_attn_cute.jit import bundle, disk, key
 
 _lock = threading.Lock()
 _kernels: dict[Any, Callable[..., None]] = {}
@@ -29,10 +29,15 @@ class NotKeptWarning(RuntimeWarning):
     """A kernel works, but could not be kept on disk: every process will compile it again."""
 
 
+class NotBundledWarning(RuntimeWarning):
+    """A kernel works, but is not in the bundle that was to have it: every process looks for it elsewhere."""
+
+
 def kernel(config: Any) -> Callable[..., None]:
     """The kernel of a configuration (a frozen dataclass, see ``jit.key``): from memory, from disk, or compiled.
 
     Raises:
+        bundle.DamagedBundleError: the bundle is not what its name says.
         disk.UnsafeFolderError: others could have put code into the folder of compiled kernels.
     """
     found = _kernels.get(config)
@@ -69,6 +74,22 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _code(config: Any) -> bytes:
+    path = settings.bundle()
+    if path is None:
+        return _code_in_folder(config)
+    code = bundle.opened(path).read(key.name(key.identity(config)))
+    if code is None:
+        warnings.warn(
+            f"FLASH_ATTN_CUTE_BUNDLE: {path} has no kernel of {config}, made from {key.surroundings()}. It comes from "
+            "the folder of compiled kernels, or is compiled; make the bundle anew of a folder that has it",
+            NotBundledWarning,
+            stacklevel=2,
+        )
+        return _code_in_folder(config)
+    return code
+
+
+def _code_in_folder(config: Any) -> bytes:
     """The code of a configuration, read from disk or compiled: by one process, while others that need it wait.
 
     A disk that fails (no home, a read-only or full file system) costs time, and a warning, but no result.

@@ -19,8 +19,9 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -97,17 +98,31 @@ class Folder:
     def lock(self, name: str) -> Iterator[None]:
         """Waits until no other process holds the entry's lock, and holds it. It ends with the process at the latest.
 
-        Where the file system has no locks, as some network file systems, nothing waits: processes may then make the
-        same entry, and the last one's stays, as entries appear whole.
+        Where the file system has no locks, as some network file systems, the lock is one of this machine, in the folder
+        for temporary files. If there is none either, nothing waits: processes may then make the same entry, and the
+        last one's stays, as entries appear whole.
 
         Raises:
             OSError: the lock's file cannot be made.
         """
+        with ExitStack() as stack:
+            if not stack.enter_context(self._locked(name)):
+                with suppress(OSError, UnsafeFolderError):
+                    machine = stack.enter_context(Folder(machine_folder()))
+                    stack.enter_context(machine._locked(name))
+            yield
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[bool]:
+        """Gives whether the entry's lock is held; if not, the file system has no locks."""
         descriptor = self._open(f"{name}.lock", os.O_RDWR | os.O_CREAT)
         try:
-            with suppress(OSError):
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            except OSError:
+                yield False
+            else:
+                yield True
         finally:
             # Closing does not unlock where another thread has forked meanwhile: its child has the file open, too.
             with suppress(OSError):
@@ -165,6 +180,11 @@ class Folder:
             return None
         identity, _, code = body.partition(b"\n")
         return identity, code
+
+
+def machine_folder() -> Path:
+    """The user's folder of locks for file systems that have none: one a machine, in the folder for temporary files."""
+    return Path(tempfile.gettempdir(), f"flash_attn_cute-{os.geteuid()}")
 
 
 def _digest(name: str, body: bytes) -> bytes:

@@ -35,6 +35,13 @@ def identity(config: Any) -> dict[str, Any]:
         "kind": f"{type(config).__module__}.{type(config).__qualname__}",
         "config": dataclasses.asdict(config),
         "target": config.target,
+        **surroundings(),
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """The part of an identity that all kernels share which this installation finds again. Imports cutlass."""
+    return {
         "sources": _SOURCES,
         "compiler": _compiler(),
         "compiler settings": settings.compiler_environment(),

@@ -1,5 +1,6 @@
 """The folder of compiled kernels: private, whole entries or none, locks that end with their process."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -58,6 +59,24 @@ def test_the_lock_is_let_go(folder: Path) -> None:
             1 / 0  # noqa: B018
         with open(folder / f"{NAME}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_where_the_file_system_has_no_locks_the_machine_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder.parent / "temporary"))
+    plain = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{folder}/"):
+            raise OSError(errno.ENOLCK, "No locks available")
+        plain(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with disk.Folder(folder) as opened, opened.lock(NAME):
+        (lock,) = disk.machine_folder().iterdir()
+        with open(lock) as other, pytest.raises(BlockingIOError):
+            flock(other.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(lock) as other:
+        flock(other.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # Entries
