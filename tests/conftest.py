@@ -11,7 +11,7 @@ import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
-from tests.lib import checks
+from tests.lib import checks, tiers
 
 # Workers that share the machine's cores leave them to one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -48,8 +48,9 @@ FOLDERS = {"compile": "compiles", "blackwell": "interprets", "distributed": "ran
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by their folder, before the option ``-m`` chooses among them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests by their folder and notes down the files of all, before the option ``-m`` chooses among tests."""
+    config.stash[tiers.COLLECTED] = {item.path for item in items}
     for item in items:
         if item.path.parent.name in FOLDERS:
             item.add_marker(FOLDERS[item.path.parent.name])

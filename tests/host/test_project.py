@@ -1,8 +1,11 @@
 """What the project says of itself: it declares what it imports, and commits are checked as CI checks them."""
 
+import argparse
 import ast
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from tests.lib import tiers
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flash_attn_cute"
@@ -165,8 +170,9 @@ def commands_of(page: Path, section: str) -> list[str]:
     return text.partition("```bash\n")[2].partition("```")[0].splitlines()
 
 
-def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(tmp_path: Path) -> None:
-    """With commands that only write down how they were called, in a copy of what .ci/run reads."""
+@pytest.fixture
+def ci_commands(tmp_path: Path) -> list[str]:
+    """The commands that .ci/run executes: stubs write them down, in a copy of the files that the script reads."""
     for name in (".ci/run", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -177,17 +183,67 @@ def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(tmp_path: Pa
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
     subprocess.run([tmp_path / ".ci" / "run"], env=environment, check=True)
-    log = (tmp_path / "log").read_text().replace("'", "").replace("path/python3", "python3").splitlines()
+    log = (tmp_path / "log").read_text().replace("'", "").replace("path/python3", "python3")
+    return [line.strip() for line in log.splitlines()]
 
+
+def test_ci_runs_the_commands_of_the_readme_and_checks_between_them(ci_commands: list[str]) -> None:
     set_up, run_tests = commands_of(ROOT / "README.md", "Working on it")
     checks = [f".venv/bin/{check}".strip() for check in ci_checks((ROOT / ".ci" / "run").read_text())]
-    assert [line.strip() for line in log] == [
+    assert ci_commands == [
         *set_up.replace("'", "").split(" && "),
         *checks,
         run_tests,
         f"{run_tests} -m slow",
     ]
     assert len(checks) >= 3
+
+
+def chosen_by(arguments: str) -> str:
+    """The expression of markers by which a run of pytest chooses tests. Arguments that choose otherwise are refused."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for option in ("-m", "-n", "-r"):
+        parser.add_argument(option)
+    for option in ("--strict-markers", "--strict-config"):
+        parser.add_argument(option, action="store_true", required=True)
+    return str(parser.parse_args(shlex.split(arguments)).m)
+
+
+def test_ci_runs_each_test_once(request: pytest.FixtureRequest, ci_commands: list[str]) -> None:
+    """Whatever a test's markers are, one of CI's two runs of pytest executes it."""
+    always = shlex.join(request.config.getini("addopts"))
+    runs = [line.partition("-m pytest")[2] for line in ci_commands if "-m pytest" in line]
+    expressions = [chosen_by(f"{always} {run}") for run in runs]
+    assert len(expressions) == 2
+    known = [line.partition(":")[0] for line in request.config.getini("markers")]
+    for marked in itertools.product((False, True), repeat=len(known)):
+        markers = dict(zip(known, marked, strict=True))
+        executed = [eval(each, dict(markers)) for each in expressions]
+        assert executed.count(True) == 1, markers
+
+
+def test_all_files_of_tests_are_collected(request: pytest.FixtureRequest) -> None:
+    """Below the files and folders that this run was asked for; in CI these are all."""
+    asked = [ROOT / argument.partition("::")[0] for argument in request.config.args]
+    below = {path for each in asked for path in ([each] if each.is_file() else each.rglob("test_*.py"))}
+    assert below == request.config.stash[tiers.COLLECTED]
+
+
+def test_tests_are_where_pytest_looks_for_them(request: pytest.FixtureRequest) -> None:
+    defines = re.compile(r"^ *def test_\w+\([^)]*\) -> None:", re.MULTILINE)
+    searched = [ROOT / path for path in request.config.getini("testpaths")]
+    folders = (path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name != "build")
+    holding = [path for folder in folders for path in folder.rglob("*.py") if defines.search(path.read_text())]
+    assert len(holding) > 70
+    for path in holding:
+        assert path.match("test_*.py"), path
+        assert any(path.is_relative_to(folder) for folder in searched), path
+
+
+def test_unknown_markers_are_refused() -> None:
+    with pytest.raises(pytest.fail.Exception, match="'slwo' not found in `markers`"):
+        _ = pytest.mark.slwo
+    assert pytest.mark.slow.name == "slow"
 
 
 def test_contributing_sets_up_what_the_readme_does() -> None:
@@ -200,11 +256,6 @@ def test_contributing_sets_up_what_the_readme_does() -> None:
     ]
     checks = ci_checks((ROOT / ".ci" / "run").read_text())
     assert check.split(" && ") == [*checks, run_tests.removeprefix(".venv/bin/")]
-
-
-def test_plain_runs_leave_out_what_is_slow_and_nothing_else() -> None:
-    """CI's two runs of the tests are all of them, each once."""
-    assert re.search(r"^addopts = .* -m 'not slow'\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 def test_the_example_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
 """Which cases of a test a plain ``pytest`` runs; the others wait for CI."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The files of all tests that a run has collected, among which its option -m then chooses.
+COLLECTED = pytest.StashKey[set[Path]]()
 
 
 def tiered(cases: Mapping[str, Any], *quick: str, values: bool = False) -> list[Any]:
