@@ -35,7 +35,7 @@ class Bundle:
         self.path = path
         with open(path, "rb") as file:
             index = file.readline()
-            self._codes = file.tell()
+            self._codes = len(index)
         if path.name != _file_name(index):
             raise DamagedBundleError(_damage(path, "its index has another digest than its name says"))
         self.index: dict[str, dict[str, Any]] = json.loads(index)

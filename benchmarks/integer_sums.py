@@ -1,0 +1,197 @@
+"""Error of dQ if its blocks are summed in 32-bit integers, which have the same bits in any order, on a CPU.
+
+    python -m benchmarks.integer_sums --keys 4096 65536
+
+The products of a backward kernel are imitated: bfloat16 operands, P and dS rounded, float32 accumulators, a partial sum
+of dQ for each block of keys. The partial sums are added in float32, as the kernels do, and as integers, multiples of a
+power of two that is a row's grid. A row's grid has to hold what its sum can be at most. As |dP - delta| is no more than
+|dO| (|V| + |O|), that is one of two bounds (norms of rows; |K| is a row's largest element):
+
+    all keys    |dO| (max |V| + |O|) max |K|
+    weighted    |dO| (sum of P max |V| |K| + |O| sum of P max |K|); the maxima are those of a block of keys, and a
+                forward kernel can sum P of a block anyway
+
+Each table row is a kind of data that is hard for sums. Its columns: the relative error (root mean square, over that of
+dQ in float64) of float32 sums; how many times that error integers make, by each bound; and how many bits of a row's
+largest element are above its grid, of the worst row and of the median one.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+HEAD_DIM = 128
+QUERIES = 64
+BLOCK = 128  # keys of a block
+BITS = 31
+MARGIN = 1.05  # P and dS are rounded
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _normal(keys: int) -> Tensors:
+    q, dout = torch.randn(2, QUERIES, HEAD_DIM)
+    k, v = torch.randn(2, keys, HEAD_DIM)
+    return q, k, v, dout
+
+
+def _few(keys: int) -> Tensor:
+    return torch.randperm(keys)[: max(1, keys // 2048)]
+
+
+def _scaled(q: float = 1.0, k: float = 1.0, v: float = 1.0, dout: float = 1.0) -> Callable[[int], Tensors]:
+    def make(keys: int) -> Tensors:
+        return tuple(x * scale for x, scale in zip(_normal(keys), (q, k, v, dout), strict=True))  # type: ignore[return-value]
+
+    return make
+
+
+def _with(change: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> Callable[[int], Tensors]:
+    def make(keys: int) -> Tensors:
+        tensors = _normal(keys)
+        change(*tensors)
+        return tensors
+
+    return make
+
+
+def _sink(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del dout
+    q[:, 0] += 8
+    k[0] = 0
+    k[0, 0] = 20
+    v[0] *= 0.05
+
+
+def _means(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, dout
+    k += 2
+    v += 3
+
+
+def _key_channel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del v, dout
+    k[:, 5] *= 50
+    q[:, 5] /= 50
+
+
+def _value_channel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, k, dout
+    v[:, 7] *= 50
+
+
+def _value_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, k, dout
+    v[_few(len(v))] *= 50
+
+
+def _key_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, v, dout
+    k[_few(len(k))] *= 5
+
+
+def _both_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, dout
+    few = _few(len(k))
+    k[few] *= 8
+    v[few] *= 50
+
+
+def _spread_values(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, k, dout
+    v *= torch.exp(2 * torch.randn(len(v), 1))
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    del q, dout
+    for x in (k, v):
+        x.copy_(x[:16].repeat(len(x) // 16, 1))
+
+
+KINDS: dict[str, Callable[[int], Tensors]] = {
+    "normal": _scaled(),
+    "peaked": _scaled(q=6),
+    "tiny gradients": _scaled(dout=1e-7),
+    "means that are not zero": _with(_means),
+    "a sink": _with(_sink),
+    "an outlier channel of k": _with(_key_channel),
+    "an outlier channel of v": _with(_value_channel),
+    "outlier rows of k": _with(_key_rows),
+    "outlier rows of v": _with(_value_rows),
+    "outlier rows of both": _with(_both_rows),
+    "rows of v of all sizes": _with(_spread_values),
+    "repeated tokens": _with(_repeated),
+}
+
+
+def bounds(p: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """What an element of a row of dQ (ahead of the scale) can be at most, by each rule: (rows, 1)."""
+    of_v, of_k, of_out, of_dout = v.norm(dim=-1), k.abs().amax(-1), out.norm(dim=-1), dout.norm(dim=-1)
+    by_block = p.unflatten(-1, (-1, BLOCK)).sum(-1)
+    both, keys = ((x.unflatten(0, (-1, BLOCK)).amax(-1)) for x in (of_v * of_k, of_k))
+    found = {
+        "all keys": of_dout * (of_v.max() + of_out) * of_k.max(),
+        "weighted": of_dout * (by_block @ both + of_out * (by_block @ keys)),
+    }
+    return {name: MARGIN * bound[:, None] for name, bound in found.items()}
+
+
+def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, float]]]:
+    """The table row of a kind of data: float32's error; by bound, the ratio of errors and the bits of a row.
+
+    Raises:
+        AssertionError: a sum does not fit 32 bits, so a bound is none.
+    """
+    q, k, v, dout = (x.bfloat16().float() for x in KINDS[kind](keys))
+    scale = 1 / math.sqrt(HEAD_DIM)
+    wide_q, wide_k, wide_v, wide_dout = (x.double() for x in (q, k, v, dout))
+    true_p = torch.softmax(wide_q @ wide_k.T * scale, -1)
+    true_delta = ((true_p @ wide_v) * wide_dout).sum(-1, keepdim=True)
+    truth = true_p * (wide_dout @ wide_v.T - true_delta) @ wide_k * scale
+
+    scores = q @ k.T
+    p = torch.exp(scores * scale - torch.logsumexp(scores.double() * scale, -1, keepdim=True).float())
+    out = (p.bfloat16().float() @ v).bfloat16().float()
+    ds = (p * (dout @ v.T - (dout * out).sum(-1, keepdim=True))).bfloat16().float()
+    parts = torch.stack([ds[:, i : i + BLOCK] @ k[i : i + BLOCK] for i in range(0, keys, BLOCK)])
+
+    def error(sums: Tensor) -> float:
+        rounded = (sums * scale).float().bfloat16().double()
+        return ((rounded - truth).square().mean() / truth.square().mean()).sqrt().item()
+
+    in_float = torch.zeros_like(parts[0])
+    for part in parts:
+        in_float += part
+    by_bound = {}
+    for name, bound in bounds(p, k, v, out, dout).items():
+        grid = torch.exp2(torch.ceil(torch.log2(bound.double())) - BITS)
+        integers = torch.round(parts.double() / grid)
+        total = integers.sum(0)
+        assert integers.abs().sum(0).max() < 2**BITS, f"{kind}, {name}: a sum is larger than its bound"
+        bits = total.abs().amax(-1).clamp_min(1).log2()
+        by_bound[name] = error(total * grid) / error(in_float.double()), bits.min().item(), bits.median().item()
+    return error(in_float.double()), by_bound
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", nargs="+", type=int, default=[4096], help="of a sequence; multiples of 128")
+    chosen = parser.parse_args(arguments)
+    for keys in chosen.keys:
+        print(f"{keys} keys, {QUERIES} queries that attend to all of them, d = {HEAD_DIM}")
+        print(f"{'':26}{'float32':>10}" + "".join(f"{name:>12}{'bits':>16}" for name in ("all keys", "weighted")))
+        for kind in KINDS:
+            torch.manual_seed(0)
+            in_float, by_bound = errors(kind, keys)
+            line = f"{kind:26}{in_float:10.2e}"
+            for ratio, worst, median in by_bound.values():
+                line += f"{ratio:12.3f}{f'{worst:.1f}, {median:.1f}':>16}"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
