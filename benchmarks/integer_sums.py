@@ -128,7 +128,7 @@ KINDS: dict[str, Callable[[int], Tensors]] = {
 
 
 def bounds(p: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """What an element of a row of dQ (ahead of the scale) can be at most, by each rule: (rows, 1)."""
+    """Upper bounds of an element of a row of dQ, ahead of the scale, by each rule: (rows, 1)."""
     of_v, of_k, of_out, of_dout = v.norm(dim=-1), k.abs().amax(-1), out.norm(dim=-1), dout.norm(dim=-1)
     by_block = p.unflatten(-1, (-1, BLOCK)).sum(-1)
     both, keys = ((x.unflatten(0, (-1, BLOCK)).amax(-1)) for x in (of_v * of_k, of_k))

@@ -12,7 +12,7 @@ def test_integers_are_as_exact_as_float32(kind: str) -> None:
     assert by_bound["weighted"][0] < 1.02
 
 
-def test_values_that_nobody_attends_to_cost_one_bound_its_bits() -> None:
+def test_values_without_weight_cost_one_bound_its_bits() -> None:
     _, by_bound = integer_sums.errors("outlier rows of v", 8192)
     all_keys, weighted = (by_bound[name][2] for name in ("all keys", "weighted"))
     assert weighted > all_keys + 3
