@@ -7,7 +7,7 @@ import functools
 import gzip
 import json
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable
@@ -162,16 +162,20 @@ def test_a_missing_gpu_is_named(
 
 
 @pytest.mark.parametrize("tool", MAIN)
-def test_help(tool: str) -> None:
-    """By both names of a tool."""
-    shown = [
-        subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True)
-        for words in (["flash_attn_cute.profile", tool], [f"tools.{tool}"])
-    ]
-    assert [(x.returncode, x.stderr) for x in shown] == [(0, "")] * 2
-    assert shown[0].stdout == shown[1].stdout
+def test_help(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m`` shows the same help by both names of a tool."""
+    shown = []
+    for module, *words in (["flash_attn_cute.profile.__main__", tool], [f"tools.{tool}"]):
+        monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_module(module, run_name="__main__")
+        assert not stopped.value.code
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1]
+    assert shown[0].err == ""
     for option in ("--heads-k", "--documents", "--causal", "--direction"):
-        assert option in shown[0].stdout
+        assert option in shown[0].out
 
 
 def test_tools_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

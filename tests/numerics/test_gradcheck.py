@@ -72,7 +72,8 @@ def test_gradcheck_of_a_broadcast_bias(packed: bool, kept: tuple[int, ...]) -> N
 def test_gradcheck_of_a_bias_with_padding_and_hidden_keys(packed: bool) -> None:
     """NaN in the padding, -inf at some keys and at all keys of a query: numerically nothing depends on any of them."""
     shape = (1, 1, 1) if packed else (1, 1, 1, 1)
-    call = random_call([4, 1, 3], [5, 3, 2], packed=packed, seqused=True, bias=shape, mask=(1,), dtype=torch.float64)
+    options: dict[str, Any] = {"bias": shape, "mask": (1,), "dtype": torch.float64, "head_dim": 3}
+    call = random_call([4, 1, 3], [5, 3, 2], packed=packed, seqused=True, **options)
     assert call.bias is not None
     assert call.mask is not None
     call.mask[0] = True

@@ -80,7 +80,7 @@ def check(call: Call, count: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_windows_and_documents(options: dict[str, Any], fuzz_seconds: float) -> None:
-    for count, rng in draws(str(options), 2 * fuzz_seconds):
+    for count, rng in draws(str(options), fuzz_seconds / 2):
         torch.manual_seed(count)
         call = drawn(rng, "cpu", dtype=rng.choice([torch.float32, torch.float64]), **options)
         check(call, count)

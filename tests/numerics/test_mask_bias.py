@@ -1,7 +1,8 @@
 """Mask and bias tensors: every broadcast shape, stride and length, on every backend that can, with dBias.
 
 A kernel is compiled for each dtype, head dimension and set of features, so of these there are few; shapes, strides and
-lengths vary a lot. Values of all of them meet in pairs (``in_pairs``); on a CPU there is a part of the cases.
+lengths vary a lot. Values of all of them meet in pairs (``in_pairs``); on a CPU there is a part of the cases, as
+``test_random_specs`` draws such calls there.
 """
 
 import itertools
@@ -160,7 +161,7 @@ def check(backend: str, lengths_q: Sequence[int], lengths_k: Sequence[int] | Non
     assert_matches_oracle(call_on(backend, lengths_q, lengths_k, **options), backend=backend, **asked)
 
 
-@each_on(DENSE_CASES, one_in=5)
+@each_on(DENSE_CASES, one_in=20)
 def test_dense(backend: str, case: Case) -> None:
     options = dict(case)
     batch, *sizes = options.pop("lengths")
@@ -170,7 +171,7 @@ def test_dense(backend: str, case: Case) -> None:
     check(backend, lengths_q, lengths_k, packed=False, **options)
 
 
-@each_on(PACKED_CASES, one_in=3)
+@each_on(PACKED_CASES, one_in=10)
 def test_packed(backend: str, case: Case) -> None:
     options = dict(case)
     check(backend, *options.pop("lengths"), **options)
@@ -281,15 +282,21 @@ def test_mask_that_hides_everything(backend: str, kept: tuple[int, ...], packed:
         assert not x.any(), name
 
 
+TILES: dict[str, Case] = {
+    "causal": {"causal": True},
+    "d128": {"head_dim": 128},
+    "d256": {"head_dim": 256, "nheads_k": 2},
+}
+
+
 @packed_or_dense
-@pytest.mark.parametrize("options", [{"head_dim": 128}, {"causal": True}, {"head_dim": 256, "nheads_k": 2}], ids=str)
-@on_each_backend
-def test_tiles_that_nobody_sees(backend: str, options: Case, packed: bool) -> None:
+@each_on(TILES, one_in=3)
+def test_fully_masked_tiles(backend: str, case: Case, packed: bool) -> None:
     """Any of them: the first or the last of a row, or all of a row or column. And some that hide nothing."""
     length = 700
     lengths = [length, 300] if packed else [length]
     shape: Case = {"packed": packed, "nheads": 2, "nheads_k": 1, "mask": (1, 1), "bias": (1, 1)}
-    call = call_on(backend, lengths, **shape | options)
+    call = call_on(backend, lengths, **shape | case)
     mask = call.mask
     assert mask is not None
     for tile, seed in ((128, 1), (64, 2), (100, 3)):
@@ -517,7 +524,7 @@ SHARED: dict[str, Case] = {
 }
 
 
-@each_on(SHARED)
+@each_on(SHARED, one_in=4)
 def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
     """``deterministic=True``: the same bits as often as --repetitions says, whoever shares the bias."""
     scale = 9 if backend == "sm90" else 1  # more tiles than a GPU has SMs
@@ -564,7 +571,7 @@ def _drawn(draw: random.Random, backend: str, case: Case) -> Call:
     )
 
 
-@each_on(FUZZED, one_in=7)
+@each_on(FUZZED, one_in=32)
 def test_random_calls(backend: str, case: Case, fuzz_seconds: float) -> None:
     """Random shapes, strides, lengths, padding, heads and dtypes, for as long as --fuzz-seconds says."""
     for count, draw in draws(f"{backend} {case}", fuzz_seconds):

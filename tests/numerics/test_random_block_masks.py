@@ -51,7 +51,7 @@ def check(seed: int) -> None:
 
 def test_random_block_masks(fuzz_seconds: float) -> None:
     first, start, cases = checks.fuzz_seed << 20, time.monotonic(), 0
-    while time.monotonic() < start + 5 * fuzz_seconds or cases < 6:  # a busy machine may be slow
+    while time.monotonic() < start + 2 * fuzz_seconds or cases < 6:  # a busy machine may be slow
         try:
             check(first + cases)
         except Exception as error:
