@@ -13,9 +13,10 @@ from flash_attn_cute import settings
 from flash_attn_cute.jit import disk
 from tests.lib import checks, tiers
 
-# Workers that share the machine's cores leave them to one another.
+# Workers that share the machine's cores leave them to one another, and so do the processes that tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
