@@ -1,17 +1,25 @@
-"""Tables of a block mask, as block masks make them and backends read them."""
+"""Tables of a block mask, as block masks make them and backends read them.
+
+Scores are cut into blocks of 128 queries and 128 keys. Tables list the blocks with visible scores. An entry names a
+block and its code: ``FULL_CODE``, or the index of the tile of bits that says which of its scores are visible.
+"""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
+FULL_CODE = -1  # code of a block whose scores are all visible
+
 
 class BlockRows(NamedTuple):
-    """Which key blocks each block of 128 queries sees, and the elements of those that it sees in part.
+    """Rows of blocks: which key blocks each block of 128 queries attends to.
 
-    ``spans`` (batch, heads, blocks_q, 2), int32, holds of each row where its entries start and how many they are; batch
-    and heads are 1 where all have the same. ``entries`` (n, 2), int32, holds key blocks, ascending within a row, and
-    the tile of each, -1 if all of it is visible. ``tiles`` (tiles, 128, 4), int32: see ``sparsity.bits``. Blocks that
-    reach behind the last query or key have tiles.
+    Attributes:
+        spans: (batch, heads, blocks_q, 2), int32: the index of a row's first entry, and how many entries it has. Batch
+            and heads are 1 where all have the same rows.
+        entries: (n, 2), int32: a key block and its code. Key blocks ascend within a row.
+        tiles: (tiles, 128, 4), int32: the bits of partial blocks, see ``sparsity.bits``. Blocks that reach beyond the
+            last query or key are partial.
     """
 
     spans: Tensor
@@ -20,15 +28,17 @@ class BlockRows(NamedTuple):
 
 
 class BlockColumns(NamedTuple):
-    """Which query blocks see each block of 128 keys: the rows transposed, for blocks of 64 queries and of 128.
+    """Columns of blocks: which query blocks attend to each block of 128 keys, for query blocks of 64 and of 128.
 
-    ``spans`` (2, batch, heads, blocks_k, 2) holds of each column where its entries start and how many they are, [0] in
-    blocks of 64 queries, [1] in blocks of 128. ``entries`` (n, 3) holds query blocks in the order in which the column's
-    tile takes them, ascending or as ``dq_order.contention_model`` has found; the tile of each, -1 if all of it is
-    visible, of which a block of 64 queries has the half that it is; and its turn: how many key blocks have added to its
-    dQ before. ``contributors`` (batch, heads, blocks of 64 queries) is how many add to each; of blocks of 128 these are
-    the counts of rows. ``order`` (batch or 1, key heads or 1, blocks_k) holds key blocks as they are launched. All are
-    int32.
+    Attributes:
+        spans: (2, batch, heads, blocks_k, 2), int32: the index of a column's first entry, and how many entries it has;
+            [0] for blocks of 64 queries, [1] for blocks of 128.
+        entries: (n, 3), int32: a query block, its code, and the column's turn at that block: how many key blocks add to
+            its dQ before. A block of 64 queries has its half of the tile. Entries of a column are in its m_block order:
+            ascending, or as ``dq_order.contention_model`` has found it.
+        contributors: (batch, heads, blocks of 64 queries), int32: how many key blocks add to dQ of each. The rows'
+            spans have these counts for blocks of 128.
+        order: (batch or 1, key heads or 1, blocks_k), int32: key blocks in launch order.
     """
 
     spans: Tensor
@@ -38,9 +48,9 @@ class BlockColumns(NamedTuple):
 
 
 class RealRows(NamedTuple):
-    """Which rows of a call are no padding of its block mask: (batch or 1, seqlen_q) and (batch or 1, seqlen_k), bool.
+    """Rows of a call that are no padding of its block mask: (batch or 1, seqlen_q) and (batch or 1, seqlen_k), bool.
 
-    Padding are rows that belong to no document and that the mask hides from all others, by every head.
+    A row is padding if it belongs to no document, and if the mask hides it from all others, for every head.
     """
 
     queries: Tensor
@@ -48,10 +58,13 @@ class RealRows(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """Tables of a block mask for a backend; see ``sparsity``.
+    """All tables of a block mask that a backend reads.
 
-    ``columns`` is None where nothing is differentiated, ``real`` where no row is padding. ``intervals`` are a backend's
-    own (``backends.packing.Seen``).
+    Attributes:
+        rows: for the forward pass.
+        columns: for the backward pass; None where nothing is differentiated.
+        real: rows that are no padding; None if no row is padding.
+        intervals: tables of a backend's own, see ``backends.packing``.
     """
 
     rows: BlockRows
@@ -60,12 +73,12 @@ class BlockTables(NamedTuple):
     intervals: tuple[Tensor, Tensor] | None = None
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The seven tensors of its rows and columns, for operators, which are given those of ``real`` behind them."""
+        """The seven tensors of rows and columns, as operators take them; the two of ``real`` follow as arguments."""
         return (*self.rows, *((None, None, None, None) if self.columns is None else self.columns))
 
     @classmethod
     def of_flat(cls, tensors: tuple[Tensor | None, ...], real: tuple[Tensor | None, ...]) -> "BlockTables | None":
-        """The inverse; None if there are none."""
+        """Tables of flat tensors, the inverse of ``flat``; None if there are no tensors."""
         rows, columns, kept = ([x for x in some if x is not None] for some in (tensors[:3], tensors[3:], real))
         if not rows:
             return None

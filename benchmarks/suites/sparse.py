@@ -260,17 +260,17 @@ def modelled(mask: BlockMask, batch: int, device: torch.device) -> dict[str, flo
     for order in ("default", "spt", "permutation"):
         ordered = mask.with_order(order)
         tables = ordered.tables(device, backward=True)
-        steps, walks = (
+        steps, m_block_order = (
             x.cpu().expand(batch, HEADS, -1, -1)
-            for x in (column_tables.steps(tables.rows, mask.sizes), column_tables.walks_of(tables, mask.sizes))
+            for x in (column_tables.steps(tables.rows, mask.sizes), column_tables.m_block_order_of(tables, mask.sizes))
         )
-        machine = machine_of(mask.seqlen_q, ordered.waits_little, ordered.has_walks)
-        work = Pass(steps, machine=machine, walks=walks)
+        machine = machine_of(mask.seqlen_q, ordered.low_contention, ordered.has_m_block_order)
+        work = Pass(steps, machine=machine, m_block_order=m_block_order)
         assert tables.columns is not None
         launch = tables.columns.order.cpu().expand(work.order_shape)
-        if order == "default" and not ordered.waits_little:  # others have an order even if none is asked for
-            times["no order"] = work.around(ordered=False) + work.play(launch, ordered=False).makespan
-        times[order] = work.around() + work.play(launch).makespan
+        if order == "default" and not ordered.low_contention:  # others have an order even if none is asked for
+            times["no order"] = work.overhead(ordered=False) + work.play(launch, ordered=False).makespan
+        times[order] = work.overhead() + work.play(launch).makespan
     return times
 
 

@@ -90,7 +90,7 @@ def with_tables(
     if block_mask is None:
         return plan, options, None
     tables = block_mask.tables(tensors[0].device, backward=backward)
-    if (block_mask.waits_little, block_mask.has_walks) != (options.in_turn, options.walks):  # by a search, just now
+    if with_turns(block_mask, options) != options:  # a search has just found it
         options = with_turns(block_mask, options)
         plan = planned(tensors, bounds, block_mask, options, backend)
     return plan, options, kept.as_fakes(tables) if watched else tables
@@ -105,7 +105,7 @@ def with_turns(block_mask: BlockMask | None, options: Options) -> Options:
     if block_mask is None:
         return options
     validate.check_type_of_block_mask(block_mask)
-    return options._replace(in_turn=block_mask.waits_little, walks=block_mask.has_walks)
+    return options._replace(in_turn=block_mask.low_contention, walks=block_mask.has_m_block_order)
 
 
 def check(

@@ -1,4 +1,4 @@
-"""Launch orders by name: which there are, and the search for those that are found for a mask."""
+"""Launch orders by name, and the search for one that suits a mask."""
 
 from __future__ import annotations
 
@@ -11,42 +11,52 @@ from flash_attn_cute import kept
 from flash_attn_cute.dq_order.turns import last_first, shortest_first
 
 NAMES = ("auto", "default", "spt", "permutation")
-WAITING = ("auto", "permutation")  # for the device
+SEARCHED = ("auto", "permutation")  # found on the host, which waits for the device
 
-_WORTH = 0.98  # of the time of walks that ascend, which share more in the cache
-_LITTLE = 1.02  # of the time of the work alone: "auto" looks no further
+# An m_block order is taken below this share of the time of ascending ones, which share more in the cache.
+_WORTH_IT = 0.98
+# Up to this slowdown the default order has low contention, and "auto" searches no further.
+_LOW_CONTENTION = 1.02
 
 
 class Launch(NamedTuple):
-    """In which order blocks of keys are launched, and how each walks over its blocks of queries."""
+    """Order in which key tiles are launched, and in which each takes its query blocks.
 
-    order: Tensor | None = None  # (batch or 1, key heads or 1, blocks_k), int32; None: last keys first
-    walks: Tensor | None = None  # (batch, heads, blocks_q, blocks_k), int16: places; None: as blocks ascend
-    waits_little: bool = False  # as a search has found
+    Attributes:
+        order: (batch or 1, key heads or 1, blocks_k), int32: key blocks in launch order; None: last keys first.
+        m_block_order: (batch, heads, blocks_q, blocks_k), int16: the position of a query block in the order of a key
+            tile; None: ascending.
+        low_contention: whether a search has found that tiles wait little for their turns.
+    """
+
+    order: Tensor | None = None
+    m_block_order: Tensor | None = None
+    low_contention: bool = False
 
     def to(self, device: torch.device) -> Launch:
-        """The same with its tensors on a device."""
-        order, walks = (None if x is None else x.to(device) for x in (self.order, self.walks))
-        return Launch(None if order is None else order.contiguous(), walks, self.waits_little)
+        """Moves the tensors to a device."""
+        order, m_block_order = (None if x is None else x.to(device) for x in (self.order, self.m_block_order))
+        return Launch(None if order is None else order.contiguous(), m_block_order, self.low_contention)
 
 
 def shortest_first_of_groups(lengths: Tensor, group: int) -> Tensor:
-    """By the lengths of columns, (batch, heads, blocks_k), of which heads of a group share an order."""
+    """Shortest processing time first, by lengths of columns (batch, heads, blocks_k), one order a group of heads."""
     return shortest_first(lengths.unflatten(1, (-1, group)).sum(2))
 
 
 def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
-    """The launch in which tiles of a mask wait the least, with walks if they are worth it.
+    """Searches the launch in which tiles of a mask wait least for their turns, on a model of the device.
 
-    Last keys first and shortest first are compared, the former on ties.
+    It compares last keys first with shortest processing time first; on ties it takes the former. Then it finds an
+    m_block order for the better one, and takes that if it is worth it.
 
     Args:
-        name: ``"permutation"``, or ``"auto"``, which takes last keys first where that waits for little.
+        name: ``"permutation"``; or ``"auto"``, which takes last keys first at once if that has low contention.
         steps: (batch, heads, blocks_q, blocks_k), uint8, on the CPU: see ``contention_model.Pass``.
         group: heads that share an order.
         seqlen_q: queries.
     """
-    from flash_attn_cute.dq_order.contention_model import Pass, machine_of  # few masks need it
+    from flash_attn_cute.dq_order.contention_model import Pass, machine_of  # few masks need numpy
 
     spt = shortest_first_of_groups(steps.sum(2), group)
     orders = [last_first(steps.shape[-1], steps.device).expand_as(spt), spt]
@@ -54,23 +64,33 @@ def search(name: str, steps: Tensor, group: int, seqlen_q: int) -> Launch:
         return Launch(orders[0])
     work = Pass(steps, group, machine_of(seqlen_q))
     slowdowns = work.slowdowns(orders)
-    if name == "auto" and slowdowns[0] <= _LITTLE:  # with two sums; tiles that wait little are to have one
-        (slowdown,) = work.on(machine_of(seqlen_q, waits_little=True)).slowdowns(orders[:1])
-        if slowdown <= _LITTLE:
-            return Launch(orders[0], waits_little=True)
+    if name == "auto" and slowdowns[0] <= _LOW_CONTENTION:  # with two sums a block; masks of low contention have one
+        (slowdown,) = work.on(machine_of(seqlen_q, low_contention=True)).slowdowns(orders[:1])
+        if slowdown <= _LOW_CONTENTION:
+            return Launch(orders[0], low_contention=True)
     least = min(slowdowns)
     best = orders[slowdowns.index(least)]
-    walking = work.on(machine_of(seqlen_q, has_walks=True))
-    walks, slowdown = walking.walks(best)
-    return Launch(best, walks if walking.whole(slowdown) <= _WORTH * work.whole(least) else None)
+    reordered = work.on(machine_of(seqlen_q, has_m_block_order=True))
+    m_block_order, slowdown = reordered.find_m_block_order(best)
+    is_worth_it = reordered.pass_time(slowdown) <= _WORTH_IT * work.pass_time(least)
+    return Launch(best, m_block_order if is_worth_it else None)
 
 
 def checked(order: Tensor, batch: int, heads: int, blocks_k: int) -> Tensor:
-    """An order given as a tensor, copied: (batch or 1, heads or 1, blocks_k), int32.
+    """Checks a launch order given as a tensor, and copies it. Waits for the device.
+
+    Args:
+        order: ([[batch or 1,] heads or 1,] blocks_k).
+        batch: of the mask.
+        heads: that may have orders of their own.
+        blocks_k: key tiles.
+
+    Returns:
+        (batch or 1, heads or 1, blocks_k), int32.
 
     Raises:
         TypeError: another dtype.
-        ValueError: a wrong shape, or what is no permutation.
+        ValueError: a wrong shape, or no permutation.
     """
     if order.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"order: expected dtype torch.int32 or torch.int64, got {order.dtype}")

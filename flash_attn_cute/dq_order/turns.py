@@ -1,48 +1,52 @@
-"""In which order tiles of keys are launched, and add to dQ where the backward pass is deterministic.
+"""Turns: the order in which tiles of keys add to dQ where the backward pass is ordered.
 
-A tile of keys, ``n``, walks over the blocks of queries ``m`` that see it and adds its part to the dQ of each. For every
-block a counter counts the additions made. The tile whose turn is t waits until it reads t, adds, and passes the turn
-on, so that sums are rounded alike in every run; FlashAttention's deterministic backward pass does the same.
+A tile of keys ``n`` goes over the query blocks ``m`` that attend to it and adds its part to the dQ of each. A semaphore
+for every query block counts the additions made. The tile with turn t waits until the semaphore reads t, adds, and
+signals t + 1. So sums are rounded alike in every run, as in FlashAttention's deterministic backward pass.
 
-Write order is launch order: the turn of n at m is the number of tiles launched before n that m sees as well. "Launched"
-is the order of tickets, which running CTAs draw from a counter, and work off in the order in which they drew them.
+Turns follow the launch order: the turn of n at m is the number of tiles launched before n that m attends to as well. A
+tile is launched when a running CTA draws its ticket from a counter. A CTA works its tickets off in the order in which
+it drew them.
 
-So there is no deadlock, whatever the mask, the launch order, the walk over the queries and the speed of the CTAs, even
-if only one runs at a time: take the lowest ticket not yet worked off. Its holder runs and has worked off all that it
-drew before, so this is the tile that it is at. Whatever that waits for is the part of a lower ticket, and those are
-worked off. So it goes on to its end, and so does the next one, until none is left. This holds however many tickets a
-CTA draws ahead. (Time is another matter: a ticket drawn long before it is begun holds up all behind it.) It would not
-hold if a CTA owned a tile before it runs, by its number in the grid.
+No deadlock is possible, whatever the mask, the launch order, the m_block order and the speed of CTAs, even if only one
+CTA runs at a time. Proof: take the lowest ticket that is not yet worked off. Its holder runs, and has worked off all
+that it drew before, so it is at this tile. The tile waits only for additions of lower tickets, which are worked off. So
+it runs to its end, and the next ticket is the lowest. The proof holds however many tickets a CTA draws ahead. (Speed is
+another matter: a ticket that is drawn long before it is begun delays all behind it.) It would not hold if a CTA owned a
+tile before it runs, by its number in the grid.
 
-Heads share the counter, their tickets mixed in any way that keeps the order of each head. The query heads of a group
-may add to one dK and dV by turns too, and the argument covers that if these turns follow the tickets: the number of the
-head within its group will do where, for each n, the heads of the group have their tickets in ascending order, and
-either all of them add or those that do not pass the turn on all the same.
+Heads share the counter. Their tickets may be mixed in any way that keeps the order of each head. Query heads of a group
+may add to one dK and dV by turns as well. The proof covers that if these turns follow the tickets. The number of a head
+within its group is such a turn on two conditions: for each n, the heads of the group have ascending tickets; and either
+all of them add, or those that do not add signal all the same.
 
-Which launch order is fast depends on the mask. DASH (arXiv 2601.21824) models the additions as a directed acyclic graph
-whose longest path is the time, and walks causal masks from the last query. Walking from the first one, last keys first
-does as well (shortest processing time first, FlashAttention-3's order): every tile reaches a block of queries later
-than the tile whose turn is before. How many heads draw their tickets in turn decides how far apart these two are: one
-head's tiles follow each other so closely that those of a full mask wait, many heads' so far that the cache has lost
-what they share. And shortest first leaves long tiles to the end, when some CTAs have none: the heads of a last section
-start with their first keys and walk from the last query.
+Which launch order is fast depends on the mask. DASH (arXiv 2601.21824) models the additions as a directed acyclic
+graph, whose longest path is the time, and starts causal tiles at the last query. If tiles start at their first query,
+last keys first is as good (shortest processing time first, FlashAttention-3's order): every tile reaches a query block
+later than the tile whose turn is before.
 
-Irregular masks wait in any order. Their blocks have several sums, to which turns 0, 1, ... belong one after the other:
-a tile waits for the last one that added to its own sum, and in the end the sums are added up, the first one first. The
-argument above covers that, as a tile still waits for lower tickets alone. Or they have one sum, and walks that have
-been found for them, in which a tile waits less than with two (``dq_order.contention_model``).
+The number of heads that draw tickets together decides how far apart two such tiles are. Tiles of one head follow each
+other so closely that those of a full mask wait. Tiles of many heads are so far apart that the cache has lost what they
+share. Shortest first also leaves long tiles to the end, when some CTAs have none left. So heads of a last section start
+with their first keys, and their tiles with the last query.
+
+Irregular masks wait in any launch order. There are two remedies. Query blocks may have several sums, to which turns 0,
+1, ... belong one after the other: a tile waits for the last tile that added to its own sum, and in the end the sums are
+added up in order. The proof covers that, as a tile still waits for lower tickets alone. Or blocks have one sum, and
+tiles an m_block order that has been found for the mask, in which they wait less than with two sums
+(``dq_order.contention_model``).
 """
 
 import torch
 from torch import Tensor
 
-# Of a block of queries, under masks that are not known to be regular. Two make waits half as long; what more of them
-# would take to and from memory is more than the waits they would spare.
+# Sums of a query block, under masks that are not known to be regular. Two sums make waits half as long. More of them
+# would cost more memory traffic than they spare waits.
 SUMS = 2
-# Of the L2 cache, for Q, dO and sums of dQ of the heads that draw their tickets in turn: little, as tiles that follow
-# each other are far apart in what they read, and add to more than that. Walks that have been found win more by another
-# head, the fourth of 8192 tokens, than they lose by what the cache has no room for.
-BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS = 16_000_000, 34_000_000
+# Bytes of Q, dO and sums of dQ, for all heads of a section: the L2 cache has room for more, but tiles that follow each
+# other are far apart in what they read, and add to more than that. With an m_block order another head, the fourth of
+# 8192 tokens, spares more waits than it costs misses.
+BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER = 16_000_000, 34_000_000
 
 
 def turns_of_window(
@@ -55,21 +59,21 @@ def turns_of_window(
     *,
     last_first: bool = True,
 ) -> Tensor:
-    """The turns of a dense mask by the formula that kernels compute them with.
+    """Turns of a dense mask, by the formula in kernels.
 
-    Equal to ``write_order`` of the blocks that see each other, without a table.
+    They equal ``write_order`` of the mask's visible blocks, without a table.
 
     Args:
         seqlen_q: real queries of the sequence.
         seqlen_k: its real keys.
-        tile_m: queries a block.
-        tile_n: keys a tile.
-        left: query i sees key j from i + seqlen_k - seqlen_q - left on; at least 0, None is unbounded.
-        right: query i sees key j up to i + seqlen_k - seqlen_q + right; at least 0, None is unbounded; causal is 0.
-        last_first: the last keys are launched first, or the first ones.
+        tile_m: queries of a block.
+        tile_n: keys of a tile.
+        left: query i attends to keys from i + seqlen_k - seqlen_q - left on; at least 0, None is unbounded.
+        right: query i attends to keys up to i + seqlen_k - seqlen_q + right; at least 0, None unbounded, causal is 0.
+        last_first: whether the last keys are launched first, or the first ones.
 
     Returns:
-        (blocks_q, blocks_k), int32: the turn of a tile of keys at a block of queries; -1 where they do not meet.
+        (blocks_q, blocks_k), int32: the turn of a tile of keys at a query block; -1 where no score is visible.
     """
     m, n = (
         torch.arange(-(-seqlen_q // tile_m), device="cpu")[:, None],
@@ -80,25 +84,25 @@ def turns_of_window(
     if left is not None:
         start = (m * tile_m + shift - left).clamp(min=0) // tile_n
     if right is not None:
-        # The last block may reach behind the last query, but that one sees the last key.
+        # The last block may reach beyond the last query, but that one attends to the last key.
         visible_to_last = ((m + 1) * tile_m + shift + right).clamp(0, seqlen_k)
     stop = (visible_to_last + tile_n - 1) // tile_n
     return torch.where((start <= n) & (n < stop), stop - 1 - n if last_first else n - start, -1).int()
 
 
 def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
-    """The turns of any mask of blocks under any launch order.
+    """Turns of any mask of blocks under any launch order.
 
-    Made once for a mask: it reads ``launch`` back to check it, as a wrong one would hang the device.
+    Reads ``launch`` back to check it, as a wrong one would hang the device.
 
     Args:
-        visible: (..., blocks_q, blocks_k), bool: whether some query of the block sees some key of the tile.
-        launch: (..., blocks_k), int32 or int64: the tiles of keys in the order of their tickets, a permutation of
+        visible: (..., blocks_q, blocks_k), bool: whether any query of the block attends to any key of the tile.
+        launch: (..., blocks_k), int32 or int64: tiles of keys in the order of their tickets, a permutation of
             0 .. blocks_k - 1. None is last keys first. Leading dimensions broadcast with those of ``visible``.
 
     Returns:
-        (..., blocks_q, blocks_k), int32: at every block of queries, the tiles that it sees have the turns 0, 1, ... in
-        the order of launch, the others -1.
+        (..., blocks_q, blocks_k), int32: at every query block, the tiles that it attends to have the turns 0, 1, ...
+        in launch order, the others -1.
 
     Raises:
         TypeError: a wrong dtype.
@@ -121,28 +125,28 @@ def write_order(visible: Tensor, launch: Tensor | None = None) -> Tensor:
 
 
 def last_first(blocks_k: int, device: torch.device | None = None) -> Tensor:
-    """The launch order in which the last keys come first.
+    """Launch order in which the last keys come first.
 
     Args:
-        blocks_k: tiles of keys.
-        device: where the order is to be.
+        blocks_k: number of key tiles.
+        device: of the order.
 
     Returns:
-        (1, 1, blocks_k), int32: a launch order for ``write_order``, of all batch entries and heads.
+        (1, 1, blocks_k), int32: a launch order for all batch entries and heads.
     """
     return torch.arange(blocks_k - 1, -1, -1, dtype=torch.int32, device=device)[None, None]
 
 
 def longest_first(lengths: Tensor) -> Tensor:
-    """The launch order that ends evenly: tiles that more blocks of queries see before others, from the left on ties.
+    """Launch order that ends evenly: tiles with more query blocks first, from the left on ties.
 
-    For launches without an order of additions, and for tiles that walk from the last query.
+    It serves launches without an order of additions, and tiles that start with their last query.
 
     Args:
-        lengths: (..., blocks_k), int: how many blocks of queries see each tile.
+        lengths: (..., blocks_k), int: how many query blocks attend to each tile.
 
     Returns:
-        (..., blocks_k), int32: a launch order for ``write_order``.
+        (..., blocks_k), int32: a launch order.
     """
     return lengths.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -151,10 +155,10 @@ def shortest_first(lengths: Tensor) -> Tensor:
     """Shortest processing time first (SPT), from the right on ties: under a causal mask, last keys first.
 
     Args:
-        lengths: (..., blocks_k), int: how many blocks of queries see each tile.
+        lengths: (..., blocks_k), int: how many query blocks attend to each tile.
 
     Returns:
-        (..., blocks_k), int32: a launch order for ``write_order``.
+        (..., blocks_k), int32: a launch order.
     """
     return longest_first(lengths).flip(-1)
 

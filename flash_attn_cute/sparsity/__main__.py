@@ -2,9 +2,9 @@
 
     python -m flash_attn_cute.sparsity plot window --seqlen 4096 --left 1023 --order spt --out window.png
 
-draws which blocks a mask shows, the turns in which key blocks add to dQ, and when the CTAs of a model of the backward
-pass work on which of them. With ``--against default --out window.gif`` the same pass moves under both orders. It needs
-matplotlib: ``pip install matplotlib``.
+draws a mask's blocks, the turns in which key blocks add to dQ, and the timeline of a model's CTAs in the backward pass.
+With ``--against default --out window.gif`` the same pass moves under both orders. The command needs matplotlib:
+``pip install matplotlib``.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("--left", type=int, default=1023, help="of windows: keys before a query (%(default)s)")
     plot.add_argument("--right", type=int, default=0, help="of windows: keys behind it (%(default)s)")
     plot.add_argument("--document", type=int, default=1000, help="tokens of a document (%(default)s)")
-    plot.add_argument("--prefix", type=int, default=1000, help="tokens that all see (%(default)s)")
+    plot.add_argument("--prefix", type=int, default=1000, help="tokens that all queries attend to (%(default)s)")
     plot.add_argument("--step", type=int, default=256, help="of dilated windows (%(default)s)")
     plot.add_argument("--share", type=float, default=0.125, help="of random blocks that are visible (%(default)s)")
     plot.add_argument("--heads", type=int, default=16, help="of a random mask (%(default)s)")

@@ -1,4 +1,4 @@
-"""``BlockMask``: which queries see which keys, block by block, as an expression and as tables made of it once."""
+"""``BlockMask``: which queries attend to which keys, as an expression, and as tables of blocks made of it once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute import kept, settings
+from flash_attn_cute import kept
 from flash_attn_cute.block_tables import BlockColumns, BlockRows, BlockTables
 from flash_attn_cute.dq_order import launch_orders
 from flash_attn_cute.sparsity import column_tables, mask_arguments, row_tables
-from flash_attn_cute.sparsity.bits import HALF, TILE
+from flash_attn_cute.sparsity.bits import TILE
+from flash_attn_cute.sparsity.documents import Documents
 from flash_attn_cute.sparsity.indices import Indices
 from flash_attn_cute.sparsity.nodes import (
     And,
@@ -21,15 +22,14 @@ from flash_attn_cute.sparsity.nodes import (
     BlockMap,
     Dense,
     Dilation,
-    Documents,
     Function,
     MaskMod,
     Node,
     Or,
     Prefix,
-    Sizes,
 )
 from flash_attn_cute.sparsity.plain import Offsets, Plain
+from flash_attn_cute.sparsity.score_blocks import Sizes
 from flash_attn_cute.sparsity.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -46,40 +46,42 @@ _UNBUILT_TABLES = (
 )
 
 
-class _Turns(NamedTuple):
-    """How tiles of a mask add to dQ in turn."""
+class _Contention(NamedTuple):
+    """Knowledge about waits of a mask's tiles for their turns, see ``BlockMask.low_contention``."""
 
-    waits_little: bool
-    has_walks: bool
+    low_contention: bool
+    has_m_block_order: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """Which keys each query sees, for attention that costs what the visible blocks cost.
+    """A mask that says which keys each query attends to, for attention that costs what its visible blocks cost.
 
-    Made by one of the constructors below, and combined by ``&`` and ``|``: ``BlockMask.window(8192, 8192, left=2047)
-    & BlockMask.documents(ids)``. None of them makes a tensor of (seqlen_q, seqlen_k). A mask is a rule; the tables that
-    backends read are made of it when it is first used, on the device of that call, and kept. So make a mask once, and
-    give the same object to all layers. To make them waits for the device a few times (``from_indices``: never), which
-    ``build`` does ahead of torch.compile and of capturing a CUDA graph.
+    The constructors below make masks, and ``&`` and ``|`` combine them: ``BlockMask.window(8192, 8192, left=2047)
+    & BlockMask.documents(ids)``. No tensor of (seqlen_q, seqlen_k) is made.
+
+    A mask is a rule. The tables that backends read are made of it when it is first used, on the device of that call,
+    and kept. So make a mask once, and give the same object to all layers. Making tables waits for the device a few
+    times (``from_indices``: never). ``build`` does it ahead of torch.compile and of capturing a CUDA graph.
 
     Windows, and documents that follow each other, need no tables in dense calls: these become calls with
-    ``window_size``, or with packed sequences. Not so in another order than the default, beside seqused, and, for
-    documents, beside mask and bias or if they have fewer than 128 rows on average.
+    ``window_size``, or with packed sequences. The exceptions are other orders than the default, seqused, and for
+    documents also a mask or bias, and fewer than 128 rows on average.
 
-    Positions are absolute, query i and key j counted from 0, but for ``causal``, ``window``, ``prefix_lm`` and
-    ``dilated``, which are aligned to the bottom right: the last query stands beside the last key. Packed calls
-    take a mask over (total_q, total_k), on top of which sequences see nothing of each other.
+    Positions are absolute: query i and key j are counted from 0. ``causal``, ``window``, ``prefix_lm`` and ``dilated``
+    are aligned to the bottom right instead: the last query stands beside the last key. Packed calls take a mask over
+    (total_q, total_k), and no sequence attends to another one.
 
     The idea of lists of full and partial blocks, and of a function for the elements of partial ones, is FlexAttention's
     (arXiv 2412.05496).
 
     Attributes:
-        batch: batch entries, or 1 if it is the same for all.
-        heads: query heads or key heads, or 1 if it is the same for all.
+        batch: batch entries, or 1 if all have the same mask.
+        heads: query heads or key heads, or 1 if all have the same mask.
         seqlen_q: queries.
         seqlen_k: keys.
-        device: where its tensors are; None if it has none, and can be used anywhere.
+        device: of its tensors; None if it has none, and can be used anywhere.
+        plain: equivalent arguments of a call, see ``sparsity.plain``; None if there are none.
     """
 
     _node: Node
@@ -87,74 +89,74 @@ class BlockMask:
     seqlen_k: int
     _order: str | Tensor = "default"
     _group: int = 1
-    # What has been made of it on each device. Tables without columns, and offsets, serve all orders.
+    # Tables and offsets made so far, by device. Tables without columns, and offsets, serve all orders.
     _rows: kept.Store = field(default_factory=dict)
     _tables: kept.Store = field(default_factory=dict)
     _offsets: kept.Store = field(default_factory=dict)
-    # What says the same without tables; those are for whoever asks for another order.
     plain: Plain | None = field(init=False)
     _sources: kept.Sources | None = field(default=None, init=False)  # of its order
-    _turns: _Turns = field(init=False)  # as its constructor tells, then as a search has found, the same on every device
+    _contention: _Contention = field(init=False)  # from its constructor, then from a search, equal on every device
 
     def __post_init__(self) -> None:
-        """Finds out whether other arguments say the same, and what is known of waits."""
+        """Looks for equivalent arguments, and for what is known about waits."""
         is_default = isinstance(self._order, str) and self._order == "default"
         if isinstance(self._order, Tensor) and not torch.compiler.is_compiling():
             if self._order.is_inference():  # calls that train save it for their backward passes
                 object.__setattr__(self, "_order", kept.copied(self._order))
             object.__setattr__(self, "_sources", kept.Sources({"order": [self._order]}))
         object.__setattr__(self, "plain", Plain.of(self._node, self.sizes) if is_default else None)
-        object.__setattr__(self, "_turns", _Turns(is_default and self._node.is_regular, self._is_searched))
+        is_regular = is_default and self._node.is_regular
+        object.__setattr__(self, "_contention", _Contention(is_regular, self._is_searched))
 
     @property
     def batch(self) -> int:
-        """Batch entries, or 1."""
+        """Batch entries, or 1 if all have the same mask."""
         return self._node.batch
 
     @property
     def heads(self) -> int:
-        """Query heads or key heads, or 1."""
+        """Query heads or key heads, or 1 if all have the same mask."""
         return self._node.heads
 
     @property
     def device(self) -> torch.device | None:
-        """That of its tensors, if it has any."""
+        """Device of its tensors; None if it has none, and can be used anywhere."""
         return self._node.device
 
     @property
     def sizes(self) -> Sizes:
-        """Batch, heads and lengths."""
+        """Batch entries, heads, seqlen_q and seqlen_k."""
         return Sizes(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     @property
     def order_sets(self) -> tuple[int, int]:
-        """Batch entries and key heads that have launch orders of their own; 1 where they share one."""
+        """Batch entries and key heads that have launch orders of their own; 1 where all share one."""
         if isinstance(self._order, Tensor):
             return self._order.shape[0], self._order.shape[1]
         return (1, 1) if self._order == "default" else (self.batch, self.heads // self._group)
 
     @property
-    def waits_little(self) -> bool:
-        """Whether tiles of keys come to each block of queries one after the other, as far as is known.
+    def low_contention(self) -> bool:
+        """Whether tiles of keys are known to wait little for their turns, so that dQ is ordered at no cost.
 
-        So it is where queries see a few runs of keys that move on with them, in the default order of launches.
-        Constructors tell, or the search of the order "auto".
+        Masks whose queries attend to a few runs of keys that move on with them have low contention in the default
+        order. Constructors know that; for other masks the search of the order "auto" finds out.
         """
-        return self._turns.waits_little
+        return self._contention.low_contention
 
     @property
-    def has_walks(self) -> bool:
-        """Whether its tiles walk as has been found for them; before a search, whether there is to be one."""
-        return self._turns.has_walks
+    def has_m_block_order(self) -> bool:
+        """Whether tiles of keys take query blocks in an order found for the mask; True before the search for one."""
+        return self._contention.has_m_block_order
 
     @property
     def _is_searched(self) -> bool:
-        """Whether its order is found by a search, which waits for the device."""
-        return isinstance(self._order, str) and self._order in launch_orders.WAITING
+        """Whether a search finds its order, which waits for the device."""
+        return isinstance(self._order, str) and self._order in launch_orders.SEARCHED
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int) -> BlockMask:
-        """Query i sees key j when ``j <= i + seqlen_k - seqlen_q``.
+        """A causal mask: query i attends to key j where ``j <= i + seqlen_k - seqlen_q``.
 
         Args:
             seqlen_q: queries.
@@ -168,12 +170,14 @@ class BlockMask:
 
     @classmethod
     def window(cls, seqlen_q: int, seqlen_k: int, *, left: int | None = None, right: int | None = None) -> BlockMask:
-        """Query i sees key j when ``i + shift - left <= j <= i + shift + right``, shift = seqlen_k - seqlen_q.
+        """A window: query i attends to key j where ``i + shift - left <= j <= i + shift + right``.
+
+        The shift is seqlen_k - seqlen_q.
 
         Args:
             seqlen_q: queries.
             seqlen_k: keys.
-            left: keys before its own position that a query sees; None or negative: all.
+            left: keys before its own position that a query attends to; None or negative: all.
             right: keys behind it, likewise.
 
         Raises:
@@ -197,19 +201,19 @@ class BlockMask:
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
     ) -> BlockMask:
-        """A query sees the keys of its own document, told by ids or by offsets.
+        """Documents, by ids or by offsets: a query attends to the keys of its own document.
 
-        Blocks that can be ruled out by the least and the largest id that they hold are never looked at; where ids never
-        decrease these are all.
+        The smallest and the largest id of a block decide whether its elements are looked at. Where ids never decrease,
+        these are the blocks that cross the edge of a document.
 
         Args:
             ids: (seqlen_q,) or (batch, seqlen_q), int32 or int64: the document of each query. Negative is padding:
-                whatever such rows hold reaches nothing, NaN included, unless ``|`` shows them.
+                whatever such rows hold reaches nothing, NaN included, unless ``|`` makes them visible.
             ids_k: (seqlen_k,) or (batch, seqlen_k): likewise of each key. None: ids.
-            cu_seqlens: (documents + 1,), int32 or int64, in the place of ids: the offsets of the documents' queries.
-                What they leave out is padding.
+            cu_seqlens: (documents + 1,), int32 or int64, instead of ids: the offsets of the documents' queries. Rows
+                that they leave out are padding.
             cu_seqlens_k: likewise of their keys. None: cu_seqlens.
-            seqlen_q: queries, given with cu_seqlens, as reading the last offset would wait for the device.
+            seqlen_q: queries, required with cu_seqlens, as reading the last offset would wait for the device.
             seqlen_k: keys, likewise. None: seqlen_q.
 
         Raises:
@@ -221,12 +225,12 @@ class BlockMask:
 
     @classmethod
     def prefix(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
-        """All queries see the first keys, and no others; with ``|`` sinks and global tokens.
+        """A prefix of keys that all queries attend to, and no others; for sinks and global tokens by ``|``.
 
         Args:
             seqlen_q: queries.
             seqlen_k: keys.
-            length: keys that all see; an int, or (batch,) int32 or int64.
+            length: keys of the prefix; an int, or (batch,) int32 or int64.
 
         Raises:
             TypeError: a length of another type or dtype, or a seqlen that is no int.
@@ -242,7 +246,7 @@ class BlockMask:
 
     @classmethod
     def prefix_lm(cls, seqlen_q: int, seqlen_k: int, length: int | Tensor) -> BlockMask:
-        """All queries see the prefix, and behind it what ``causal`` shows.
+        """A prefix that all queries attend to, and a causal mask behind it.
 
         Args:
             seqlen_q: queries.
@@ -259,13 +263,13 @@ class BlockMask:
     def dilated(
         cls, seqlen_q: int, seqlen_k: int, step: int, *, left: int | None = None, right: int | None = None
     ) -> BlockMask:
-        """Of a window, every step-th key: those at a distance from the query that is a multiple of step.
+        """A dilated window: its keys whose distance from the query is a multiple of ``step``.
 
         Args:
             seqlen_q: queries.
             seqlen_k: keys.
             step: at least 1.
-            left: see ``window``; in keys, seen or not.
+            left: see ``window``; counted in all keys, visible or not.
             right: likewise.
 
         Raises:
@@ -288,27 +292,21 @@ class BlockMask:
         seqlen_q: int | None = None,
         seqlen_k: int | None = None,
     ) -> BlockMask:
-        """Blocks that are visible as a whole or not at all.
+        """A map of blocks, each fully visible or empty.
 
         Args:
             visible: ([[batch,] heads,] blocks_q, blocks_k), bool; batch and heads may be 1.
-            block: queries and keys of a block; any sizes, multiples of 128 and 64 are made without partial blocks, or
-                with few kinds of them.
-            seqlen_q: queries, if the last block has fewer. None: all blocks are whole.
+            block: queries and keys of a block, of any size. Multiples of 128 make no partial blocks, and multiples of
+                64 few distinct ones.
+            seqlen_q: queries, if the last block is cut off. None: it is complete.
             seqlen_k: keys, likewise.
 
         Raises:
             TypeError: another dtype, or sizes that are no ints.
             ValueError: a wrong shape, or a length that does not come to as many blocks.
         """
-        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            raise TypeError(f"visible: expected a bool tensor, got {mask_arguments.told(visible)}")
-        if not 2 <= visible.ndim <= 4:
-            raise ValueError(
-                f"visible: expected shape ([[batch,] heads,] blocks_q, blocks_k), got shape {tuple(visible.shape)}"
-            )
+        visible = mask_arguments.check_flags("visible", visible, "blocks_q, blocks_k")
         block_q, block_k = mask_arguments.check_block(block)
-        visible = visible[(None,) * (4 - visible.ndim)]
         seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, visible.shape[2], block_q)
         seqlen_k = mask_arguments.check_blocks("seqlen_k", seqlen_k, visible.shape[3], block_k)
         return cls(BlockMap(visible, block_q, block_k), seqlen_q, seqlen_k)
@@ -323,41 +321,26 @@ class BlockMask:
         seqlen_k: int,
         seqlen_q: int | None = None,
     ) -> BlockMask:
-        """For each block of queries the key blocks that it sees, as models select them for each step and layer.
+        """Lists of the key blocks that each query block attends to, as models select them in every step and layer.
 
-        Nothing here or later waits for the device, and nothing is read but with ``FLASH_ATTN_CUTE_CHECK=1``. Combined
-        by ``&`` or ``|`` it is made as any other mask.
+        Neither making nor using such a mask waits for the device, and its data are checked with
+        ``FLASH_ATTN_CUTE_CHECK=1`` alone. Combined by ``&`` or ``|`` it is made like any other mask.
 
         Args:
             indices: (batch or 1, heads or 1, blocks_q, width), int32 or int64: numbers of key blocks, in any order.
-                Those that are negative, and those behind the count, stand for none.
-            counts: (batch or 1, heads or 1, blocks_q), int32 or int64: how many of each row count. None: all.
+                Negative numbers, and those behind the count, are no blocks.
+            counts: (batch or 1, heads or 1, blocks_q), int32 or int64: how many numbers of each row count. None: all.
             block: queries and keys of a block: 64, or multiples of 128.
             seqlen_k: keys.
-            seqlen_q: queries, if the last block has fewer. None: all blocks are whole.
+            seqlen_q: queries, if the last block is cut off. None: it is complete.
 
         Raises:
             TypeError: another dtype, or sizes that are no ints.
             ValueError: a wrong shape, size or length; with ``FLASH_ATTN_CUTE_CHECK=1`` numbers of blocks that are too
                 large or twice in a row, or counts out of range.
         """
-        mask_arguments.check_integers("indices", indices, (4,), "(batch, heads, blocks_q, width)")
-        block_q, block_k = mask_arguments.check_block(block)
-        if any(size != HALF and size % TILE for size in (block_q, block_k)):
-            raise ValueError(f"block: expected 64 or multiples of 128, got {(block_q, block_k)}")
-        seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
-        mask_arguments.check_lengths(seqlen_q, seqlen_k)
-        indices = indices.long()
-        if counts is not None:
-            mask_arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
-            if counts.shape != indices.shape[:3]:
-                raise ValueError(f"counts: expected shape {tuple(indices.shape[:3])}, got {tuple(counts.shape)}")
-            is_counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-            indices = torch.where(is_counted, indices, -1)
-        if not torch.compiler.is_compiling() and settings.check_data():
-            mask_arguments.check_indices(indices, counts, -(-seqlen_k // block_k))
-        sizes = Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k)
-        return cls(Indices(indices, block_q, block_k, sizes), seqlen_q, seqlen_k)
+        node = Indices.of(indices, counts, mask_arguments.check_block(block), seqlen_q, seqlen_k)
+        return cls(node, node.sizes.seqlen_q, seqlen_k)
 
     @classmethod
     def from_function(
@@ -370,62 +353,50 @@ class BlockMask:
         heads: int | None = None,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """A ``mask_mod`` as FlexAttention has them; any Python function that torch.vmap can map.
+        """A ``mask_mod`` in FlexAttention's form: any Python function that torch.vmap can map.
 
-        It is evaluated when the mask is first used, 256 blocks of 128 x 128 at a time. Alone it says nothing about
-        whole blocks, so all are evaluated; ``&`` with what rules blocks out leaves the others.
+        It is evaluated when the mask is first used, 256 blocks of 128 x 128 at a time. A function says nothing about
+        whole blocks, so all blocks are evaluated; ``&`` with another mask leaves those which that rules out.
 
         Args:
             mask_mod: (batch entry, head, query, key) as 0-d int64 tensors, to a 0-d bool, True = may attend.
             seqlen_q: queries.
             seqlen_k: keys.
-            batch: batch entries; None or 1 if it is the same for all.
+            batch: batch entries; None or 1 if all have the same mask.
             heads: heads, likewise.
-            device: that of the tensors that the function looks things up in.
+            device: of the tensors that the function looks up.
 
         Raises:
             TypeError: sizes that are no ints, or no function.
             ValueError: a size out of range.
         """
         mask_arguments.check_lengths(seqlen_q, seqlen_k)
-        sets = []
-        for name, size in (("batch", batch), ("heads", heads)):
-            if size is not None and not mask_arguments.is_int(size):
-                raise TypeError(f"{name}: expected None or an int, got {size!r}")
-            if size is not None and size < 1:
-                raise ValueError(f"{name}: expected None or at least 1, got {size}")
-            sets.append(size or 1)
         if not callable(mask_mod):
             raise TypeError(f"mask_mod: expected a function of (batch entry, head, query, key), got {mask_mod!r}")
-        return cls(Function(mask_mod, (sets[0], sets[1]), torch.empty(0, device=device)), seqlen_q, seqlen_k)
+        sets = mask_arguments.check_set("batch", batch), mask_arguments.check_set("heads", heads)
+        return cls(Function(mask_mod, sets, torch.empty(0, device=device)), seqlen_q, seqlen_k)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> BlockMask:
-        """A mask that exists element by element.
+        """A mask given element by element.
 
         Args:
             mask: ([[batch,] heads,] seqlen_q, seqlen_k), bool, True = may attend, of any strides. Batch and heads may
-                be 1. It is read when the mask is first used, and must not change before.
+                be 1. It is read when the mask is first used, and must not be written to before.
 
         Raises:
             TypeError: another dtype.
             ValueError: a wrong shape.
         """
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask: expected a bool tensor, got {mask_arguments.told(mask)}")
-        if not 2 <= mask.ndim <= 4:
-            raise ValueError(
-                f"mask: expected shape ([[batch,] heads,] seqlen_q, seqlen_k), got shape {tuple(mask.shape)}"
-            )
-        mask = mask[(None,) * (4 - mask.ndim)]
+        mask = mask_arguments.check_flags("mask", mask, "seqlen_q, seqlen_k")
         return cls(Dense(mask), mask.shape[2], mask.shape[3])
 
     @classmethod
     def from_flex(cls, mask: FlexBlockMask) -> BlockMask:
-        """That of ``torch.nn.attention.flex_attention``, with its lists of blocks and its ``mask_mod``.
+        """Converts a mask of ``torch.nn.attention.flex_attention``, with its lists of blocks and its ``mask_mod``.
 
-        Its function is evaluated on its partial blocks alone, and never compiled. Its orders of additions to dQ are not
-        taken: see ``with_order``.
+        The function is evaluated on partial blocks alone, and never compiled. Orders of additions to dQ are not taken
+        over: see ``with_order``.
 
         Args:
             mask: a ``torch.nn.attention.flex_attention.BlockMask``.
@@ -439,24 +410,24 @@ class BlockMask:
         return cls(node, seqlen_q, seqlen_k)
 
     def to_flex(self) -> FlexBlockMask:
-        """The same mask for ``torch.nn.attention.flex_attention``, in blocks of 128.
+        """Converts to a mask of ``torch.nn.attention.flex_attention`` in blocks of 128.
 
-        Its ``mask_mod`` looks elements up in the tiles of this mask, which is built first.
+        Builds this mask first. The ``mask_mod`` of the result looks scores up in its tiles.
         """
         from flash_attn_cute.sparsity import flex
 
         return flex.mask_of(self.sizes, self._any_tables().rows)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both show; orders are forgotten.
+        """The intersection of two masks, in the default order.
 
         Raises:
-            ValueError: of other lengths, on another device, or of batch entries or heads that do not broadcast.
+            ValueError: other lengths, another device, or batch entries or heads that do not broadcast.
         """
         return self._combined(And, "&", other) if isinstance(other, BlockMask) else NotImplemented
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """What either shows; orders are forgotten.
+        """The union of two masks, in the default order.
 
         Raises:
             ValueError: as ``&`` does.
@@ -467,31 +438,35 @@ class BlockMask:
         a, b = self.sizes, other.sizes
         broadcast = all(x == y or 1 in (x, y) for x, y in zip(a[:2], b[:2], strict=True))
         if a[2:] != b[2:] or not broadcast:
-            raise ValueError(f"{sign}: expected masks of sizes that fit, {_sizes_told(a)}, got {_sizes_told(b)}")
+            raise ValueError(f"{sign}: expected masks of sizes that fit, {_describe(a)}, got {_describe(b)}")
         if None not in (self.device, other.device) and self.device != other.device:
             raise ValueError(f"{sign}: expected masks of one device, {self.device}, got {other.device}")
         return BlockMask(kind(self._node, other._node), self.seqlen_q, self.seqlen_k)
 
     def with_order(self, order: str | Tensor, *, group: int = 1) -> BlockMask:
-        """The same mask, its key blocks launched in another order in backward passes; results may round otherwise.
+        """A copy of the mask whose key blocks are launched in another order in backward passes.
 
-        Deterministic passes add to dQ in the order in which blocks of keys are launched, so that waiting depends on it;
-        see ``flash_attn_cute.dq_order.turns``.
+        Deterministic passes add to dQ in launch order, so the order decides how long tiles wait for each other; see
+        ``flash_attn_cute.dq_order.turns``. Results may round differently.
 
         Args:
-            order: ``"default"``, last keys first; ``"spt"``, those that the fewest queries see first (shortest
-                processing time); ``"permutation"``, one of both, and, where that pays, walks of tiles over blocks of
-                queries that a model of the device finds for this mask, so that they wait less; ``"auto"``, the same, or
-                the default where that waits for little, which some constructors tell without a search. Or a tensor of
-                key blocks as they are to be launched: ([[batch,] key heads,] blocks_k), int32 or int64, each a
-                permutation of 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1.
-                Passes that add in no order launch them the other way round, so that long tiles come first.
-            group: query heads of a key head, if the mask is one of query heads: those share an order.
+            order: a name, or a launch order.
+
+                - ``"default"``: last keys first.
+                - ``"spt"``: key blocks with the fewest queries first (shortest processing time).
+                - ``"permutation"``: one of these two, by a search on a model of the device; and where that pays, an
+                  order in which each key block takes its query blocks, so that it waits less.
+                - ``"auto"``: the default where tiles wait little in it, else as ``"permutation"``. Some constructors
+                  know that without a search.
+                - A tensor of key blocks in launch order, ([[batch,] key heads,] blocks_k), int32 or int64, each row a
+                  permutation of 0 .. blocks_k - 1. Batch and key heads may be 1, and have to be where the mask has 1.
+                  Passes that add in no order launch them in reverse, so that long tiles come first.
+            group: query heads of a key head, if the mask has query heads: a group shares an order.
 
         Raises:
-            TypeError: something else, or another dtype.
-            ValueError: an unknown name, a wrong shape or group, or a tensor that is no permutation (which waits for the
-                device).
+            TypeError: another type or dtype.
+            ValueError: an unknown name, a wrong shape or group, or a tensor that is no permutation. A tensor is read
+                back from the device for that.
         """
         if not mask_arguments.is_int(group):
             raise TypeError(f"group: expected an int, got {group!r}")
@@ -508,11 +483,11 @@ class BlockMask:
         return replace(self, _order=order, _group=group, _tables={})
 
     def build(self, device: torch.device | str | None = None, *, tables: bool = False) -> BlockMask:
-        """Makes now what calls read, for torch.compile or a CUDA graph, and returns the mask itself.
+        """Makes the tables that calls read, ahead of torch.compile or a CUDA graph; returns the mask itself.
 
         Args:
-            device: where the calls will be; None if the mask has tensors.
-            tables: also those of windows and documents, which dense calls do without (see ``BlockMask``).
+            device: of the calls; None for that of the mask's tensors.
+            tables: whether to make also the tables of windows and documents, which dense calls do not need.
 
         Raises:
             ValueError: no device, or another one than the mask's.
@@ -530,7 +505,7 @@ class BlockMask:
             made = self.tables(where, backward=True)
             read += [made.rows.entries, made.rows.tiles, made.columns and made.columns.entries]
         for x in read:
-            if x is not None:  # how many there are differs from mask to mask, and is to compile nothing anew
+            if x is not None:  # their sizes differ from mask to mask, and shall compile nothing anew
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         if not isinstance(self._node, Indices):  # compiled programs read them on any stream
             kept.finish(self._offsets)
@@ -538,12 +513,12 @@ class BlockMask:
         return self
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """Moves the mask to another device: itself, if its tensors are there or it has none.
+        """Moves the mask to another device; returns the mask itself if its tensors are there or it has none.
 
-        Its sources are moved, and tables are made of them anew.
+        The tensors that it was made of are moved, and tables are made of them anew.
 
         Args:
-            device: where the calls will be.
+            device: of the calls.
 
         Raises:
             ValueError: a function looks tensors up (``from_function``, ``from_flex``), or a tensor that the mask was
@@ -560,7 +535,7 @@ class BlockMask:
         return BlockMask(node, self.seqlen_q, self.seqlen_k, order, self._group)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have the sources alone: they make tables anew, on the device where they are then."""
+        """State for copies and pickles: sources alone, of which tables are made anew on the device of the copy."""
         return BlockMask, (self._node, self.seqlen_q, self.seqlen_k, self._order, self._group)
 
     @property
@@ -569,7 +544,7 @@ class BlockMask:
 
     @property
     def offsets(self) -> Offsets | None:
-        """Of documents that follow each other, if that is what there is but for a window; found once, and kept.
+        """Offsets of documents that follow each other, if the mask is equivalent to them; found once, and kept.
 
         Raises:
             RuntimeError: as ``tables`` does.
@@ -590,15 +565,15 @@ class BlockMask:
         return kept.made(self._offsets, device, device, find)
 
     def tables(self, device: torch.device, *, backward: bool) -> BlockTables:
-        """What backends read: made when first asked for, on the mask's device, and kept.
+        """The tables that backends read, made when first asked for, and kept.
 
         Args:
-            device: that of the call; the mask's, if it has one.
+            device: of the call, which is the mask's if it has one.
             backward: whether gradients are wanted.
 
         Raises:
-            RuntimeError: they have not been made, and torch.compile or a CUDA graph is recording what waits for none.
-            ValueError: what they are to be made of has been written to.
+            RuntimeError: they have not been made, and cannot be while torch.compile or a CUDA graph records.
+            ValueError: a tensor that the mask was made of has been written to.
         """
         there = self._tables.get(device)
         if there is None and not backward:
@@ -609,11 +584,11 @@ class BlockMask:
         return (self._traced if self._is_traced(device) else self._made)(device, backward)
 
     def _is_traced(self, device: torch.device) -> bool:
-        """Whether what is computed now belongs to a program or a graph, and is not to be kept."""
+        """Whether results computed now belong to a program or a graph, and must not be kept."""
         return torch.compiler.is_compiling() or kept.is_captured(device) or not self._node.is_real
 
     def _traced(self, device: torch.device, backward: bool) -> BlockTables:
-        """The tables as part of a program, which has to do without waiting for the device."""
+        """Makes tables as a part of a program, which cannot wait for the device."""
         there = kept.found(self._rows, device)
         node = self._node
         if not isinstance(node, Indices) or (backward and self._is_searched):
@@ -624,6 +599,7 @@ class BlockMask:
         return tables._replace(columns=self._columns(tables.rows)[0]) if backward else tables
 
     def _made(self, device: torch.device, backward: bool) -> BlockTables:
+        """Finds the kept tables, or makes and keeps them."""
         node = self._node
 
         def without_columns() -> BlockTables:
@@ -633,58 +609,58 @@ class BlockMask:
 
         def with_columns() -> BlockTables:
             tables = kept.made(self._rows, device, device, without_columns)
-            columns, turns = self._columns(tables.rows)
-            if turns is not None:  # told before other threads can see the tables
-                object.__setattr__(self, "_turns", turns)
+            columns, contention = self._columns(tables.rows)
+            if contention is not None:  # before other threads can find the tables
+                object.__setattr__(self, "_contention", contention)
             return tables._replace(columns=columns)
 
         if backward:
             return kept.made(self._tables, device, device, with_columns)
         return kept.made(self._rows, device, device, without_columns)
 
-    def _columns(self, rows: BlockRows) -> tuple[BlockColumns, _Turns | None]:
-        """The columns of rows, and what a search has found of turns."""
+    def _columns(self, rows: BlockRows) -> tuple[BlockColumns, _Contention | None]:
+        """Makes the columns of rows; returns also what a search has found, if there was one."""
         if self._sources is not None and isinstance(self._order, Tensor):
             self._sources.use({"order": [self._order]})
-        order, walks, waits_little = column_tables.launch_of(self._order, rows, self.sizes, self._group)
-        turns = _Turns(waits_little, walks is not None) if self._is_searched else None
-        return column_tables.columns(rows, order, self.sizes, walks), turns
+        order, m_block_order, low_contention = column_tables.launch_of(self._order, rows, self.sizes, self._group)
+        contention = _Contention(low_contention, m_block_order is not None) if self._is_searched else None
+        return column_tables.columns(rows, order, self.sizes, m_block_order), contention
 
     def _any_tables(self) -> BlockTables:
-        """On the device where there are some already, if any."""
+        """Tables on a device that has some already, if any."""
         device = next(iter(self._rows), self.device or torch.device("cpu"))
         return self.tables(device, backward=False)
 
     @property
     def statistics(self) -> Statistics:
-        """How many blocks there are, and of which kind; builds the mask, and waits for the device."""
+        """Counts of blocks by their kind; builds the mask, and waits for the device."""
         return Statistics.of(self._any_tables().rows, self.sizes)
 
     @property
     def sparsity(self) -> float:
-        """The share of blocks of 128 x 128 that nobody sees; builds the mask, and waits for the device."""
-        return 1 - self.statistics.share_seen
+        """Share of blocks of 128 x 128 that are empty; builds the mask, and waits for the device."""
+        return 1 - self.statistics.visible_share
 
     def plot(self, *, batch: int = 0, head: int = 0) -> Any:
-        """A picture of one batch entry and head: blocks, their turns, and the timeline of a model.
+        """Draws one batch entry and head: blocks, their turns, and the timeline of a model.
 
         Args:
-            batch: which entry.
-            head: which head, of those that the mask has.
+            batch: number of the batch entry.
+            head: number of the head, of those that the mask has.
 
         Returns:
             A ``matplotlib.figure.Figure``; ``savefig`` writes it.
 
         Raises:
             ImportError: matplotlib is missing (``pip install matplotlib``).
-            ValueError: a batch entry or head that there is not.
+            ValueError: a batch entry or head that the mask does not have.
         """
         from flash_attn_cute.sparsity import mask_plot
 
         return mask_plot.figure(self, batch, head)
 
     def __repr__(self) -> str:
-        parts = [_sizes_told(self.sizes)]
+        parts = [_describe(self.sizes)]
         if not self._rows:
             parts.append("no tables")
         else:
@@ -693,6 +669,7 @@ class BlockMask:
         return f"BlockMask({', '.join(parts)})"
 
 
-def _sizes_told(sizes: Sizes) -> str:
+def _describe(sizes: Sizes) -> str:
+    """Sizes of a mask in words."""
     of = [f"{n} {name}" for n, name in ((sizes.batch, "batch entries"), (sizes.heads, "heads")) if n != 1]
     return " of ".join([f"{sizes.seqlen_q} x {sizes.seqlen_k}", *([" x ".join(of)] if of else [])])

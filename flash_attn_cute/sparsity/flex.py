@@ -1,4 +1,4 @@
-"""FlexAttention's ``BlockMask`` as an expression, and ours as FlexAttention's."""
+"""Conversion between this package's block masks and FlexAttention's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_attn_cute.block_tables import BlockRows
-from flash_attn_cute.sparsity.bits import FULL, TILE, WORDS
-from flash_attn_cute.sparsity.nodes import And, BlockMap, Function, Node, Or, Sizes
+from flash_attn_cute.block_tables import FULL_CODE, BlockRows
+from flash_attn_cute.sparsity.bits import TILE, WORDS
+from flash_attn_cute.sparsity.nodes import And, BlockMap, Function, Node, Or
 from flash_attn_cute.sparsity.row_tables import owners
+from flash_attn_cute.sparsity.score_blocks import Sizes
 
 
 def node_of(mask: Any) -> tuple[Node, int, int]:
-    """The expression that a mask of FlexAttention is, and its lengths: its full blocks, or its function on the others.
+    """Converts a mask of FlexAttention to an expression: its full blocks, and its function on its partial blocks.
+
+    Returns:
+        The expression, seqlen_q and seqlen_k.
 
     Raises:
-        TypeError: something else.
+        TypeError: not a ``BlockMask`` of FlexAttention.
     """
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected FlexAttention's BlockMask, got {type(mask).__name__}")
@@ -35,33 +39,39 @@ def node_of(mask: Any) -> tuple[Node, int, int]:
 
 
 def _map_of(counts: Tensor, indices: Tensor, blocks_k: int) -> Tensor:
-    """(batch, heads, blocks_q, blocks_k), bool; what is behind a count may be any number."""
+    """A map of blocks (batch, heads, blocks_q, blocks_k), bool, from lists of them.
+
+    Args:
+        counts: (batch, heads, blocks_q): how many blocks of each list count.
+        indices: (batch, heads, blocks_q, n): the blocks; those that do not count may be any number.
+        blocks_k: number of key blocks.
+    """
     is_counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     visible = torch.zeros((*counts.shape, blocks_k + 1), dtype=torch.bool, device=indices.device)
     return visible.scatter_(-1, torch.where(is_counted, indices, blocks_k).long(), True)[..., :blocks_k]
 
 
 def mask_of(sizes: Sizes, rows: BlockRows) -> BlockMask:
-    """FlexAttention's mask of some rows, in blocks of 128; its function looks elements up in their tiles."""
+    """Converts rows to a mask of FlexAttention in blocks of 128, whose function looks scores up in their tiles."""
     row, is_used = owners(rows)
-    row, (block, tile) = row[is_used], rows.entries[is_used].long().unbind(1)
+    row, (block, code) = row[is_used], rows.entries[is_used].long().unbind(1)
     lists: list[Tensor] = []
-    for kept in (tile != FULL, tile == FULL):
+    for selected in (code != FULL_CODE, code == FULL_CODE):
         # As wide as there are key blocks: FlexAttention takes the width for their number when it transposes the lists.
-        visible = rows.spans.new_zeros(sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k)
-        visible[row[kept], block[kept]] = 1
+        visible = rows.spans.new_zeros(sizes.num_rows, sizes.blocks_k)
+        visible[row[selected], block[selected]] = 1
         visible = visible.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
         lists += [visible.sum(-1).int(), visible.argsort(dim=-1, descending=True, stable=True).int()]
-    absent = len(rows.tiles)  # FULL, which is -1, is before it
-    number = torch.full((sizes.batch * sizes.heads * sizes.blocks_q, sizes.blocks_k), absent, device=row.device)
-    number[row, block] = tile
-    number = number.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
+    absent = len(rows.tiles)  # the index of a tile without bits
+    codes = torch.full((sizes.num_rows, sizes.blocks_k), absent, device=row.device)
+    codes[row, block] = code
+    codes = codes.view(sizes.batch, sizes.heads, sizes.blocks_q, sizes.blocks_k)
     tiles = torch.cat((rows.tiles, rows.tiles.new_zeros(1, TILE, WORDS)))
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        tile = number[b if sizes.batch > 1 else b * 0, h if sizes.heads > 1 else h * 0, q // TILE, k // TILE]
-        word = tiles[tile.clamp(min=0), q % TILE, k % TILE // 32]
-        return (tile == FULL) | ((word >> (k % 32)) & 1 == 1)
+        code = codes[b if sizes.batch > 1 else b * 0, h if sizes.heads > 1 else h * 0, q // TILE, k // TILE]
+        word = tiles[code.clamp(min=0), q % TILE, k % TILE // 32]
+        return (code == FULL_CODE) | ((word >> (k % 32)) & 1 == 1)
 
     return BlockMask.from_kv_blocks(
         lists[0],

@@ -1,4 +1,4 @@
-"""Which tensors a ``mask_mod`` looks up, so that it is noticed if they have been written to."""
+"""Tensors that a ``mask_mod`` looks up, so that writes to them are noticed."""
 
 import functools
 import types

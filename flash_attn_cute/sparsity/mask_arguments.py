@@ -1,4 +1,4 @@
-"""What the constructors of a mask are given: every complaint about it, but those about data."""
+"""Checks of the arguments of a mask's constructors: types, shapes and ranges; with a flag also data."""
 
 from typing import Any
 
@@ -11,17 +11,22 @@ _MAX_LENGTH = 2**31 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an int, symbolic or not; bools are none."""
+    """Whether a value is an int, symbolic or not; a bool is none."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def told(x: Any) -> str:
-    """The dtype of a tensor, the type of anything else."""
-    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+def check_flags(name: str, x: Any, last: str) -> Tensor:
+    """Checks a bool tensor ([[batch,] heads,] and the two ``last`` dimensions); returns it with all four."""
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected a bool tensor, got {given}")
+    if not 2 <= x.ndim <= 4:
+        raise ValueError(f"{name}: expected shape ([[batch,] heads,] {last}), got shape {tuple(x.shape)}")
+    return x[(None,) * (4 - x.ndim)]
 
 
 def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
-    """Checks both."""
+    """Checks the lengths of a mask."""
     for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if not is_int(length):
             raise TypeError(f"{name}: expected an int, got {length!r}")
@@ -30,7 +35,7 @@ def check_lengths(seqlen_q: int, seqlen_k: int) -> None:
 
 
 def check_side(name: str, side: int | None) -> int | None:
-    """One side of a window; None if it is unbounded."""
+    """Checks one side of a window; returns None if it is unbounded."""
     if side is None:
         return None
     if not is_int(side):
@@ -39,7 +44,19 @@ def check_side(name: str, side: int | None) -> int | None:
 
 
 def check_integers(name: str, x: Any, ndims: tuple[int, ...], shape: str, *, beside: Tensor | None = None) -> None:
-    """Checks a tensor of int32 or int64, with one of some numbers of dimensions, on the device of another one."""
+    """Checks a tensor of integers.
+
+    Args:
+        name: of the argument.
+        x: the argument.
+        ndims: numbers of dimensions that it may have.
+        shape: that is expected, as the error says it.
+        beside: a tensor on whose device it has to be.
+
+    Raises:
+        TypeError: not an int32 or int64 tensor.
+        ValueError: a wrong number of dimensions, or another device.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
@@ -58,9 +75,10 @@ def ids_of(
     seqlen_q: int | None,
     seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The documents of queries and of keys, copies (batch, seqlen) int64, of the arguments of ``BlockMask.documents``.
+    """Documents of queries and of keys, from the arguments of ``BlockMask.documents``.
 
-    They are one tensor where both are the same.
+    Returns:
+        Copies (batch, seqlen), int64; the same tensor twice where queries and keys have the same documents.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError("ids: expected either ids or cu_seqlens, got " + ("neither" if ids is None else "both"))
@@ -91,14 +109,23 @@ def ids_of(
 
 
 def _ids_of_offsets(offsets: Tensor, length: int) -> Tensor:
-    """The document of each row, -1 where there is none."""
+    """Document of each row, -1 for padding."""
     row = torch.arange(length, device=offsets.device)
     document = torch.searchsorted(offsets.long().contiguous(), row, right=True) - 1
     return torch.where(row < offsets[-1], document, -1)
 
 
+def check_set(name: str, size: int | None) -> int:
+    """Checks a number of batch entries or heads; returns it, or 1 for None."""
+    if size is not None and not is_int(size):
+        raise TypeError(f"{name}: expected None or an int, got {size!r}")
+    if size is not None and size < 1:
+        raise ValueError(f"{name}: expected None or at least 1, got {size}")
+    return size or 1
+
+
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
-    """The queries and keys of a block."""
+    """Checks the size of blocks; returns their queries and keys."""
     sizes: Any = (block, block) if is_int(block) else block
     if not isinstance(sizes, (tuple, list)) or len(sizes) != 2 or not all(is_int(size) for size in sizes):
         raise TypeError(f"block: expected an int or a pair of them, got {block!r}")
@@ -109,7 +136,7 @@ def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def check_blocks(name: str, length: int | None, blocks: int, size: int) -> int:
-    """A length that comes to so many blocks, or that of whole ones."""
+    """Checks that a length makes ``blocks`` blocks; returns it, or for None the length of whole blocks."""
     if length is None:
         return blocks * size
     check_lengths(length, length)

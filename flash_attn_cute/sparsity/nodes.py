@@ -1,127 +1,49 @@
-"""What masks are made of: expressions whose nodes answer for blocks of 128 x 128 scores.
+"""Expressions of masks: nodes that answer for blocks of 128 x 128 scores.
 
-A node never makes a tensor of (seqlen_q, seqlen_k). It says in which range of key blocks a row of blocks can see
-anything (``span``), whether given blocks are visible in no, some or all of their elements (``kinds``), which of them
-are alike (``alike``), and which elements these are, as bits (``tiles``) or one by one (``elements``). The first three
-may know less than there is to know: a wider range, SOME, nothing. ``row_tables.build`` asks for the tiles only of
-blocks that are SOME, of those that are alike for one, and classifies them again.
+No node makes a tensor of (seqlen_q, seqlen_k). A node answers five questions:
+
+- ``block_range``: in which range of key blocks may a query block have visible scores?
+- ``kinds``: is each of some blocks EMPTY, PARTIAL or FULL?
+- ``patterns``: which of these blocks have equal tiles?
+- ``tiles``: which scores of these blocks are visible, as bits?
+- ``elements``: the same as bools.
+
+The first three answers may know less than there is to know: a wider range, PARTIAL, None. ``row_tables.build`` asks for
+tiles of PARTIAL blocks only, once for each pattern, and classifies the blocks again by their tiles.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flash_attn_cute import kept
 from flash_attn_cute.sparsity import bits, lookups
-from flash_attn_cute.sparsity.bits import ALL, SOME, TILE
+from flash_attn_cute.sparsity.bits import PARTIAL, TILE
+from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
 
-_ELEMENTS_AT_ONCE = 256  # blocks whose elements exist at a time: 4 MB, and indices
+_BLOCKS_AT_ONCE = 256  # whose elements exist at a time: 4 MB, and indices
 # FlexAttention's: (batch entry, head, query, key) as 0-d integer tensors, to a 0-d bool.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Sizes(NamedTuple):
-    """How large a mask is; batch and heads are 1 where it is the same for all."""
-
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_k: int
-
-    @property
-    def blocks_q(self) -> int:
-        """Blocks of queries."""
-        return -(-self.seqlen_q // TILE)
-
-    @property
-    def blocks_k(self) -> int:
-        """Blocks of keys."""
-        return -(-self.seqlen_k // TILE)
-
-
-@dataclass(eq=False, repr=False)
-class Blocks:
-    """Some blocks of a mask: (n,) int64 each. Positions behind the last query or key are clamped to it.
-
-    ``row`` counts blocks of queries over all batch entries and heads, ``n`` blocks of keys.
-    """
-
-    sizes: Sizes
-    row: Tensor
-    n: Tensor
-
-    def part(self, which: Tensor | slice) -> Blocks:
-        """Those at some places."""
-        return Blocks(self.sizes, self.row[which], self.n[which])
-
-    def pieces(self, size: int) -> list[Blocks]:
-        """All of them, at most so many at a time; one piece if there are none."""
-        return [self.part(slice(first, first + size)) for first in range(0, max(len(self.n), 1), size)]
-
-    @functools.cached_property
-    def m(self) -> Tensor:
-        """The block of queries of each."""
-        return self.row if self.sizes.batch * self.sizes.heads == 1 else self.row % self.sizes.blocks_q
-
-    def entries(self, node: Node) -> tuple[Tensor, Tensor]:
-        """Batch entries and heads as a node of the same or smaller sizes counts them."""
-        zero, of_sizes = torch.zeros_like(self.n), self.sizes
-        b = zero if node.batch == 1 else self.row // (of_sizes.heads * of_sizes.blocks_q)
-        return b, zero if node.heads == 1 else self.row // of_sizes.blocks_q % of_sizes.heads
-
-    @property
-    def distance(self) -> tuple[Tensor, int]:
-        """From the queries of each to its keys, in blocks, counted from 0; and what it is below."""
-        sizes = self.sizes
-        return self.n - self.m + sizes.blocks_q, sizes.blocks_q + sizes.blocks_k
-
-    @property
-    def bounds_q(self) -> tuple[Tensor, Tensor]:
-        """The first and the last query of each."""
-        return _bounds(self.m, self.sizes.seqlen_q)
-
-    @property
-    def bounds_k(self) -> tuple[Tensor, Tensor]:
-        """The first and the last key of each."""
-        return _bounds(self.n, self.sizes.seqlen_k)
-
-    @property
-    def queries(self) -> Tensor:
-        """(n, 128): the queries of each."""
-        return _positions(self.m, self.sizes.seqlen_q)
-
-    @property
-    def keys(self) -> Tensor:
-        """(n, 128): the keys of each."""
-        return _positions(self.n, self.sizes.seqlen_k)
-
-
-def _bounds(block: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    return block * TILE, (block * TILE + TILE - 1).clamp(max=length - 1)
-
-
-def _positions(block: Tensor, length: int) -> Tensor:
-    return (block[:, None] * TILE + torch.arange(TILE, device=block.device)).clamp(max=length - 1)
-
-
 @dataclass(eq=False, repr=False)
 class Node:
-    """One part of an expression. Its tensors are those of dataclass fields.
+    """One part of an expression. Fields of the dataclass hold its tensors.
 
     Attributes:
-        is_regular: whether each query sees a few runs of keys, which move on with it.
+        is_regular: whether each query attends to a few runs of keys that move on with it. Tiles of such masks wait
+            little for their turns in the default launch order.
     """
 
     is_regular: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Notes what its tensors are; those that PyTorch counts no writes to become copies."""
+        """Records the versions of its tensors; tensors of inference mode, which have none, become copies."""
         self._kept: kept.Store = {}
         self._sources: kept.Sources | None = None  # None in a program that is compiled
         if torch.compiler.is_compiling():
@@ -135,12 +57,12 @@ class Node:
         self._sources = kept.Sources(self._named())
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles: fields, with tensors of their own size."""
+        """State for copies and pickles: the fields, with views of larger tensors as copies."""
         self.use()
         return {f.name: _own_size(getattr(self, f.name)) for f in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy works all else out anew."""
+        """Restores the fields; everything else is worked out anew."""
         self.__dict__.update(state)
         Node.__post_init__(self)
 
@@ -149,21 +71,25 @@ class Node:
         return {name: x for name, x in self.__dict__.items() if isinstance(x, Tensor)}
 
     def _named(self) -> dict[str, list[Tensor]]:
-        """Tensors that it is made of, by the names of arguments."""
+        """Tensors that the node is made of, by the argument that brought them."""
         return {name: [x] for name, x in self._tensors().items()}
 
     @property
     def is_real(self) -> bool:
-        """Whether its tensors hold numbers that do not depend on what a traced program is given."""
+        """Whether its tensors hold numbers, rather than being inputs of a program that is traced."""
         return self._sources is None or self._sources.are_real
 
     def use(self, *, checked: bool = True) -> None:
-        """Has the current stream read its tensors, see ``kept.Sources``."""
+        """Prepares its tensors to be read by the current stream, see ``kept.Sources.use``.
+
+        Raises:
+            ValueError: one of them has been written to, if that is checked.
+        """
         if self._sources is not None:
             self._sources.use(self._named(), checked=checked)
 
     def to(self, device: torch.device) -> Node:
-        """Moves its tensors to a device, in another node.
+        """Makes a node of copies of its tensors on a device.
 
         Raises:
             ValueError: they have been written to, or cannot be moved.
@@ -176,74 +102,77 @@ class Node:
 
     @property
     def batch(self) -> int:
-        """Batch entries, or 1 if it is the same for all."""
+        """Number of batch entries, or 1 if all have the same mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """Heads, or 1 if it is the same for all."""
+        """Number of heads, or 1 if all have the same mask."""
         return 1
 
     @property
     def device(self) -> torch.device | None:
-        """Where its tensors are; None if it has none and works anywhere."""
+        """Device of its tensors; None if it has none and works anywhere."""
         return None
 
     @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
-        """The queries and the keys that belong to no document, (batch, rows) bool; None if nothing has documents."""
+        """Queries and keys of no document, (batch, rows) bool each; None if the mask has no documents."""
         return None
 
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The first key block that a row of blocks can see, and the one behind the last.
+    def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Range of key blocks in which each query block may have visible scores.
 
-        Each broadcasts to (batch, heads, blocks_q), int64.
+        Returns:
+            The first key block and the one after the last, each broadcasting to (batch, heads, blocks_q), int64.
         """
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return zero, zero + sizes.blocks_k
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """NONE, SOME or ALL for each block: (n,), int8."""
-        return torch.full_like(blocks.m, SOME, dtype=torch.int8)
+        """Kind of each block, EMPTY, PARTIAL or FULL: (n,), int8. PARTIAL also stands for unknown."""
+        return torch.full_like(blocks.m, PARTIAL, dtype=torch.int8)
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
-        """Numbers (n,) int64 from 0 on, and what they are below: blocks of the same number have the same tile.
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """Pattern of each block: blocks of one pattern have equal tiles, of which one is made.
 
-        Of each number one block is looked at. None: nothing is known before.
+        Returns:
+            Patterns (n,), int64, from 0 on, and an upper bound of them; None if they are unknown.
         """
         return None
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """(n, 128, 4), int32: which elements are visible; behind the last query and key it may say anything."""
-        return torch.cat([bits.pack(self.elements(piece)) for piece in blocks.pieces(_ELEMENTS_AT_ONCE)])
+        """Tiles of blocks: (n, 128, 4), int32. Bits beyond the last query or key may be anything."""
+        return torch.cat([bits.pack(self.elements(chunk)) for chunk in blocks.chunks(_BLOCKS_AT_ONCE)])
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """(n, 128, 128), bool: the same one by one."""
+        """Visible scores of blocks: (n, 128 queries, 128 keys), bool."""
         raise NotImplementedError
 
 
 def _own_size(x: Any) -> Any:
-    """A tensor that is a part of a larger one as a copy: pickles of views carry all of it."""
+    """A copy of a tensor that is a view of a larger one, whose pickle would carry all of that; else x itself."""
     if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.numel() * x.element_size():
         return x.clone()
     return x
 
 
-def _kinds(no: Tensor, all_: Tensor) -> Tensor:
-    some = ~no  # NONE, SOME and ALL are 0, 1 and 2
-    return some.to(torch.int8) + (some & all_)
+def kinds_of(is_empty: Tensor, is_full: Tensor) -> Tensor:
+    """Kinds (n,) int8 of blocks by two flags (n,); an empty one is EMPTY even if it is flagged as full."""
+    is_visible = ~is_empty  # EMPTY, PARTIAL and FULL are 0, 1 and 2
+    return is_visible.to(torch.int8) + (is_visible & is_full)
 
 
 @dataclass(eq=False, repr=False)
 class Band(Node):
-    """Query i sees key j when ``lower <= j - i <= upper``; None is unbounded."""
+    """Query i attends to key j where ``lower <= j - i <= upper``; None is unbounded."""
 
     is_regular: ClassVar[bool] = True
 
     lower: int | None = None
     upper: int | None = None
 
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """See ``Node``."""
         m = torch.arange(sizes.blocks_q, device=device)
         start, stop = torch.zeros_like(m), torch.full_like(m, sizes.blocks_k)
@@ -258,27 +187,27 @@ class Band(Node):
         """See ``Node``."""
         (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
         least, most = first_k - last_q, last_k - first_q  # of j - i
-        no, all_ = torch.zeros_like(least, dtype=torch.bool), torch.ones_like(least, dtype=torch.bool)
+        is_empty, is_full = torch.zeros_like(least, dtype=torch.bool), torch.ones_like(least, dtype=torch.bool)
         if self.lower is not None:
-            no, all_ = no | (most < self.lower), all_ & (least >= self.lower)
+            is_empty, is_full = is_empty | (most < self.lower), is_full & (least >= self.lower)
         if self.upper is not None:
-            no, all_ = no | (least > self.upper), all_ & (most <= self.upper)
-        return _kinds(no, all_)
+            is_empty, is_full = is_empty | (least > self.upper), is_full & (most <= self.upper)
+        return kinds_of(is_empty, is_full)
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: blocks as far from the diagonal, and all that are visible as a whole."""
-        distance, below = blocks.distance
-        first, last, diagonal = 0, below, blocks.sizes.blocks_q
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """See ``Node``: a pattern for each diagonal of blocks, and one for all full blocks."""
+        diagonal, bound = blocks.diagonals
+        first, last, main = 0, bound, blocks.sizes.blocks_q
         if self.lower is not None:
-            first = max(0, diagonal - (-self.lower - TILE + 1) // TILE)
+            first = max(0, main - (-self.lower - TILE + 1) // TILE)
         if self.upper is not None:
-            last = diagonal + (self.upper - TILE + 1) // TILE
+            last = main + (self.upper - TILE + 1) // TILE
         if first <= last:
-            distance = distance.masked_fill((distance >= first) & (distance <= last), first)
-        return distance, below
+            diagonal = diagonal.masked_fill((diagonal >= first) & (diagonal <= last), first)
+        return diagonal, bound
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: each query sees an interval."""
+        """See ``Node``: each query attends to an interval."""
         at = (blocks.m - blocks.n)[:, None] * TILE + torch.arange(TILE, device=blocks.n.device)
         first = torch.zeros_like(at) if self.lower is None else at + self.lower
         return bits.between(first, torch.full_like(at, TILE) if self.upper is None else at + self.upper)
@@ -286,7 +215,7 @@ class Band(Node):
 
 @dataclass(eq=False, repr=False)
 class Dilation(Node):
-    """Query i sees key j when ``j - i - shift`` is a multiple of ``step``."""
+    """Query i attends to key j where ``j - i - shift`` is a multiple of ``step``."""
 
     is_regular: ClassVar[bool] = True
 
@@ -297,12 +226,12 @@ class Dilation(Node):
         """See ``Node``."""
         (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
         least, most = first_k - last_q - self.shift, last_k - first_q - self.shift
-        no = most // self.step * self.step < least
-        return _kinds(no, torch.full_like(no, self.step == 1))
+        is_empty = most // self.step * self.step < least
+        return kinds_of(is_empty, torch.full_like(is_empty, self.step == 1))
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
         """See ``Node``."""
-        return blocks.distance
+        return blocks.diagonals
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
@@ -312,7 +241,7 @@ class Dilation(Node):
 
 @dataclass(eq=False, repr=False)
 class Prefix(Node):
-    """All queries see the first ``lengths[b]`` keys: (batch,) int64 on any device."""
+    """All queries attend to the first ``lengths[b]`` keys: (batch,) int64 on any device."""
 
     is_regular: ClassVar[bool] = True
 
@@ -320,20 +249,20 @@ class Prefix(Node):
 
     @property
     def batch(self) -> int:
-        """Of the lengths."""
+        """Number of lengths."""
         return 1 if isinstance(self.lengths, int) else len(self.lengths)
 
     @property
     def device(self) -> torch.device | None:
-        """Of its tensors."""
+        """Device of its tensors."""
         return None if isinstance(self.lengths, int) else self.lengths.device
 
     def _length_of(self, blocks: Blocks) -> Tensor:
         if isinstance(self.lengths, int):
             return torch.full_like(blocks.m, self.lengths)
-        return self.lengths[blocks.entries(self)[0]]
+        return self.lengths[blocks.entry_and_head(self)[0]]
 
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """See ``Node``."""
         stop = torch.as_tensor(self.lengths, device=device).clamp(0, sizes.seqlen_k)
         stop = (stop + TILE - 1) // TILE
@@ -343,113 +272,21 @@ class Prefix(Node):
         """See ``Node``."""
         first_k, last_k = blocks.bounds_k
         length = self._length_of(blocks)
-        return _kinds(first_k >= length, last_k < length)
+        return kinds_of(first_k >= length, last_k < length)
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: of a block, all queries see so many keys."""
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
+        """See ``Node``: how many keys of a block are visible."""
         return (self._length_of(blocks) - blocks.n * TILE).clamp(0, TILE), TILE + 1
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: each query sees an interval."""
+        """See ``Node``: each query attends to an interval."""
         last = (self._length_of(blocks) - blocks.n * TILE - 1)[:, None].expand(-1, TILE)
         return bits.between(torch.zeros_like(last), last)
 
 
 @dataclass(eq=False, repr=False)
-class Documents(Node):
-    """Query i sees key j when they are of the same document; negative ids are padding, which nobody sees."""
-
-    is_regular: ClassVar[bool] = True
-
-    ids_q: Tensor  # (batch, seqlen_q), int64
-    ids_k: Tensor  # (batch, seqlen_k), int64
-
-    @property
-    def batch(self) -> int:
-        """Of the ids."""
-        return self.ids_q.shape[0]
-
-    @property
-    def device(self) -> torch.device | None:
-        """Of its tensors."""
-        return self.ids_q.device
-
-    @property
-    def padding(self) -> tuple[Tensor, Tensor]:
-        """Rows of negative ids."""
-        return self.ids_q < 0, self.ids_k < 0
-
-    @property
-    def _ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The least and the largest id of each block of queries and of keys, (batch, blocks) each."""
-        return kept.made(self._kept, "ranges", self.ids_q.device, self._find_ranges)
-
-    def _find_ranges(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        return _range_of_blocks(self.ids_q), _range_of_blocks(self.ids_k)
-
-    @property
-    def _runs(self) -> tuple[Tensor, Tensor]:
-        """Of each block of queries and of keys the first one of its run, (batch, blocks) each, int64.
-
-        A run are neighbours that have one document, the same; any other block is one alone.
-        """
-        return kept.made(self._kept, "runs", self.ids_q.device, self._find_runs)
-
-    def _find_runs(self) -> tuple[Tensor, Tensor]:
-        return _first_of_runs(*self._ranges[0]), _first_of_runs(*self._ranges[1])
-
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``; as narrow as it gets where ids never decrease."""
-        (least_q, most_q), (least_k, most_k) = self._ranges
-        largest_before = most_k.cummax(-1).values
-        least_after = least_k.flip(-1).cummin(-1).values.flip(-1)
-        start = torch.searchsorted(largest_before, least_q.clamp(min=0))
-        stop = torch.searchsorted(least_after, most_q, right=True)
-        return start[:, None], stop[:, None]
-
-    def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
-        b, _ = blocks.entries(self)
-        (least_q, most_q), (least_k, most_k) = (
-            (least[b, block], most[b, block])
-            for (least, most), block in zip(self._ranges, (blocks.m, blocks.n), strict=True)
-        )
-        no = (most_q < least_k) | (most_k < least_q) | (most_q < 0) | (most_k < 0)
-        all_ = (least_q == most_q) & (least_k == most_k) & (least_q == least_k)
-        return _kinds(no, all_)
-
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: all blocks within a document, and those with the same keys, or queries, of another one."""
-        b, _ = blocks.entries(self)
-        blocks_q, blocks_k = blocks.sizes.blocks_q, blocks.sizes.blocks_k
-        m, n = (first[b, block] for first, block in zip(self._runs, (blocks.m, blocks.n), strict=True))
-        number = (b * blocks_q + m) * blocks_k + n + 1
-        return number.masked_fill(self.kinds(blocks) == ALL, 0), self.batch * blocks_q * blocks_k + 1
-
-    def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
-        b, _ = blocks.entries(self)
-        of_q, of_k = self.ids_q[b[:, None], blocks.queries], self.ids_k[b[:, None], blocks.keys]
-        return (of_q[:, :, None] == of_k[:, None, :]) & (of_q >= 0)[:, :, None]
-
-
-def _range_of_blocks(ids: Tensor) -> tuple[Tensor, Tensor]:
-    length = ids.shape[1]
-    # The last block is filled up with its last id, which changes neither end of its range.
-    filled = ids[:, torch.arange(-(-length // TILE) * TILE, device=ids.device).clamp(max=max(length, 1) - 1)]
-    by_block = filled.unflatten(1, (-1, TILE)) if length else filled.new_empty(len(ids), 0, TILE)
-    return by_block.amin(-1), by_block.amax(-1)
-
-
-def _first_of_runs(least: Tensor, most: Tensor) -> Tensor:
-    goes_on = (least == most)[:, 1:] & (least.diff(dim=1) == 0) & (most.diff(dim=1) == 0)
-    places = torch.arange(least.shape[1], device=least.device)
-    return places.masked_fill(torch.nn.functional.pad(goes_on, (1, 0)), 0).cummax(1).values
-
-
-@dataclass(eq=False, repr=False)
 class BlockMap(Node):
-    """Blocks of any size, each visible as a whole or not: (batch, heads, blocks_q, blocks_k), bool."""
+    """A map of blocks of any size: visible (batch, heads, blocks_q, blocks_k), bool."""
 
     visible: Tensor
     block_q: int
@@ -457,43 +294,43 @@ class BlockMap(Node):
 
     @property
     def batch(self) -> int:
-        """Of the map."""
+        """Batch entries of the map."""
         return self.visible.shape[0]
 
     @property
     def heads(self) -> int:
-        """Of the map."""
+        """Heads of the map."""
         return self.visible.shape[1]
 
     @property
     def device(self) -> torch.device | None:
-        """Of its tensors."""
+        """Device of its tensors."""
         return self.visible.device
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: of the blocks of the map that a block of ours lies in."""
-        b, h = blocks.entries(self)
+        """See ``Node``: by the blocks of the map that a block of 128 x 128 meets."""
+        b, h = blocks.entry_and_head(self)
         (first_m, last_m), (first_n, last_n) = (
             (first // size, last // size)
             for (first, last), size in ((blocks.bounds_q, self.block_q), (blocks.bounds_k, self.block_k))
         )
-        no, all_ = torch.ones_like(b, dtype=torch.bool), torch.ones_like(b, dtype=torch.bool)
+        is_empty, is_full = torch.ones_like(b, dtype=torch.bool), torch.ones_like(b, dtype=torch.bool)
         for i in range(_most_met(self.block_q)):
-            m = (first_m + i).clamp(max=last_m)  # the last one again does no harm
+            m = (first_m + i).clamp(max=last_m)  # to look at the last one again does no harm
             for j in range(_most_met(self.block_k)):
                 met = self.visible[b, h, m, (first_n + j).clamp(max=last_n)]
-                no, all_ = no & ~met, all_ & met
-        return _kinds(no, all_)
+                is_empty, is_full = is_empty & ~met, is_full & met
+        return kinds_of(is_empty, is_full)
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
-        """See ``Node``: of sizes that are multiples of 64, which quarters of a block are visible."""
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """See ``Node``: which quarters of a block are visible, if sizes are multiples of 64."""
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return None
         quarters = self._quarters(blocks)
         return (quarters.flatten(1) << torch.arange(4, device=quarters.device)).sum(1), 16
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``; of sizes that are multiples of 64 by quarters of a block."""
+        """See ``Node``: by quarters of a block, if sizes are multiples of 64."""
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return super().tiles(blocks)
         quarters = self._quarters(blocks)
@@ -505,43 +342,43 @@ class BlockMap(Node):
         return self._at(blocks, blocks.queries, blocks.keys)
 
     def _quarters(self, blocks: Blocks) -> Tensor:
-        """(n, 2, 2), bool: which halves of the queries and keys see each other."""
+        """Visible quarters of each block: (n, 2 halves of queries, 2 halves of keys), bool."""
         return self._at(blocks, blocks.queries[:, :: bits.HALF], blocks.keys[:, :: bits.HALF])
 
     def _at(self, blocks: Blocks, queries: Tensor, keys: Tensor) -> Tensor:
-        b, h = (x[:, None, None] for x in blocks.entries(self))
+        b, h = (x[:, None, None] for x in blocks.entry_and_head(self))
         return self.visible[b, h, (queries // self.block_q)[:, :, None], (keys // self.block_k)[:, None, :]]
 
 
 def _most_met(size: int) -> int:
-    """How many blocks of a size a block of 128, which starts at a multiple of that, can lie in."""
+    """How many blocks of a size a block of 128 can meet that starts at a multiple of 128."""
     return max(1, TILE // size) if TILE % size == 0 or size % TILE == 0 else (TILE - 2) // size + 2
 
 
 @dataclass(eq=False, repr=False)
 class Dense(Node):
-    """A mask that exists element by element: (batch, heads, seqlen_q, seqlen_k), bool, of any strides."""
+    """A mask given element by element: (batch, heads, seqlen_q, seqlen_k), bool, of any strides."""
 
     mask: Tensor
 
     @property
     def batch(self) -> int:
-        """Of the mask."""
+        """Batch entries of the mask."""
         return self.mask.shape[0]
 
     @property
     def heads(self) -> int:
-        """Of the mask."""
+        """Heads of the mask."""
         return self.mask.shape[1]
 
     @property
     def device(self) -> torch.device | None:
-        """Of its tensors."""
+        """Device of its tensors."""
         return self.mask.device
 
     def elements(self, blocks: Blocks) -> Tensor:
         """See ``Node``."""
-        b, h = (x[:, None, None] for x in blocks.entries(self))
+        b, h = (x[:, None, None] for x in blocks.entry_and_head(self))
         q = blocks.queries if self.mask.shape[2] > 1 else torch.zeros_like(blocks.queries)
         k = blocks.keys if self.mask.shape[3] > 1 else torch.zeros_like(blocks.keys)
         return self.mask[b, h, q[:, :, None], k[:, None, :]]
@@ -549,11 +386,11 @@ class Dense(Node):
 
 @dataclass(eq=False, repr=False)
 class Function(Node):
-    """A ``mask_mod`` as FlexAttention has them, evaluated by vmap over the elements of given blocks."""
+    """A ``mask_mod`` in FlexAttention's form, evaluated by vmap over the elements of blocks."""
 
     mask_mod: MaskMod
     sets: tuple[int, int]  # batch entries and heads
-    on: Tensor  # an empty one, which moves where pickles are loaded to
+    on: Tensor  # empty; it moves to the device that pickles are loaded to
 
     def _named(self) -> dict[str, list[Tensor]]:
         return {"mask_mod": list(lookups.tensors_of(self.mask_mod))}
@@ -571,39 +408,39 @@ class Function(Node):
 
     @property
     def batch(self) -> int:
-        """As given."""
+        """Batch entries that the function has."""
         return self.sets[0]
 
     @property
     def heads(self) -> int:
-        """As given."""
+        """Heads that the function has."""
         return self.sets[1]
 
     @property
     def device(self) -> torch.device:
-        """As given."""
+        """Device on which the function looks tensors up."""
         return self.on.device
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``. One vmap a dimension, as functions may reduce what they look up."""
+        """See ``Node``: by one vmap a dimension, as functions may reduce what they look up."""
         run = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         run = torch.vmap(run, in_dims=(None, None, 0, None))
-        seen = torch.vmap(run)(*blocks.entries(self), blocks.queries, blocks.keys)
-        if seen.dtype != torch.bool:
-            raise TypeError(f"mask_mod: expected a function that gives a bool, got {seen.dtype}")
-        return seen
+        visible = torch.vmap(run)(*blocks.entry_and_head(self), blocks.queries, blocks.keys)
+        if visible.dtype != torch.bool:
+            raise TypeError(f"mask_mod: expected a function that gives a bool, got {visible.dtype}")
+        return visible
 
 
 @dataclass(eq=False, repr=False)
-class Pair(Node):
-    """Two expressions as one; each may be the same for all batch entries or heads of the other."""
+class Combination(Node):
+    """Two expressions combined; each may have one batch entry or head where the other has several."""
 
     a: Node
     b: Node
 
     @property
     def is_real(self) -> bool:
-        """Of both."""
+        """Whether both are."""
         return self.a.is_real and self.b.is_real
 
     def use(self, *, checked: bool = True) -> None:
@@ -617,46 +454,46 @@ class Pair(Node):
 
     @property
     def is_regular(self) -> bool:  # type: ignore[override]
-        """Of both."""
+        """Whether both are."""
         return self.a.is_regular and self.b.is_regular
 
     @property
     def batch(self) -> int:
-        """Of the one that differs."""
+        """Batch entries of the one that has several, or 1."""
         return self.b.batch if self.a.batch == 1 else self.a.batch
 
     @property
     def heads(self) -> int:
-        """Of the one that differs."""
+        """Heads of the one that has several, or 1."""
         return self.b.heads if self.a.heads == 1 else self.a.heads
 
     @property
     def device(self) -> torch.device | None:
-        """Of its tensors."""
+        """Device of its tensors."""
         return self.a.device if self.b.device is None else self.b.device
 
     @property
     def padding(self) -> tuple[Tensor, Tensor] | None:
-        """Rows that are padding to either; ``row_tables.real_rows`` leaves out those that the expression shows."""
+        """Rows that are padding in ``a`` or ``b``; ``row_tables.real_rows`` takes back those with visible scores."""
         a, b = self.a.padding, self.b.padding
         if a is None or b is None:
             return b if a is None else a
         return a[0] | b[0], a[1] | b[1]
 
-    def alike(self, blocks: Blocks) -> tuple[Tensor, int] | None:
-        """See ``Node``: blocks that are alike for both."""
-        a, b = self.a.alike(blocks), self.b.alike(blocks)
+    def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
+        """See ``Node``: pairs of patterns."""
+        a, b = self.a.patterns(blocks), self.b.patterns(blocks)
         if a is None or b is None or a[1] * b[1] >= 1 << 61:
             return None
         return a[0] * b[1] + b[0], a[1] * b[1]
 
 
-class And(Pair):
-    """What both show."""
+class And(Combination):
+    """Intersection: scores visible in both expressions."""
 
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """See ``Node``."""
-        (start_a, stop_a), (start_b, stop_b) = self.a.span(sizes, device), self.b.span(sizes, device)
+        (start_a, stop_a), (start_b, stop_b) = self.a.block_range(sizes, device), self.b.block_range(sizes, device)
         return torch.maximum(start_a, start_b), torch.minimum(stop_a, stop_b)
 
     def kinds(self, blocks: Blocks) -> Tensor:
@@ -668,12 +505,12 @@ class And(Pair):
         return self.a.tiles(blocks) & self.b.tiles(blocks)
 
 
-class Or(Pair):
-    """What either shows."""
+class Or(Combination):
+    """Union: scores visible in either expression."""
 
-    def span(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
         """See ``Node``."""
-        (start_a, stop_a), (start_b, stop_b) = self.a.span(sizes, device), self.b.span(sizes, device)
+        (start_a, stop_a), (start_b, stop_b) = self.a.block_range(sizes, device), self.b.block_range(sizes, device)
         return torch.minimum(start_a, start_b), torch.maximum(stop_a, stop_b)
 
     def kinds(self, blocks: Blocks) -> Tensor:

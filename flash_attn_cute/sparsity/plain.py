@@ -1,7 +1,7 @@
-"""Masks that other arguments of a call say as well: windows, and documents that follow each other.
+"""Masks that need no tables: windows, and documents that follow each other.
 
-Kernels compute a window from positions and find packed sequences by their offsets. That is faster than to read lists of
-blocks, and takes no tables.
+Such a mask is equivalent to ``window_size``, or to packed sequences. Kernels compute windows from positions and find
+packed sequences by offsets, which is faster than reading lists of blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.sparsity.nodes import And, Band, Documents, Node, Sizes
+from flash_attn_cute.sparsity.documents import Documents
+from flash_attn_cute.sparsity.nodes import And, Band, Node
+from flash_attn_cute.sparsity.score_blocks import Sizes
 
 _MAX_ROWS = 2**31 - 1
-# Rows of a document on average, from which on packed sequences were faster on an H200. Each has tiles of its own
-# there, while lists merge short ones.
+# Mean rows of a document from which packed sequences were faster on an H200. A packed sequence has tiles of its own,
+# while lists merge short documents.
 _LEAST_ROWS = 128
 
 
 class Plain(NamedTuple):
-    """What says the same as a mask: a window, see ``Options``, and the documents that it is within, if any."""
+    """Arguments of a call that are equivalent to a mask: a window as in ``Options``, and documents, if any."""
 
     left: int | None
     right: int | None
@@ -28,7 +30,7 @@ class Plain(NamedTuple):
 
     @classmethod
     def of(cls, node: Node, sizes: Sizes) -> Plain | None:
-        """That of an expression; None if it shows something else."""
+        """The equivalent of an expression; None if there is none."""
         parts = _conjuncts(node)
         bands = [part for part in parts if isinstance(part, Band)]
         documents = [part for part in parts if isinstance(part, Documents)]
@@ -45,8 +47,10 @@ class Plain(NamedTuple):
 class Offsets(NamedTuple):
     """Documents as packed sequences of the rows of all batch entries, one entry behind the other.
 
-    ``cu_seqlens`` (documents + 1,) and ``seqused`` (documents,) are int32; seqused is None where no row is padding, and
-    else tells padding at the end of an entry as a document of no real rows. ``longest`` is a bound on their rows.
+    Attributes:
+        cu_seqlens: (documents + 1,), int32. Padding at the end of an entry is a document, too.
+        seqused: (documents,), int32: the rows of each document, 0 for padding; None if no row is padding.
+        longest: an upper bound of a document's rows.
     """
 
     cu_seqlens: Tensor
@@ -55,9 +59,13 @@ class Offsets(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor) -> Offsets | None:
-        """Those of documents told by ids (batch, seqlen), int64; waits for the device.
+        """Finds the offsets of documents; waits for the device.
 
-        None if ids decrease, go on behind padding, or are of documents so short that lists of blocks serve them better.
+        Args:
+            ids: (batch, seqlen), int64: the document of each row, negative for padding.
+
+        Returns:
+            None if ids decrease, if rows follow padding, or if documents are so short that lists are faster.
         """
         if not 0 < ids.numel() <= _MAX_ROWS:
             return None
@@ -73,11 +81,11 @@ class Offsets(NamedTuple):
         lengths = cu_seqlens.diff()
         seqused = lengths * ~is_padding.flatten()[start] if is_padded else None
         longest = int((lengths if seqused is None else seqused).max())
-        # Few bounds, as calls with the same one share what has been planned and compiled.
+        # A power of two, as calls with the same bound share plans and compiled programs.
         bound = min(1 << (longest - 1).bit_length() if longest else 1, ids.shape[1])
         return cls(cu_seqlens.int(), None if seqused is None else seqused.int(), bound)
 
 
 def _conjuncts(node: Node) -> list[Node]:
-    """What all has to show a score for the expression to show it."""
+    """Expressions whose intersection a node is."""
     return _conjuncts(node.a) + _conjuncts(node.b) if isinstance(node, And) else [node]

@@ -1,149 +1,161 @@
 """Rows of blocks, made from an expression: the lists of key blocks that the forward pass goes over.
 
-There is a row for each block of 128 queries. It holds every block once, full and partial ones merged, in ascending
-order. Making rows reads back from the device how many blocks there are of what.
+There is a row for each block of 128 queries. It lists full and partial blocks together, each once, in ascending order.
+Making rows reads back from the device how many blocks there are of each kind.
 """
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.block_tables import BlockRows, RealRows
+from flash_attn_cute.block_tables import FULL_CODE, BlockRows, RealRows
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import ALL, FULL, SOME, TILE
-from flash_attn_cute.sparsity.nodes import Blocks, Node, Sizes
+from flash_attn_cute.sparsity.bits import EMPTY, FULL, PARTIAL, TILE
+from flash_attn_cute.sparsity.nodes import Node
+from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
 
-_PAIRS_AT_ONCE = 1 << 22  # blocks that are classified at a time
-_TILES_AT_ONCE = 1 << 12  # blocks whose tiles are compared at a time: 8 MB
+_BLOCKS_AT_ONCE = 1 << 22  # that are classified
+_TILES_AT_ONCE = 1 << 12  # that are compared: 8 MB
 
 
 def build(node: Node, sizes: Sizes, device: torch.device) -> BlockRows:
-    """The rows of any expression, without gaps between them.
+    """Makes the rows of an expression, without gaps between them.
 
-    Waits for the device a few times for every four million blocks that an expression cannot rule out.
+    Waits for the device a few times for every four million candidates: blocks in the ranges of ``Node.block_range``.
     """
     shape = (sizes.batch, sizes.heads, sizes.blocks_q)
-    start, stop = (x.expand(shape).flatten() for x in node.span(sizes, device))
+    start, stop = (x.expand(shape).flatten() for x in node.block_range(sizes, device))
     candidates = (stop - start).clamp(min=0)
-    behind_row = candidates.cumsum(0)
-    first = start + candidates - behind_row  # of each row, so that the nth candidate of all is block first + n
-    found, row, before = _Found(sizes, device), 0, 0
-    ends = behind_row.tolist()
+    row_ends = candidates.cumsum(0)
+    first = start + candidates - row_ends  # of each row, so that candidate i is key block first[row] + i
+    found, row, before = _FoundBlocks(sizes, device), 0, 0
+    ends = row_ends.tolist()
     while row < len(ends):
-        behind = row + 1
-        while behind < len(ends) and ends[behind] - before <= _PAIRS_AT_ONCE:
-            behind += 1
-        rows = torch.arange(row, behind, device=device)
-        of_row = rows.repeat_interleave(candidates[row:behind], output_size=ends[behind - 1] - before)
-        n = first[of_row] + torch.arange(before, ends[behind - 1], device=device)
-        found.classify(node, of_row, n)
-        row, before = behind, ends[behind - 1]
+        next_row = row + 1
+        while next_row < len(ends) and ends[next_row] - before <= _BLOCKS_AT_ONCE:
+            next_row += 1
+        rows = torch.arange(row, next_row, device=device)
+        row_of = rows.repeat_interleave(candidates[row:next_row], output_size=ends[next_row - 1] - before)
+        n = first[row_of] + torch.arange(before, ends[next_row - 1], device=device)
+        found.classify(node, row_of, n)
+        row, before = next_row, ends[next_row - 1]
     return found.rows()
 
 
-class _Found:
-    """The blocks found so far that are not empty, ascending by row and column."""
+class _FoundBlocks:
+    """Blocks with visible scores found so far, ascending by row and key block, and the tiles of partial ones."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes = sizes
         self.row = [torch.zeros(0, dtype=torch.int64, device=device)]
         self.block = [torch.zeros(0, dtype=torch.int64, device=device)]
-        self.tile = [torch.zeros(0, dtype=torch.int64, device=device)]  # numbers in all of ``tiles``
+        self.code = [torch.zeros(0, dtype=torch.int64, device=device)]
         self.tiles = [torch.zeros(0, TILE, bits.WORDS, dtype=torch.int32, device=device)]
         self.num_tiles = 0
 
     def classify(self, node: Node, row: Tensor, n: Tensor) -> None:
+        """Finds out the kinds of blocks, and keeps those that are not empty."""
         sizes = self.sizes
         blocks = Blocks(sizes, row, n)
         kinds = node.kinds(blocks)
         if sizes.seqlen_q % TILE:
-            kinds = kinds.masked_fill((blocks.m == sizes.blocks_q - 1) & (kinds == ALL), SOME)
+            kinds = kinds.masked_fill((blocks.m == sizes.blocks_q - 1) & (kinds == FULL), PARTIAL)
         if sizes.seqlen_k % TILE:
-            kinds = kinds.masked_fill((n == sizes.blocks_k - 1) & (kinds == ALL), SOME)
-        tile = torch.full_like(n, FULL)
-        partial = (kinds == SOME).nonzero()[:, 0]
+            kinds = kinds.masked_fill((n == sizes.blocks_k - 1) & (kinds == FULL), PARTIAL)
+        code = torch.full_like(n, FULL_CODE)
+        partial = (kinds == PARTIAL).nonzero()[:, 0]
         if len(partial):
-            kinds[partial], tile[partial] = self._of_partial(node, blocks.part(partial))
-        kept = kinds.nonzero()[:, 0]  # NONE is 0
-        self.row.append(row[kept])
-        self.block.append(n[kept])
-        self.tile.append(tile[kept])
+            kinds[partial], code[partial] = self._tiles_by_pattern(node, blocks.select(partial))
+        visible = (kinds != EMPTY).nonzero()[:, 0]
+        self.row.append(row[visible])
+        self.block.append(n[visible])
+        self.code.append(code[visible])
 
-    def _of_partial(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """What blocks are that could be anything, (n,) int8, and which tiles they have, (n,) int64."""
+    def _tiles_by_pattern(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Makes the tiles of blocks that may be partial, one for each pattern.
+
+        Returns:
+            The kinds of the blocks, (n,) int8, and their codes, (n,) int64.
+        """
         sizes = self.sizes
-        alike, number = node.alike(blocks), None
-        if alike is not None:
+        patterns, index = node.patterns(blocks), None
+        if patterns is not None:
             cut_q = (blocks.m == sizes.blocks_q - 1) if sizes.seqlen_q % TILE else 0
             cut_k = (blocks.n == sizes.blocks_k - 1) if sizes.seqlen_k % TILE else 0
-            first, number = bits.by_first((4 * alike[0] + 2 * cut_q + cut_k).unique(return_inverse=True))
-            blocks = blocks.part(first)
-        parts = [self._tiles_of(node, piece) for piece in blocks.pieces(_TILES_AT_ONCE)]
-        kinds, tile = (torch.cat(x) for x in zip(*parts, strict=True))
-        return (kinds, tile) if number is None else (kinds[number], tile[number])
+            first, index = bits.by_first((4 * patterns[0] + 2 * cut_q + cut_k).unique(return_inverse=True))
+            blocks = blocks.select(first)
+        chunks = [self._tiles_of(node, chunk) for chunk in blocks.chunks(_TILES_AT_ONCE)]
+        kinds, code = (torch.cat(x) for x in zip(*chunks, strict=True))
+        return (kinds, code) if index is None else (kinds[index], code[index])
 
     def _tiles_of(self, node: Node, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """The same of few blocks, each looked at."""
+        """Makes a tile for every block; returns kinds and codes as ``_tiles_by_pattern`` does."""
         sizes = self.sizes
         tiles = node.tiles(blocks)
         if sizes.seqlen_q % TILE or sizes.seqlen_k % TILE:
             tiles = bits.cut(tiles, sizes.seqlen_q - blocks.m * TILE, sizes.seqlen_k - blocks.n * TILE)
         kinds = bits.kinds(tiles)
-        some = (kinds == SOME).nonzero()[:, 0]
-        distinct, number = bits.distinct(tiles[some])
+        partial = (kinds == PARTIAL).nonzero()[:, 0]
+        distinct, index = bits.distinct(tiles[partial])
         self.tiles.append(distinct)
-        tile = torch.full_like(blocks.n, FULL).index_copy_(0, some, number + self.num_tiles)
+        code = torch.full_like(blocks.n, FULL_CODE).index_copy_(0, partial, index + self.num_tiles)
         self.num_tiles += len(distinct)
-        return kinds, tile
+        return kinds, code
 
     def rows(self) -> BlockRows:
+        """Joins all that has been found."""
         sizes = self.sizes
-        row, block, tile, tiles = (torch.cat(x) for x in (self.row, self.block, self.tile, self.tiles))
-        if len(self.tiles) > 2:  # made in several parts, which may have some in common
-            tiles, number = bits.distinct(tiles)
-            tile = number[tile.clamp(min=0)].masked_fill(tile == FULL, FULL)
-        edges = torch.searchsorted(row, torch.arange(sizes.batch * sizes.heads * sizes.blocks_q + 1, device=row.device))
+        row, block, code, tiles = (torch.cat(x) for x in (self.row, self.block, self.code, self.tiles))
+        if len(self.tiles) > 2:  # made in several chunks, which may have some in common
+            tiles, index = bits.distinct(tiles)
+            code = index[code.clamp(min=0)].masked_fill(code == FULL_CODE, FULL_CODE)
+        edges = torch.searchsorted(row, torch.arange(sizes.num_rows + 1, device=row.device))
         spans = torch.stack((edges[:-1], edges.diff()), 1).int()
         spans = spans.view(sizes.batch, sizes.heads, sizes.blocks_q, 2)
-        return BlockRows(spans, torch.stack((block, tile), 1).int(), tiles)
+        return BlockRows(spans, torch.stack((block, code), 1).int(), tiles)
 
 
 def real_rows(node: Node, rows: BlockRows, sizes: Sizes) -> RealRows | None:
-    """Which rows are no padding, of an expression and its rows of blocks; None if none is. Waits for the device.
+    """Rows that are no padding of an expression; None if no row is padding. Waits for the device.
 
-    A row of no document is padding only if the whole mask hides it, for ``|`` may show it all the same.
+    A row of no document is padding only if the whole mask hides it: ``|`` may make it visible.
+
+    Args:
+        node: the expression.
+        rows: its rows of blocks.
+        sizes: of the mask.
     """
     padding = node.padding
     if padding is None or not bool(padding[0].any() | padding[1].any()):
         return None
     row, is_used = owners(rows)
-    row, (block, tile) = row[is_used], rows.entries[is_used].long().unbind(1)
+    row, (block, code) = row[is_used], rows.entries[is_used].long().unbind(1)
     entry, m = row // (sizes.heads * max(sizes.blocks_q, 1)), row % max(sizes.blocks_q, 1)
-    sees = _shown_of(rows.tiles.any(2), entry, m, tile, sizes.blocks_q, sizes.batch)
-    seen = _shown_of(bits.seen_by_any(rows.tiles), entry, block, tile, sizes.blocks_k, sizes.batch)
-    real = RealRows(~padding[0] | sees[:, : sizes.seqlen_q], ~padding[1] | seen[:, : sizes.seqlen_k])
+    queries = _visible_rows(rows.tiles.any(2), entry, m, code, sizes.blocks_q, sizes.batch)
+    keys = _visible_rows(bits.visible_keys(rows.tiles), entry, block, code, sizes.blocks_k, sizes.batch)
+    real = RealRows(~padding[0] | queries[:, : sizes.seqlen_q], ~padding[1] | keys[:, : sizes.seqlen_k])
     return None if bool(real.queries.all() & real.keys.all()) else real
 
 
-def _shown_of(of_tile: Tensor, entry: Tensor, block: Tensor, tile: Tensor, blocks: int, batch: int) -> Tensor:
-    """Which rows of blocks any of their tiles shows: (batch, 128 * blocks), bool.
+def _visible_rows(of_tile: Tensor, entry: Tensor, block: Tensor, code: Tensor, num_blocks: int, batch: int) -> Tensor:
+    """Queries, or keys, that are visible in at least one listed block: (batch, 128 * num_blocks), bool.
 
     Args:
-        of_tile: (tiles, 128), bool: which rows of a block each tile shows.
-        entry: (entries,): the batch entry of each.
-        block: (entries,): its block, of queries or of keys.
-        tile: (entries,), int64: its tile, or FULL.
-        blocks: how many there are.
-        batch: likewise.
+        of_tile: (tiles, 128), bool: which queries, or keys, of a block each tile shows.
+        entry: (entries,): the batch entry of each listed block.
+        block: (entries,): its number among blocks of queries, or of keys.
+        code: (entries,), int64.
+        num_blocks: how many blocks of queries, or of keys, there are.
+        batch: how many batch entries there are.
     """
-    of_tile = torch.cat((of_tile.new_ones(1, TILE), of_tile))  # FULL is -1
-    pairs = ((entry * blocks + block) * len(of_tile) + tile + 1).unique()
-    shown = torch.zeros(batch * blocks, TILE, dtype=torch.int32, device=tile.device)
-    shown.index_add_(0, pairs // len(of_tile), of_tile[pairs % len(of_tile)].int())
-    return (shown > 0).view(batch, blocks * TILE)
+    of_tile = torch.cat((of_tile.new_ones(1, TILE), of_tile))  # FULL_CODE is -1
+    pairs = ((entry * num_blocks + block) * len(of_tile) + code + 1).unique()
+    count = torch.zeros(batch * num_blocks, TILE, dtype=torch.int32, device=code.device)
+    count.index_add_(0, pairs // len(of_tile), of_tile[pairs % len(of_tile)].int())
+    return (count > 0).view(batch, num_blocks * TILE)
 
 
 def owners(rows: BlockRows) -> tuple[Tensor, Tensor]:
-    """The row that each entry belongs to, (entries,) int32, and whether it is used at all."""
+    """The row that each entry belongs to, (entries,) int32, and whether the entry is used, (entries,) bool."""
     place = torch.arange(len(rows.entries), dtype=torch.int32, device=rows.spans.device)
     start, count = rows.spans.flatten(0, 2).unbind(1)
     row = torch.searchsorted(start.contiguous(), place, right=True, out_int32=True) - 1

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flash_attn_cute.block_tables import BlockRows
-from flash_attn_cute.sparsity.bits import FULL
-from flash_attn_cute.sparsity.nodes import Sizes
+from flash_attn_cute.block_tables import FULL_CODE, BlockRows
 from flash_attn_cute.sparsity.row_tables import owners
+from flash_attn_cute.sparsity.score_blocks import Sizes
 
 
 class Statistics(NamedTuple):
-    """Counts of blocks of 128 x 128, over all its batch entries and heads."""
+    """Counts of blocks of 128 x 128, over all batch entries and heads that a mask has.
+
+    Attributes:
+        blocks: all blocks.
+        full: blocks whose scores are all visible.
+        partial: blocks whose scores are visible in part.
+        tiles: distinct tiles of partial blocks.
+    """
 
     blocks: int
     full: int
     partial: int
-    tiles: int  # how many kinds of partial blocks there are
+    tiles: int
 
     @classmethod
     def of(cls, rows: BlockRows, sizes: Sizes) -> Statistics:
         """Counts the blocks of rows; waits for the device."""
         _, is_used = owners(rows)
-        tile = rows.entries[is_used, 1]
-        full = int((tile == FULL).sum())
-        blocks = sizes.batch * sizes.heads * sizes.blocks_q * sizes.blocks_k
-        return cls(blocks, full, len(tile) - full, len(tile[tile != FULL].unique()))
+        code = rows.entries[is_used, 1]
+        full = int((code == FULL_CODE).sum())
+        blocks = sizes.num_rows * sizes.blocks_k
+        return cls(blocks, full, len(code) - full, len(code[code != FULL_CODE].unique()))
 
     @property
-    def share_seen(self) -> float:
-        """The share of blocks of which some query sees something; all of none."""
-        return (self.full + self.partial) / self.blocks if self.blocks else 1.0
+    def visible(self) -> int:
+        """Number of full and partial blocks."""
+        return self.full + self.partial
+
+    @property
+    def visible_share(self) -> float:
+        """Share of blocks that are full or partial; 1 for a mask of no blocks, which leaves nothing out."""
+        return self.visible / self.blocks if self.blocks else 1.0
 
     def __str__(self) -> str:
         """The counts in a line."""
-        seen = self.full + self.partial
-        share = seen / self.blocks if self.blocks else 0.0
-        return f"{seen} of {self.blocks} blocks ({share:.1%}), {self.partial} partial ({self.tiles} distinct)"
+        share = f"{self.visible_share:.1%}"
+        return f"{self.visible} of {self.blocks} blocks ({share}), {self.partial} partial ({self.tiles} distinct)"

@@ -82,7 +82,7 @@ def test_walks_that_do_not_ascend(head_dim: int, order: str) -> None:
     tables = mask.tables(torch.device("cpu"), backward=True)
     steps = column_tables.steps(tables.rows, mask.sizes) > 0
     ascending = steps.cumsum(2, dtype=torch.int16) - 1
-    assert (column_tables.walks_of(tables, mask.sizes) != ascending)[steps].any()
+    assert (column_tables.m_block_order_of(tables, mask.sizes) != ascending)[steps].any()
     options: dict[str, Any] = {"packed": False, "head_dim": head_dim, "nheads": 1, "dtype": torch.bfloat16}
     call = replace(random_call([522], [524], **options), block_mask=mask, shown=shown)
     results = []

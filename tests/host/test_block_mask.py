@@ -100,7 +100,8 @@ def test_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
         assert not spelled_out(tables, seqlen_q, seqlen_k).numel()
         assert not any(columns_spelled_out(tables, 64).values())
         assert mask.sparsity == 0.0
-        assert "0 of 0 blocks" in repr(mask)
+        assert mask.statistics.visible_share == 1.0
+        assert "0 of 0 blocks (100.0%)" in repr(mask)
         for order in ("auto", "permutation", "spt"):
             assert launch_order(mask.with_order(order)).shape[2] == mask.sizes.blocks_k
 
@@ -276,7 +277,7 @@ def test_built_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(at_once)
     masks = [random_mask(511, 300, rng, (2, 3)).mask for _ in range(4)]
     whole = [tables_of(mask) for mask in masks]
-    monkeypatch.setattr(row_tables, "_PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(row_tables, "_BLOCKS_AT_ONCE", at_once)
     monkeypatch.setattr(row_tables, "_TILES_AT_ONCE", max(1, at_once // 2))
     for mask, tables in zip(masks, whole, strict=True):
         mask._rows.clear()

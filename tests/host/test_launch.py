@@ -1,4 +1,4 @@
-"""Launch orders of masks: the model against a simulation of its own, what it finds, and no deadlock under any order."""
+"""Launch orders of masks: the model against a simulation of its own, its search, and no deadlock under any order."""
 
 import random
 import time
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.calls import ops, prepared_call
-from flash_attn_cute.dq_order import contention_model as model
+from flash_attn_cute.dq_order import contention_model
 from flash_attn_cute.dq_order.turns import shortest_first, write_order
 from flash_attn_cute.sparsity import column_tables
 from flash_attn_cute.spec import Options
@@ -27,18 +27,18 @@ def last_first(visible: Tensor) -> Tensor:
 
 
 def spt(visible: Tensor) -> Tensor:
-    """Likewise."""
+    """(batch, heads, blocks_k)."""
     return shortest_first(visible.sum(2))
 
 
-def simulated(visible: Tensor, order: Tensor, walks: Tensor | None = None) -> float:
-    """What the event-driven simulation says of as many heads as the model takes."""
+def simulated(visible: Tensor, order: Tensor, m_block_order: Tensor | None = None) -> float:
+    """Makespan by the event-driven simulation, of as many heads as the model takes."""
     copies = max(1, 16 // (visible.shape[0] * visible.shape[1]))
     turns, order = (
         x.flatten(0, 1).repeat(copies, *[1] * (x.ndim - 2)) for x in (write_order(visible, order.long()), order)
     )
-    walks = None if walks is None else walks.flatten(0, 1).repeat(copies, 1, 1)
-    return simulate(backward(turns, order, section=8, walks=walks).tiles, Machine(132)).makespan
+    by_head = None if m_block_order is None else m_block_order.flatten(0, 1).repeat(copies, 1, 1)
+    return simulate(backward(turns, order, section=8, m_block_order=by_head).tiles, Machine(132)).makespan
 
 
 def windowed(length: int, left: int | None, right: int | None) -> Tensor:
@@ -50,7 +50,7 @@ def windowed(length: int, left: int | None, right: int | None) -> Tensor:
 
 
 def scattered(blocks_q: int, blocks_k: int, share: float, seed: int) -> Tensor:
-    """Masks of 16 heads, blocks of 128 queries and 128 keys; as those of 64 queries see them."""
+    """Random blocks of 128 queries and 128 keys for 16 heads, as a map of blocks of 64 queries."""
     visible = torch.rand(1, 16, blocks_q, blocks_k, generator=torch.Generator().manual_seed(seed)) < share
     return visible.repeat_interleave(2, 2)
 
@@ -64,24 +64,24 @@ MASKS = {
 
 
 def steps_of(visible: Tensor) -> Tensor:
-    """Of blocks of 128 queries, how many halves of them are visible."""
+    """Visible halves of each block of 128 queries."""
     return visible.unflatten(2, (-1, 2)).sum(3)
 
 
 @pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
 def test_model_and_simulation_agree(visible: Tensor) -> None:
-    """Two programs, one event by event and one ticket by ticket; and additions told by blocks of 128 queries."""
+    """Two programs, one event by event and one ticket by ticket; also with steps of blocks of 128 queries."""
     for order in (last_first(visible), spt(visible), last_first(visible).flip(-1)):
         expected = simulated(visible, order)
-        assert model.Pass(visible).play(order).makespan == pytest.approx(expected, rel=0.05)
-        assert model.Pass(steps_of(visible)).play(order).makespan == pytest.approx(expected, rel=0.06)
+        assert contention_model.Pass(visible).play(order).makespan == pytest.approx(expected, rel=0.05)
+        assert contention_model.Pass(steps_of(visible)).play(order).makespan == pytest.approx(expected, rel=0.06)
 
 
 def test_a_mask_is_played_as_for_a_batch() -> None:
-    """So many times that there are enough heads."""
+    """Masks of few heads are repeated until there are enough heads."""
     visible = scattered(8, 10, 0.5, 0)
     for masks, heads in ((3, 18), (8, 16), (1, 16)):
-        played = model.Pass(visible[:, :masks]).play(last_first(visible[:, :masks]))
+        played = contention_model.Pass(visible[:, :masks]).play(last_first(visible[:, :masks]))
         assert played.head == sorted(played.head, key=lambda head: head // 8)
         assert len(played.n) == 10 * heads == 10 * len(set(played.head))
 
@@ -89,13 +89,13 @@ def test_a_mask_is_played_as_for_a_batch() -> None:
 def test_orders_are_compared_side_by_side() -> None:
     """Several at a time as each on its own; and nearly as a long pass has it, which is played as a whole."""
     visible = scattered(64, 64, 0.2, 5)
-    work = model.Pass(steps_of(visible), machine=model.machine_of(64 * 64))
+    work = contention_model.Pass(steps_of(visible), machine=contention_model.machine_of(64 * 64))
     orders = [order_(visible) for order_ in (last_first, spt)]
     slowdowns = work.slowdowns(orders)
     assert slowdowns == [slowdown for order in orders for slowdown in work.slowdowns([order])]
     assert 1.0 < slowdowns[1] < 0.95 * slowdowns[0]
 
-    long = model.Pass(steps_of(visible).repeat(4, 1, 1, 1), machine=work.machine)
+    long = contention_model.Pass(steps_of(visible).repeat(4, 1, 1, 1), machine=work.machine)
 
     def makespan(order: Tensor, **options: bool) -> float:
         return long.play(order.repeat(4, 1, 1), **options).makespan
@@ -103,51 +103,52 @@ def test_orders_are_compared_side_by_side() -> None:
     for order, slowdown in zip(orders, slowdowns, strict=True):
         unordered = makespan(order, ordered=False)
         assert slowdown == pytest.approx(makespan(order) / unordered, rel=0.04)
-        assert long.whole(slowdown) - long.around() == pytest.approx(slowdown * unordered, rel=0.06)
+        assert long.pass_time(slowdown) - long.overhead() == pytest.approx(slowdown * unordered, rel=0.06)
 
 
-def test_found_walks_wait_less() -> None:
-    """Of heads on their own, and of such as share an order; they are walks, and tables keep them."""
+def test_tiles_wait_less_in_the_m_block_order_that_is_found() -> None:
+    """Also for heads that share a launch order; each tile has every block of its once."""
     visible = scattered(64, 64, 0.2, 3)
-    machine = model.machine_of(64 * 128, has_walks=True)
+    machine = contention_model.machine_of(64 * 128, has_m_block_order=True)
     for group, most in ((1, 0.9), (4, 0.9), (16, 0.95)):
         order = shortest_first(visible.unflatten(1, (-1, group)).sum((2, 3)))
-        work = model.Pass(visible, group, machine)
-        walks, slowdown = work.walks(order)
-        assert walks.shape == visible.shape
+        work = contention_model.Pass(visible, group, machine)
+        m_block_order, slowdown = work.find_m_block_order(order)
+        assert m_block_order.shape == visible.shape
         for head, n in ((0, 0), (3, 63), (15, 7)):
             of_tile = visible[0, head, :, n]
-            assert walks[0, head, of_tile, n].sort().values.tolist() == list(range(int(of_tile.sum())))
-        found = model.Pass(visible, group, machine, walks)
+            assert m_block_order[0, head, of_tile, n].sort().values.tolist() == list(range(int(of_tile.sum())))
+        found = contention_model.Pass(visible, group, machine, m_block_order)
         assert found.play(order).makespan < most * work.play(order).makespan
         assert found.slowdowns([order]) == pytest.approx([slowdown])
-        # All that is visible is done, whoever waits for whom: nobody is faster than without an order.
+        # All visible blocks are done, so no order is faster than none.
         assert found.play(order).makespan > found.play(order, ordered=False).makespan
 
 
-def test_walks_by_hand() -> None:
-    """A first tile does the first two of three blocks; the second one takes that first which it does not wait for."""
+def test_m_block_order_by_hand() -> None:
+    """The first tile has two of three blocks; the second tile starts with the third, for which it need not wait."""
     visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
     visible[0, :, 2, 0] = False
-    machine = model.Machine(ctas=4, section=2, tile=1.0, step=2.0, hand_over=50.0)
-    walks, _ = model.Pass(visible, machine=machine).walks(torch.tensor([[[0, 1], [0, 1]]]))
-    assert walks[0, 0, :2, 0].tolist() == [0, 1]
-    assert walks[0, 0, :, 1].tolist() == [1, 2, 0]
+    machine = contention_model.Machine(num_ctas=4, section=2, tile=1.0, step=2.0, signal=50.0)
+    work = contention_model.Pass(visible, machine=machine)
+    m_block_order, _ = work.find_m_block_order(torch.tensor([[[0, 1], [0, 1]]]))
+    assert m_block_order[0, 0, :2, 0].tolist() == [0, 1]
+    assert m_block_order[0, 0, :, 1].tolist() == [1, 2, 0]
 
 
-def test_tables_walk_as_they_are_told() -> None:
-    """Columns of either size, of masks with blocks in part, and rows and columns of none."""
+def test_columns_have_the_m_block_order_that_they_are_given() -> None:
+    """Columns in blocks of 64 and of 128 queries, of masks with partial and empty blocks."""
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     for _ in range(10):
         mask, _ = random_mask(rng.choice([130, 700]), rng.choice([100, 650]), rng, (rng.choice([1, 2]), 2))
         plain = tables_of(mask)
         shown = column_tables.steps(plain.rows, mask.sizes) > 0
         assert torch.equal(
-            column_tables.walks_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown]
+            column_tables.m_block_order_of(plain, mask.sizes)[shown], (shown.cumsum(2, dtype=torch.int16) - 1)[shown]
         )
         places = torch.rand(shown.shape, generator=generator).argsort(2).to(torch.int16)
         found = plain._replace(columns=column_tables.columns(plain.rows, None, mask.sizes, places))
-        walks = column_tables.walks_of(found, mask.sizes)
+        read_back = column_tables.m_block_order_of(found, mask.sizes)
         for block_q in (64, 128):
             ascending, columns = columns_spelled_out(plain, block_q), columns_spelled_out(found, block_q)
             assert columns.keys() == ascending.keys()
@@ -155,30 +156,32 @@ def test_tables_walk_as_they_are_told() -> None:
                 assert sorted(entries) == ascending[b, h, n]
                 blocks = [m * block_q // 128 for m, _, _ in entries]
                 assert blocks == sorted(blocks, key=lambda m: int(places[b, h, m, n]))
-                assert blocks == sorted(blocks, key=lambda m: int(walks[b, h, m, n]))
+                assert blocks == sorted(blocks, key=lambda m: int(read_back[b, h, m, n]))
 
 
 def test_timeline() -> None:
     """Two heads of two tiles on two CTAs, by hand."""
     visible = torch.ones(1, 2, 3, 2, dtype=torch.bool)
     visible[0, 0, 1, 1] = False
-    machine = model.Machine(ctas=2, section=2, tile=1.0, step=2.0, hand_over=5.0)
-    told = model.Pass(visible, machine=machine).play(torch.tensor([[[1, 0], [0, 1]]]))
-    assert (told.head[:4], told.n[:4], told.cta[:4]) == ([0, 1, 0, 1], [1, 0, 0, 1], [0, 1, 0, 1])
+    machine = contention_model.Machine(num_ctas=2, section=2, tile=1.0, step=2.0, signal=5.0)
+    timeline = contention_model.Pass(visible, machine=machine).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert (timeline.head[:4], timeline.n[:4], timeline.cta[:4]) == ([0, 1, 0, 1], [1, 0, 0, 1], [0, 1, 0, 1])
     # Head 0: two blocks, then three; the second tile waits for the first one's additions at 3 and 5, done at 8 and 10.
     # Head 1: additions at 3, 5 and 7.
-    assert told.start[:4] == [0.0, 0.0, 5.0, 7.0]
-    assert told.end[:4] == [5.0, 7.0, 12.0, 14.0]
-    assert told.waited[:4] == [0.0, 0.0, 0.0, 0.0]
-    slow = model.Pass(visible, machine=machine._replace(hand_over=50.0)).play(torch.tensor([[[1, 0], [0, 1]]]))
+    assert timeline.start[:4] == [0.0, 0.0, 5.0, 7.0]
+    assert timeline.end[:4] == [5.0, 7.0, 12.0, 14.0]
+    assert timeline.waited[:4] == [0.0, 0.0, 0.0, 0.0]
+    slow = contention_model.Pass(visible, machine=machine._replace(signal=50.0)).play(torch.tensor([[[1, 0], [0, 1]]]))
     assert slow.end[2:4] == [55.0 + 2.0, 57.0]
     assert slow.waited[2:4] == [45.0, 43.0]
-    # With two sums nobody waits for another's additions.
-    apart = model.Pass(visible, machine=machine._replace(hand_over=50.0, sums=2)).play(torch.tensor([[[1, 0], [0, 1]]]))
+    # With two sums no tile waits for another one's additions.
+    apart = contention_model.Pass(visible, machine=machine._replace(signal=50.0, sums=2)).play(
+        torch.tensor([[[1, 0], [0, 1]]])
+    )
     assert apart.end[2:4] == [12.0, 14.0]
     assert apart.waited[2:4] == [0.0, 0.0]
     with pytest.raises(ValueError, match="machine: expected at least a CTA for each head of a section"):
-        model.Pass(visible, machine=model.Machine(ctas=7))
+        contention_model.Pass(visible, machine=contention_model.Machine(num_ctas=7))
 
 
 def test_steps() -> None:
@@ -191,11 +194,11 @@ def test_steps() -> None:
         whole[:, :, : mask.seqlen_q, : mask.seqlen_k] = shown
         steps = whole.unflatten(3, (-1, 128)).unflatten(2, (-1, 2, 64)).any(6).any(4).sum(3)
         assert torch.equal(column_tables.steps(rows, mask.sizes), steps.to(torch.uint8))
-        assert torch.equal(column_tables.lengths_of_columns(rows, mask.sizes), steps.sum(2))
+        assert torch.equal(column_tables.column_lengths(rows, mask.sizes), steps.sum(2))
 
 
 def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
-    """That of a mask of blocks of 64 queries and 128 keys."""
+    """The launch order of a map of blocks of 64 queries and 128 keys."""
     mask = BlockMask.from_blocks(visible, (64, 128)).with_order(name, group=group)
     order = launch_order(mask)
     assert order.shape == (visible.shape[0], visible.shape[1] // group, visible.shape[3])
@@ -204,56 +207,56 @@ def order_of(visible: Tensor, name: str, group: int = 1) -> Tensor:
 
 
 def test_permutations_are_faster_where_masks_are_irregular() -> None:
-    """By both the model and the simulation, of one sum a block: random blocks, an eighth of them, a mask a head."""
+    """By the model and the simulation, with one sum a block: random blocks, an eighth of all, a mask for each head."""
     visible = scattered(128, 128, 0.125, 1)
     order = spt(visible)
-    walks, _ = model.Pass(visible).walks(order)
+    m_block_order, _ = contention_model.Pass(visible).find_m_block_order(order)
     assert (
-        simulated(visible, order, walks)
+        simulated(visible, order, m_block_order)
         < 0.95 * simulated(visible, order)
         < 0.95 * simulated(visible, last_first(visible))
     )
-    walking = model.Pass(visible, walks=walks).play(order).makespan
-    assert walking == pytest.approx(simulated(visible, order, walks), rel=0.05)
+    makespan = contention_model.Pass(visible, m_block_order=m_block_order).play(order).makespan
+    assert makespan == pytest.approx(simulated(visible, order, m_block_order), rel=0.05)
 
 
 @pytest.mark.parametrize("visible", MASKS.values(), ids=MASKS)
 def test_permutations_are_never_slower_in_the_model(visible: Tensor) -> None:
     mask = BlockMask.from_blocks(visible, (64, 128)).with_order("permutation")
     tables, steps = tables_of(mask), steps_of(visible)
-    walks = column_tables.walks_of(tables, mask.sizes)
-    machine = model.machine_of(64 * visible.shape[2])
-    work = model.Pass(steps, machine=machine)
-    found = model.Pass(steps, machine=machine, walks=walks)
-    if mask.has_walks:
-        found = found.on(model.machine_of(64 * visible.shape[2], has_walks=True))
+    m_block_order = column_tables.m_block_order_of(tables, mask.sizes)
+    machine = contention_model.machine_of(64 * visible.shape[2])
+    work = contention_model.Pass(steps, machine=machine)
+    found = contention_model.Pass(steps, machine=machine, m_block_order=m_block_order)
+    if mask.has_m_block_order:
+        found = found.on(contention_model.machine_of(64 * visible.shape[2], has_m_block_order=True))
     orders = [last_first(visible), spt(visible)]
     (slowdown,) = found.slowdowns([launch_order(mask).expand_as(orders[0])])
-    assert found.whole(slowdown) <= 1.001 * work.whole(min(work.slowdowns(orders)))
+    assert found.pass_time(slowdown) <= 1.001 * work.pass_time(min(work.slowdowns(orders)))
 
 
-def test_masks_know_whether_walks_are_worth_it() -> None:
-    """Where they are not, calls go by what others have: two sums of a block, and as many heads in flight."""
+def test_masks_know_whether_an_m_block_order_is_worth_it() -> None:
+    """Calls with other masks have two sums of a block, and as many heads in flight as those without a search."""
     irregular = scattered(64, 64, 0.2, 5)
     q = torch.zeros(1, 64 * 128, irregular.shape[1], 8)
     options = Options(None, None, None, 0.0, True, True)
     for visible, worth in ((torch.ones_like(irregular), False), (irregular, True)):
         for order in ("auto", "permutation"):
             mask = BlockMask.from_blocks(visible, (64, 128)).with_order(order)
-            assert mask.has_walks
-            assert not mask.waits_little
+            assert mask.has_m_block_order
+            assert not mask.low_contention
             for _ in range(2):
                 tensors = (q, q, q, *[None] * 7)
                 chosen, told, tables = prepared_call.with_tables(tensors, (), mask, options, None, backward=True)
-                assert chosen.spec.walks == told.walks == mask.has_walks == worth
-                assert chosen.spec.in_turn == told.in_turn == mask.waits_little == (order == "auto" and not worth)
+                assert chosen.spec.walks == told.walks == mask.has_m_block_order == worth
+                assert chosen.spec.in_turn == told.in_turn == mask.low_contention == (order == "auto" and not worth)
                 assert tables is mask.tables(q.device, backward=True)
-        assert mask.with_order("permutation").has_walks
-        assert not mask.with_order("spt").has_walks
+        assert mask.with_order("permutation").has_m_block_order
+        assert not mask.with_order("spt").has_m_block_order
 
 
-def test_a_search_tells_its_own_call_and_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks are visible, so nobody waits, which a mask of blocks does not say of itself."""
+def test_a_search_holds_for_its_own_call_and_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are visible, so no tile waits, which only the search can find out of a map of blocks."""
     made = Mock(wraps=ops.attention)
     monkeypatch.setattr(ops, "attention", made)
     mask = BlockMask.from_blocks(torch.ones(4, 4, dtype=torch.bool)).with_order("auto")
@@ -270,25 +273,25 @@ def test_a_search_tells_its_own_call_and_all_behind_it(monkeypatch: pytest.Monke
 
 
 def test_auto_takes_the_default_where_that_is_good() -> None:
-    """And looks further where it is not."""
+    """It searches further where the default is not good."""
     for name in ("causal", "window", "both sides"):
         assert torch.equal(order_of(MASKS[name], "auto"), last_first(MASKS[name]))
         mask = BlockMask.from_blocks(MASKS[name], (64, 128)).with_order("auto")
         mask.build("cpu")
-        assert mask.waits_little
-        assert not mask.has_walks
+        assert mask.low_contention
+        assert not mask.has_m_block_order
     visible = MASKS["scattered"]
     assert torch.equal(order_of(visible, "auto"), order_of(visible, "permutation"))
 
 
-def test_auto_leaves_masks_that_wait_little_as_they_are() -> None:
+def test_auto_leaves_masks_of_low_contention_as_they_are() -> None:
     window = BlockMask.window(512, 512, left=200, right=0)
-    assert window.waits_little
-    assert window.with_order("auto").waits_little
+    assert window.low_contention
+    assert window.with_order("auto").low_contention
     assert window.with_order("auto").order_sets == (1, 1)
-    assert not window.with_order("spt").waits_little
+    assert not window.with_order("spt").low_contention
     chosen = BlockMask.from_blocks(torch.ones(1, 4, 4, dtype=torch.bool))
-    assert not chosen.with_order("auto").waits_little
+    assert not chosen.with_order("auto").low_contention
 
 
 def test_heads_of_a_group_share_an_order() -> None:
@@ -297,8 +300,8 @@ def test_heads_of_a_group_share_an_order() -> None:
     order_of(visible, "permutation", 8)
 
 
-def work_of(mask: BlockMask, tables_order: Tensor, block_q: int, group: int, section: int, walk_seed: int) -> Backward:
-    """The tiles of a backward pass by the tables of a mask; launched in a given order."""
+def work_of(mask: BlockMask, tables_order: Tensor, block_q: int, group: int, section: int, seed: int) -> Backward:
+    """Tiles of a backward pass by the tables of a mask, launched in a given order."""
     tables = tables_of(mask)
     batch, heads, blocks_k = mask.batch, mask.heads, mask.sizes.blocks_k
     blocks_q = -(-mask.seqlen_q // block_q)
@@ -307,12 +310,12 @@ def work_of(mask: BlockMask, tables_order: Tensor, block_q: int, group: int, sec
         for m, _, turn in entries:
             turns[b, h, m, n] = turn
     order = tables_order.repeat_interleave(heads // tables_order.shape[1], 1).expand(batch, heads, blocks_k)
-    walk = random.Random(walk_seed).sample(range(blocks_q), blocks_q)
-    return backward(turns.flatten(0, 1), order.flatten(0, 1), group=group, section=section, walk=walk)
+    m_blocks = random.Random(seed).sample(range(blocks_q), blocks_q)
+    return backward(turns.flatten(0, 1), order.flatten(0, 1), group=group, section=section, m_blocks=m_blocks)
 
 
 def test_no_mask_and_order_deadlocks(fuzz_seconds: float) -> None:
-    """Any mask, order, walk, number of CTAs and speed; and launched in another order than the tables say, many do."""
+    """Any mask, order, m_block order, number of CTAs and speed; launched in another order than the tables', many do."""
     start, cases, deadlocks = time.monotonic(), 0, 0
     first_seed = random.SystemRandom().randrange(2**32)
     while time.monotonic() < start + 2 * fuzz_seconds or cases < 40:
@@ -364,7 +367,7 @@ def random_shape(rng: random.Random) -> Shape:
 
 
 def test_many_simulations_end(simulations: int) -> None:
-    """Each with a mask, orders, walks, CTAs and speeds of its own; launched in the reverse order, many do not."""
+    """Each with a mask, orders, CTAs and speeds of its own. In the reverse launch order many do not end."""
     first_seed = random.SystemRandom().randrange(2**32)
     played, deadlocks = 0, 0
     while played < simulations:

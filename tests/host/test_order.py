@@ -46,9 +46,9 @@ def test_formula_equals_table(
     assert torch.equal(turns, write_order(visible))
     first_first = turns_of_window(seqlen_q, seqlen_k, tile_m, tile_n, left, right, last_first=False)
     assert torch.equal(first_first, write_order(visible, torch.arange(visible.shape[1])))
-    # A tile finds the queries to walk over by the formula with both sides exchanged: they must be the same pairs.
-    walked = turns_of_window(seqlen_k, seqlen_q, tile_n, tile_m, right, left).T >= 0
-    assert torch.equal(walked, turns >= 0)
+    # A tile finds its query blocks by the formula with both sides exchanged: the pairs of blocks must be the same.
+    visible_to_keys = turns_of_window(seqlen_k, seqlen_q, tile_n, tile_m, right, left).T >= 0
+    assert torch.equal(visible_to_keys, turns >= 0)
 
 
 @given(
@@ -141,15 +141,15 @@ def test_every_launch_order_ends_and_adds_in_its_order(
     seed: int,
     data: st.DataObject,
 ) -> None:
-    """Any mask, any permutation of tiles, any walk over the queries, and any number of CTAs of any speed."""
+    """Any mask, any permutation of tiles, any m_block order, and any number of CTAs of any speed."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     heads = group * heads_k
     visible = torch.rand(heads, blocks_q, blocks_k) < density
     # Alike in a group, so that its heads come in ascending order for every tile of keys.
     launch = torch.rand(heads_k, blocks_k).argsort(-1).repeat_interleave(group, 0)
-    walk = rng.sample(range(blocks_q), blocks_q)
-    work = backward(write_order(visible, launch), launch, group=group, section=section, walk=walk)
+    m_blocks = rng.sample(range(blocks_q), blocks_q)
+    work = backward(write_order(visible, launch), launch, group=group, section=section, m_blocks=m_blocks)
     expected: dict[Hashable, list[tuple[int, int]]] = {}
     for head, m in itertools.product(range(heads), range(blocks_q)):
         contributors = [(head, n) for n in launch[head].tolist() if visible[head, m, n]]
@@ -192,10 +192,10 @@ def test_launch_against_the_turns_deadlocks() -> None:
 
 
 def test_shifted_order_deadlocks_with_fewer_ctas_than_tiles() -> None:
-    """Each tile begins at a block of its own: nobody waits if all run, and all wait for the one that does not."""
+    """Each tile begins at a block of its own: no tile waits if all run, and all wait for the one that does not."""
     num_tiles = 8
     tiles = [[Addition((n + step) % num_tiles, step) for step in range(num_tiles)] for n in range(num_tiles)]
-    machine = Machine(num_tiles, hand_over=0.0)
+    machine = Machine(num_tiles, signal=0.0)
     assert simulate(tiles, machine).makespan == pytest.approx(machine.tile + num_tiles * machine.step)
     for num_ctas in range(1, num_tiles):
         with pytest.raises(DeadlockError, match=f"0 of {num_tiles} tiles finished"):
@@ -212,7 +212,7 @@ def test_heads_of_a_group_in_another_order_deadlock() -> None:
 
 
 def test_turns_of_keys_without_tiles_deadlock() -> None:
-    """A length beyond what its sequence owns counts tiles that nobody takes: kernels end it where the rows end."""
+    """A length beyond what its sequence owns counts tiles that no CTA takes: kernels end it where the rows end."""
     tiles, launch = 3, torch.arange(2, -1, -1)[None]
     for seqlen_k, ends in ((tiles * 128, True), (tiles * 128 + 1, False), (1000, False)):
         work = backward(turns_of_window(200, seqlen_k, 64, 128)[None, :, :tiles], launch)
@@ -224,7 +224,7 @@ def test_turns_of_keys_without_tiles_deadlock() -> None:
 
 
 def test_tiles_owned_before_running_deadlock() -> None:
-    """A first tile by the CTA's number is drawn by nobody: all that run may wait for one that cannot start."""
+    """No CTA draws a first tile that goes by a CTA's number: all that run may wait for one that cannot start."""
     launch = torch.arange(8)[None]
     work = backward(write_order(torch.ones(1, 3, 8, dtype=torch.bool), launch), launch)
     assert simulate(work.tiles, Machine(4, resident=3))
@@ -234,7 +234,7 @@ def test_tiles_owned_before_running_deadlock() -> None:
 
 
 def test_cost_of_an_order() -> None:
-    """As in the notes on determinism: 16 causal sequences of 2048, 16 heads, 132 CTAs, turns handed on in 2 us."""
+    """The case of the notes on determinism: 16 causal sequences of 2048, 16 heads, 132 CTAs, signals take 2 us."""
     visible = visible_blocks(2048, 2048, 64, 128, right=0)
     last_first, from_last = torch.arange(15, -1, -1), range(31, -1, -1)
     first_first = last_first.flip(0)
@@ -247,7 +247,7 @@ def test_cost_of_an_order() -> None:
     unordered = makespan(first_first, ordered=False)
     assert makespan(last_first) < 1.05 * unordered
     assert makespan(first_first) > 1.2 * unordered
-    assert makespan(first_first, walk=from_last) < 1.05 * unordered
+    assert makespan(first_first, m_blocks=from_last) < 1.05 * unordered
     assert makespan(last_first, steps_ahead=math.inf) > 1.5 * unordered  # a tile drawn at the start of the one before
 
 
@@ -262,7 +262,9 @@ def test_last_section_the_other_way_round() -> None:
 
     def makespan(heads_of_last: int) -> float:
         last = (
-            tiles(heads_of_last, first_first, section=heads_of_last, walk=range(127, -1, -1)) if heads_of_last else []
+            tiles(heads_of_last, first_first, section=heads_of_last, m_blocks=range(127, -1, -1))
+            if heads_of_last
+            else []
         )
         last = [[Addition(("last", to), turn) for to, turn in tile] for tile in last]
         return simulate([*tiles(64 - heads_of_last, first_first.flip(0)), *last], Machine(132)).makespan

@@ -1,7 +1,7 @@
 """A model of CTAs that draw tiles and add to shared sums by turns, event by event.
 
 It knows nothing of attention: a tile is a list of additions, each a step of work, a turn to wait for, and a turn to
-pass on.
+signal.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class Machine:
     arrival: float = 0.0  # of a CTA that may start
     tile: float = 4.0  # once a tile
     step: float = 2.1  # before every addition
-    hand_over: float = 2.0  # from an addition until the next turn sees it
+    signal: float = 2.0  # from an addition until the next turn sees it
     vary: Callable[[float], float] = float
 
 
@@ -103,14 +103,14 @@ class _Simulation:
                 return None
         return self.start_cta()  # in the place of this one
 
-    def pass_on(self, to: Hashable) -> None:
+    def signal(self, to: Hashable) -> None:
         self.turns[to] += 1
         cta = self.waiting.pop(Addition(to, self.turns[to]), None)
         if cta is not None:
             self.go_on(cta)
 
     def cta(self, number: int) -> Iterator[float | Addition]:
-        """What a CTA needs, one after the other: a duration, or its turn."""
+        """Yields the needs of a CTA, one after the other: a duration, or its turn."""
         machine, tiles = self.machine, self.tiles
         held = deque([number] if machine.owns_first else [])
         while held or self.next_ticket < len(tiles):
@@ -127,7 +127,7 @@ class _Simulation:
                 yield addition
                 self.added[addition.to].append(ticket)
                 if addition.turn is not None:
-                    self.after(machine.hand_over, partial(self.pass_on, addition.to))
+                    self.after(machine.signal, partial(self.signal, addition.to))
             self.finished += 1
 
     def draw(self) -> int:
@@ -148,8 +148,8 @@ def backward(
     *,
     group: int = 1,
     section: int = 1,
-    walk: Sequence[int] | None = None,
-    walks: Tensor | None = None,
+    m_blocks: Sequence[int] | None = None,
+    m_block_order: Tensor | None = None,
     ordered: bool = True,
 ) -> Backward:
     """The tiles that a kernel draws.
@@ -159,8 +159,9 @@ def backward(
         launch: (heads, blocks_k).
         group: query heads of a key head; more than one add to dK and dV.
         section: so many heads, one after the other, draw each their next tile; then all of the next section.
-        walk: blocks of queries in the order in which a tile meets them; None is from the first.
-        walks: (heads, blocks_q, blocks_k), their places in the walk of each tile, in the place of ``walk``.
+        m_blocks: query blocks in the order in which a tile takes them; None: ascending.
+        m_block_order: (heads, blocks_q, blocks_k), positions of query blocks in the order of each tile; replaces
+            ``m_blocks``.
         ordered: whether additions wait for their turns.
     """
     heads, blocks_q, blocks_k = turns.shape
@@ -172,11 +173,11 @@ def backward(
         for head in range(first, min(first + section, heads))
     ]
     tiles = []
-    places = None if walks is None else walks.tolist()
+    positions = None if m_block_order is None else m_block_order.tolist()
     for head, n in tickets:
-        of_tile = range(blocks_q) if walk is None else walk
-        if places is not None:
-            of_tile = sorted(of_tile, key=lambda m: places[head][m][n])
+        of_tile = range(blocks_q) if m_blocks is None else m_blocks
+        if positions is not None:
+            of_tile = sorted(of_tile, key=lambda m: positions[head][m][n])
         additions = [
             Addition(("dQ", head, m), table[head][m][n] if ordered else None) for m in of_tile if table[head][m][n] >= 0
         ]

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 def random_cases(shape: Shape, count: int, rng: np.random.Generator, *, against: bool = False) -> Cases:
-    """Masks of any share of visible blocks, launch orders and walks, with the turns of the masks' tables.
+    """Masks of any share of visible blocks, launch orders and m_block orders, with the turns of the masks' tables.
 
     Args:
         shape: of all.
@@ -68,9 +68,9 @@ def random_cases(shape: Shape, count: int, rng: np.random.Generator, *, against:
         of_keys = heads * blocks_q + head // group * blocks_k + n
         turn = torch.cat((turn, (head % group).expand_as(n)[..., None]), 2)
         to, at = torch.cat((to, of_keys[..., None]), 2), torch.nn.functional.pad(at, (0, 1), value=2)
-    walk = at.argsort(-1)
-    turn = torch.nn.functional.pad(turn.gather(-1, walk), (0, 1), value=-1)
-    to = torch.nn.functional.pad(to.gather(-1, walk), (0, 1), value=-1)
+    m_blocks = at.argsort(-1)
+    turn = torch.nn.functional.pad(turn.gather(-1, m_blocks), (0, 1), value=-1)
+    to = torch.nn.functional.pad(to.gather(-1, m_blocks), (0, 1), value=-1)
     return Cases(to.masked_fill(turn < 0, -1).numpy(), turn.numpy())
 
 
@@ -180,7 +180,7 @@ class _Play:
         self.sums[case, to] += 1
         self.added[case, cta] += 1
         self.time[case, cta] = later
-        # The turn is handed on.
+        # The next turn is signalled.
         told = np.stack((to, self.sums[case, to]), 1)
         woken, whom = (self.waits_for[case] == told[:, None]).all(2).nonzero()
         self.time[case[woken], whom] = now[woken] + self.durations(woken.shape)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_OF_WALKS, SUMS
+from flash_attn_cute.dq_order.turns import BYTES_IN_FLIGHT, BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER, SUMS
 from flash_attn_cute.kernels.arguments import (
     BackwardNumbers,
     BiasGradientNumbers,
@@ -179,7 +179,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
     in_walks = config.features.deterministic and spec.walks
-    heads_in_cache = max(1, (BYTES_IN_FLIGHT_OF_WALKS if in_walks else BYTES_IN_FLIGHT) // bytes_a_head)
+    heads_in_cache = max(1, (BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if in_walks else BYTES_IN_FLIGHT) // bytes_a_head)
     if config.features.deterministic and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flash_attn_cute.block_tables import BlockTables
+from flash_attn_cute.block_tables import FULL_CODE, BlockTables
 from flash_attn_cute.sparsity import bits
-from flash_attn_cute.sparsity.bits import FULL, TILE
+from flash_attn_cute.sparsity.bits import TILE
 
 # Keys of a tile, by their positions in it. Where they follow each other a slice, which reads without copying.
 Keys = slice | Tensor
@@ -90,7 +90,7 @@ class Lists:
         visible = torch.zeros(len(lists), num_rows, len(merged), TILE, dtype=torch.bool, device=device)
         for i, entries in enumerate(lists):
             blocks, tiles = entries[torch.isin(entries[:, 0], merged)].unbind(1)
-            is_full = tiles == FULL
+            is_full = tiles == FULL_CODE
             if len(lists) == 1 and bool(is_full.all()):
                 return None
             place = torch.searchsorted(merged, blocks.contiguous())
