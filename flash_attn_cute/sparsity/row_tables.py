@@ -105,7 +105,7 @@ class _FoundBlocks:
         """Joins all that has been found."""
         sizes = self.sizes
         row, block, code, tiles = (torch.cat(x) for x in (self.row, self.block, self.code, self.tiles))
-        if len(self.tiles) > 2:  # made in several chunks, which may have some in common
+        if len(self.tiles) > 2 and self.num_tiles:  # made in several chunks, which may have some in common
             tiles, index = bits.distinct(tiles)
             code = index[code.clamp(min=0)].masked_fill(code == FULL_CODE, FULL_CODE)
         edges = torch.searchsorted(row, torch.arange(sizes.num_rows + 1, device=row.device))

@@ -347,6 +347,14 @@ def test_metadata_is_small() -> None:
     assert memory(BlockMask.documents(ids) & BlockMask.causal(1 << 15, 1 << 15)) < 0.3e6
 
 
+def test_blocks_that_turn_out_to_be_full_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are looked at in chunks, and none of them is partial."""
+    monkeypatch.setattr(row_tables, "_TILES_AT_ONCE", 1)
+    mask = BlockMask.from_dense(torch.ones(2 * TILE, 3 * TILE, dtype=torch.bool))
+    assert mask.statistics == (6, 6, 0, 0)
+    assert spelled_out(tables_of(mask), 2 * TILE, 3 * TILE).all()
+
+
 def test_repr_and_statistics() -> None:
     mask = BlockMask.causal(300, 300)
     assert repr(mask) == "BlockMask(300 x 300, no tables, order default)"
