@@ -64,7 +64,7 @@ class BlockTables(NamedTuple):
         rows: for the forward pass.
         columns: for the backward pass; None where nothing is differentiated.
         real: rows that are no padding; None if no row is padding.
-        intervals: tables of a backend's own, see ``backends.packing``.
+        intervals: tables of a backend's own, see ``backends.packing.Intervals``.
     """
 
     rows: BlockRows

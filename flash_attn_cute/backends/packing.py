@@ -1,4 +1,4 @@
-"""Calls told in other packed sequences than the user's: same rows, same results, fewer things for kernels to know."""
+"""Calls rewritten as other packed sequences or batches: same rows, same results, fewer cases for kernels."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
 def as_packed(inputs: AttentionInputs) -> AttentionInputs:
-    """A dense batch with padding is packed sequences whose slots are of one size."""
+    """Rewrites a dense batch with padding as packed sequences whose slots have one size."""
     q, k, v = inputs.q, inputs.k, inputs.v
     cu_q, cu_k = (torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device).mul_(x.shape[1]) for x in (q, k))
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -27,18 +27,18 @@ def _expanded(inputs: AttentionInputs, x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     *batch, rows, nheads, _ = inputs.q.shape
-    # Of packed sequences it may have more keys than any, or any number if nobody knows a bound.
+    # Packed, it may have more keys than any sequence, or any number of keys if no bound is known.
     keys = min(inputs.max_seqlen_k, inputs.k.shape[-3]) if not x.ndim or x.shape[-1] == 1 else x.shape[-1]
     return x.expand(batch[0] if batch else 1, nheads, rows, keys)
 
 
 def dense_has_fully_masked(inputs: AttentionInputs, window_right: int | None) -> bool:
-    """Whether some query of a dense batch without padding sees no key; see ``split_fully_masked``."""
+    """Whether a dense batch without padding has fully masked queries; see ``split_fully_masked``."""
     return window_right is not None and inputs.q.shape[1] - inputs.k.shape[1] > window_right
 
 
 def may_have_fully_masked(inputs: AttentionInputs, window_right: int | None) -> bool:
-    """Whether ``split_fully_masked`` makes two sequences of each."""
+    """Whether ``split_fully_masked`` splits the sequences."""
     cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     if window_right is None or cu_q is None or cu_k is None:
         return False
@@ -47,15 +47,16 @@ def may_have_fully_masked(inputs: AttentionInputs, window_right: int | None) -> 
 
 
 def split_fully_masked(inputs: AttentionInputs, window_right: int | None) -> AttentionInputs:
-    """The packed sequences, each in two: its queries that see no key, and no keys; and all else.
+    """Splits each packed sequence in two: its fully masked queries, with no keys; and all other rows.
 
-    Blind are the first seqlen_q - seqlen_k - right queries of a sequence under a window bounded to the right, and all
-    that have no keys; no others. Kernels give them weights of zero. But a block of queries that holds both kinds is
-    multiplied whole, and zero times what may stand in the blind ones' q, dout or dlse is NaN. No tile of keys ever
-    comes to a sequence that has none.
+    Under a window bounded to the right, the first seqlen_q - seqlen_k - right queries of a sequence are fully masked,
+    and all queries if it has no keys. Kernels give them a P of zero. But products take a whole block of queries, and
+    zero times NaN or Inf in q, dout or dlse of a fully masked query is NaN. No tile of keys adds to a sequence that has
+    no keys.
 
-    Lengths that are known to be equal, as they come from the same memory, leave no query blind: such sequences are
-    left as they are. The host reads nothing else; what it cannot rule out costs it some small launches.
+    Sequences whose lengths of queries and keys are equal, as they lie in the same memory, have no such queries and are
+    not split. The host reads nothing from the device; where it cannot rule such queries out, it launches some small
+    operators.
     """
     cu_q, cu_k, used_q, used_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k
     if window_right is None or cu_q is None or cu_k is None or not may_have_fully_masked(inputs, window_right):
@@ -65,23 +66,23 @@ def split_fully_masked(inputs: AttentionInputs, window_right: int | None) -> Att
     lengths_k = cu_k.diff() if used_k is None else used_k
     right = min(window_right, inputs.q.shape[0])  # no sequence is longer, and the difference stays within 32 bits
     fully_masked = (lengths_q - lengths_k - right).clamp_(min=0)
-    cu_q, cu_k = (_in_turn(cu, cu)[:-1] for cu in (cu_q, cu_k))
+    cu_q, cu_k = (_interleaved(cu, cu)[:-1] for cu in (cu_q, cu_k))
     cu_q[1::2] += fully_masked
     if used_q is not None:
-        used_q = _in_turn(fully_masked, lengths_q - fully_masked)
+        used_q = _interleaved(fully_masked, lengths_q - fully_masked)
     if used_k is not None:
-        used_k = _in_turn(torch.zeros_like(used_k), used_k)
+        used_k = _interleaved(torch.zeros_like(used_k), used_k)
     return inputs._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k)
 
 
-def _in_turn(a: Tensor, b: Tensor) -> Tensor:
+def _interleaved(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((a, b), 1).flatten()
 
 
 def without_padding(inputs: AttentionInputs) -> AttentionInputs:
-    """Zeros in the padding of a block mask, so that what stands in q, k and v there reaches nothing.
+    """Puts zeros into q, k and v where a block mask has padding, so that their contents reach nothing.
 
-    Kernels hide the scores of padding. But a block that holds padding and other rows is multiplied whole, and zero
+    Kernels mask the scores of padding. But products take whole blocks, which may hold padding and other rows, and zero
     times NaN is NaN.
     """
     real = None if inputs.block_mask is None else inputs.block_mask.real
@@ -92,17 +93,19 @@ def without_padding(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def without_padding_of_queries(x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Zeros in the padding of a block mask in the gradient of out."""
+    """Puts zeros into the gradient of out where a block mask has padding."""
     real = None if inputs.block_mask is None else inputs.block_mask.real
     return x if real is None else zeroed(x, real.queries)
 
 
-class Seen(NamedTuple):
-    """What rows of a dense batch see of each other beside a block mask: intervals, and which of them are real at all.
+class Intervals(NamedTuple):
+    """Intervals that rows of a dense batch attend to beside a block mask, and which rows are real.
 
-    ``keys`` (batch, seqlen_q, 2) int32 holds of each query the first key that it sees and the one behind the last,
-    ``queries`` (batch, seqlen_k, 2) of each key the same of queries. ``real_q`` (batch, seqlen_q) and ``real_k`` are
-    bool.
+    Attributes:
+        keys: (batch, seqlen_q, 2), int32: the first visible key of each query, and the one behind the last.
+        queries: (batch, seqlen_k, 2), int32: likewise the queries of each key.
+        real_q: (batch, seqlen_q), bool: queries that are no padding.
+        real_k: (batch, seqlen_k), bool: keys that are no padding.
     """
 
     keys: Tensor
@@ -112,17 +115,17 @@ class Seen(NamedTuple):
 
 
 def needs_intervals(spec: AttentionSpec) -> bool:
-    """Whether a block mask is not all that says what queries see."""
+    """Whether lengths or a window restrict a call beside its block mask."""
     has_window = spec.window_left is not None or spec.window_right is not None
     return spec.has_block_mask and (spec.packed or spec.has_seqused or has_window)
 
 
-def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[AttentionSpec, AttentionInputs, Seen]:
-    """Sequences, lengths and windows beside a block mask as intervals: packed rows are one entry of a dense batch.
+def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[AttentionSpec, AttentionInputs, Intervals]:
+    """Rewrites sequences, lengths and windows beside a block mask as intervals; packed rows become one batch entry.
 
-    A block mask is one of all rows, wherever sequences begin. As its blocks hold rows of several sequences, and
-    padding, q, k and v come back with zeros in the padding, and q also where the window leaves nothing to see. The host
-    waits for nothing.
+    A block mask is one of all rows, wherever sequences begin. Its blocks may hold rows of several sequences, and
+    padding. So q, k and v come back with zeros in the padding, and q also in fully masked rows. The host waits for
+    nothing.
     """
     q, k, v = (x[None] if spec.packed else x for x in (inputs.q, inputs.k, inputs.v))
     sequences_q = _sequences(q, inputs.cu_seqlens_q, inputs.seqused_q)
@@ -132,7 +135,7 @@ def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Attentio
     queries, real_k = _intervals(k, sequences_k, sequences_q, spec.packed, right, left)
     tables = inputs.block_mask
     if tables is not None:
-        if tables.real is not None:  # which is zeroed here, with all else that is
+        if tables.real is not None:  # zeroed here, like all other padding
             keys, real_k = torch.where(tables.real.queries[..., None], keys, 0), real_k & tables.real.keys
         tables = tables._replace(real=None, intervals=(keys, queries))
     dense = inputs._replace(
@@ -148,28 +151,28 @@ def as_one_batch(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Attentio
         max_seqlen_k=k.shape[1],
     )
     spec = spec._replace(packed=False, has_seqused_q=False, has_seqused_k=False, window_left=None, window_right=None)
-    return spec, dense, Seen(keys, queries, real_q, real_k)
+    return spec, dense, Intervals(keys, queries, real_q, real_k)
 
 
 def sees(intervals: Tensor) -> Tensor:
-    """Which rows see anything; what others hold must reach nothing."""
+    """Rows whose intervals are not empty, bool; the contents of other rows must reach nothing."""
     return intervals[..., 0] < intervals[..., 1]
 
 
 def zeroed(x: Tensor, real: Tensor) -> Tensor:
-    """The rows of (batch, rows, heads, d), or of packed (rows, heads, d), that are real, and zeros."""
+    """Puts zeros into the rows of (batch, rows, heads, d), or of packed (rows, heads, d), that are not real."""
     return torch.where((real if x.ndim == 4 else real[0])[..., None, None], x, 0)
 
 
 class _Sequences(NamedTuple):
-    """Where sequences begin among the rows of an entry, and how many real rows each has: (sequences,), int32."""
+    """First rows of sequences within their batch entry, and their real lengths: (sequences,), int32 each."""
 
     start: Tensor
     length: Tensor
 
 
 def _sequences(x: Tensor, offsets: Tensor | None, used: Tensor | None) -> _Sequences:
-    """Those of x (batch, rows, heads, d): one an entry, or packed ones, behind which an empty one owns what is left."""
+    """Sequences of x (batch, rows, heads, d): one a batch entry; or packed, with an empty one behind them."""
     batch, rows = x.shape[:2]
     if offsets is None:
         start = torch.zeros(batch, dtype=torch.int32, device=x.device)
@@ -183,9 +186,15 @@ def _sequences(x: Tensor, offsets: Tensor | None, used: Tensor | None) -> _Seque
 def _intervals(
     x: Tensor, own: _Sequences, other: _Sequences, packed: bool, before: int | None, behind: int | None
 ) -> tuple[Tensor, Tensor]:
-    """What rows of x see of the other side's, ``Seen.keys``, and which of them are real.
+    """Intervals of the other side's rows that rows of x attend to, as ``Intervals.keys``, and which rows are real.
 
-    A row sees others up to so many positions before its own, and behind it, if the last rows stand side by side.
+    Args:
+        x: (batch, rows, heads, d).
+        own: sequences of x.
+        other: sequences of the other side.
+        packed: whether sequences are packed in one batch entry.
+        before: positions before its own that a row attends to, where the last rows stand side by side; None: all.
+        behind: positions behind its own, likewise.
     """
     batch, rows = x.shape[:2]
     row = torch.arange(rows, dtype=torch.int32, device=x.device)
@@ -195,8 +204,8 @@ def _intervals(
         sequence = torch.arange(batch, device=x.device)[:, None]
     position, length, others = row - own.start[sequence], own.length[sequence], other.length[sequence]
     real = (position >= 0) & (position < length)
-    place, most = position + others - length, 2**30  # so wide a window shows all rows that there can be
+    place, most = position + others - length, 2**30  # so wide a window masks no row
     first = torch.zeros_like(place) if before is None else (place - min(before, most)).clamp(min=0)
     end = others if behind is None else torch.minimum(place + min(behind, most) + 1, others)
-    seen = torch.stack((first, torch.maximum(first, end)), -1) + other.start[sequence][..., None]
-    return torch.where(real[..., None], seen, 0), real
+    visible = torch.stack((first, torch.maximum(first, end)), -1) + other.start[sequence][..., None]
+    return torch.where(real[..., None], visible, 0), real

@@ -145,7 +145,7 @@ def test_any_tensors_are_told_the_same(kind: str) -> None:
 
 
 def test_equal_offsets_are_seen() -> None:
-    """The same memory under two names: no query is blind, and no sequence is made two of."""
+    """The same memory under two names: no query is fully masked, and no sequence is split."""
     q, cu = low(140, 8, 64), offsets([70, 70])
     same, view, other = (
         explain(q, q, q, cu, x, 70, 70, causal=True, gpu="sm90").backward for x in (cu, cu[:], cu.clone())

@@ -55,7 +55,7 @@ def visible_pairs(call: Call) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_fully_masked_queries_apart(form: dict[str, Any]) -> None:
-    """Blind queries, found by looking at every pair, are the first of each two sequences, and none of the others."""
+    """Fully masked queries, by a look at every pair, are the first of each two sequences, and none of the others."""
     seen = 0
     for seed in range(300):
         draw = random.Random(seed)
