@@ -74,7 +74,7 @@ class Documents(Node):
         )
 
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``; the narrowest range where ids never decrease."""
+        """The narrowest range where ids never decrease, a wider one elsewhere."""
         queries, keys = self._block_ids
         largest_before = keys.most.cummax(-1).values
         least_after = keys.least.flip(-1).cummin(-1).values.flip(-1)
@@ -83,7 +83,6 @@ class Documents(Node):
         return start[:, None], stop[:, None]
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         b, _ = blocks.entry_and_head(self)
         (least_q, most_q), (least_k, most_k) = (
             (ids.least[b, block], ids.most[b, block])
@@ -94,7 +93,7 @@ class Documents(Node):
         return kinds_of(is_empty, is_full)
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: one pattern for full blocks, and one for each pair of a run of queries and a run of keys."""
+        """One pattern for full blocks, and one for each pair of a run of queries and a run of keys."""
         b, _ = blocks.entry_and_head(self)
         blocks_q, blocks_k = blocks.sizes.blocks_q, blocks.sizes.blocks_k
         m, n = (ids.run[b, block] for ids, block in zip(self._block_ids, (blocks.m, blocks.n), strict=True))
@@ -102,7 +101,6 @@ class Documents(Node):
         return pattern.masked_fill(self.kinds(blocks) == FULL, 0), self.batch * blocks_q * blocks_k + 1
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         b, _ = blocks.entry_and_head(self)
         of_q, of_k = self.ids_q[b[:, None], blocks.queries], self.ids_k[b[:, None], blocks.keys]
         return (of_q[:, :, None] == of_k[:, None, :]) & (of_q >= 0)[:, :, None]

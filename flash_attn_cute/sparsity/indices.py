@@ -82,11 +82,9 @@ class Indices(Node):
         return BlockMap(visible[..., :-1], self.block_q, self.block_k)
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return self._map.kinds(blocks)
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return self._map.tiles(blocks)
 
     def rows(self) -> BlockRows:

@@ -173,7 +173,6 @@ class Band(Node):
     upper: int | None = None
 
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``."""
         m = torch.arange(sizes.blocks_q, device=device)
         start, stop = torch.zeros_like(m), torch.full_like(m, sizes.blocks_k)
         if self.lower is not None:
@@ -184,7 +183,6 @@ class Band(Node):
         return start, stop
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
         least, most = first_k - last_q, last_k - first_q  # of j - i
         is_empty, is_full = torch.zeros_like(least, dtype=torch.bool), torch.ones_like(least, dtype=torch.bool)
@@ -195,7 +193,7 @@ class Band(Node):
         return kinds_of(is_empty, is_full)
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: a pattern for each diagonal of blocks, and one for all full blocks."""
+        """A pattern for each diagonal of blocks, and one for all full blocks."""
         diagonal, bound = blocks.diagonals
         first, last, main = 0, bound, blocks.sizes.blocks_q
         if self.lower is not None:
@@ -207,7 +205,7 @@ class Band(Node):
         return diagonal, bound
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: each query attends to an interval."""
+        """Each query attends to an interval."""
         at = (blocks.m - blocks.n)[:, None] * TILE + torch.arange(TILE, device=blocks.n.device)
         first = torch.zeros_like(at) if self.lower is None else at + self.lower
         return bits.between(first, torch.full_like(at, TILE) if self.upper is None else at + self.upper)
@@ -223,18 +221,15 @@ class Dilation(Node):
     shift: int
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         (first_q, last_q), (first_k, last_k) = blocks.bounds_q, blocks.bounds_k
         least, most = first_k - last_q - self.shift, last_k - first_q - self.shift
         is_empty = most // self.step * self.step < least
         return kinds_of(is_empty, torch.full_like(is_empty, self.step == 1))
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``."""
         return blocks.diagonals
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         at = (blocks.m - blocks.n)[:, None] * TILE + torch.arange(TILE, device=blocks.n.device)
         return (torch.arange(TILE, device=at.device) - at[:, :, None] - self.shift) % self.step == 0
 
@@ -263,23 +258,21 @@ class Prefix(Node):
         return self.lengths[blocks.entry_and_head(self)[0]]
 
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``."""
         stop = torch.as_tensor(self.lengths, device=device).clamp(0, sizes.seqlen_k)
         stop = (stop + TILE - 1) // TILE
         return torch.zeros((), dtype=torch.int64, device=device), stop[:, None, None] if stop.ndim else stop
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         first_k, last_k = blocks.bounds_k
         length = self._length_of(blocks)
         return kinds_of(first_k >= length, last_k < length)
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int]:
-        """See ``Node``: how many keys of a block are visible."""
+        """A pattern for each number of visible keys."""
         return (self._length_of(blocks) - blocks.n * TILE).clamp(0, TILE), TILE + 1
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: each query attends to an interval."""
+        """Each query attends to an interval."""
         last = (self._length_of(blocks) - blocks.n * TILE - 1)[:, None].expand(-1, TILE)
         return bits.between(torch.zeros_like(last), last)
 
@@ -308,7 +301,7 @@ class BlockMap(Node):
         return self.visible.device
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: by the blocks of the map that a block of 128 x 128 meets."""
+        """Classifies a block of 128 x 128 by the blocks of the map that it meets."""
         b, h = blocks.entry_and_head(self)
         (first_m, last_m), (first_n, last_n) = (
             (first // size, last // size)
@@ -323,14 +316,14 @@ class BlockMap(Node):
         return kinds_of(is_empty, is_full)
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
-        """See ``Node``: which quarters of a block are visible, if sizes are multiples of 64."""
+        """A pattern for each set of visible quarters, if sizes are multiples of 64."""
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return None
         quarters = self._quarters(blocks)
         return (quarters.flatten(1) << torch.arange(4, device=quarters.device)).sum(1), 16
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: by quarters of a block, if sizes are multiples of 64."""
+        """Makes tiles of quarters, if sizes are multiples of 64."""
         if self.block_q % bits.HALF or self.block_k % bits.HALF:
             return super().tiles(blocks)
         quarters = self._quarters(blocks)
@@ -338,7 +331,6 @@ class BlockMap(Node):
         return words.repeat_interleave(bits.HALF, 1).repeat_interleave(bits.WORDS // 2, 2)
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return self._at(blocks, blocks.queries, blocks.keys)
 
     def _quarters(self, blocks: Blocks) -> Tensor:
@@ -377,7 +369,6 @@ class Dense(Node):
         return self.mask.device
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         b, h = (x[:, None, None] for x in blocks.entry_and_head(self))
         q = blocks.queries if self.mask.shape[2] > 1 else torch.zeros_like(blocks.queries)
         k = blocks.keys if self.mask.shape[3] > 1 else torch.zeros_like(blocks.keys)
@@ -396,7 +387,7 @@ class Function(Node):
         return {"mask_mod": list(lookups.tensors_of(self.mask_mod))}
 
     def to(self, device: torch.device) -> Node:
-        """See ``Node``.
+        """Refuses to move: a function may look up any tensors.
 
         Raises:
             ValueError: always.
@@ -422,7 +413,7 @@ class Function(Node):
         return self.on.device
 
     def elements(self, blocks: Blocks) -> Tensor:
-        """See ``Node``: by one vmap a dimension, as functions may reduce what they look up."""
+        """Maps the function by one vmap a dimension, as it may reduce tensors that it looks up."""
         run = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         run = torch.vmap(run, in_dims=(None, None, 0, None))
         visible = torch.vmap(run)(*blocks.entry_and_head(self), blocks.queries, blocks.keys)
@@ -444,12 +435,10 @@ class Combination(Node):
         return self.a.is_real and self.b.is_real
 
     def use(self, *, checked: bool = True) -> None:
-        """See ``Node``."""
         self.a.use(checked=checked)
         self.b.use(checked=checked)
 
     def to(self, device: torch.device) -> Node:
-        """See ``Node``."""
         return type(self)(self.a.to(device), self.b.to(device))
 
     @property
@@ -481,7 +470,7 @@ class Combination(Node):
         return a[0] | b[0], a[1] | b[1]
 
     def patterns(self, blocks: Blocks) -> tuple[Tensor, int] | None:
-        """See ``Node``: pairs of patterns."""
+        """A pattern for each pair of patterns of both."""
         a, b = self.a.patterns(blocks), self.b.patterns(blocks)
         if a is None or b is None or a[1] * b[1] >= 1 << 61:
             return None
@@ -492,16 +481,13 @@ class And(Combination):
     """Intersection: scores visible in both expressions."""
 
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``."""
         (start_a, stop_a), (start_b, stop_b) = self.a.block_range(sizes, device), self.b.block_range(sizes, device)
         return torch.maximum(start_a, start_b), torch.minimum(stop_a, stop_b)
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return torch.minimum(self.a.kinds(blocks), self.b.kinds(blocks))
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return self.a.tiles(blocks) & self.b.tiles(blocks)
 
 
@@ -509,14 +495,11 @@ class Or(Combination):
     """Union: scores visible in either expression."""
 
     def block_range(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See ``Node``."""
         (start_a, stop_a), (start_b, stop_b) = self.a.block_range(sizes, device), self.b.block_range(sizes, device)
         return torch.minimum(start_a, start_b), torch.maximum(stop_a, stop_b)
 
     def kinds(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return torch.maximum(self.a.kinds(blocks), self.b.kinds(blocks))
 
     def tiles(self, blocks: Blocks) -> Tensor:
-        """See ``Node``."""
         return self.a.tiles(blocks) | self.b.tiles(blocks)

@@ -113,7 +113,7 @@ def test_batch_of_nothing() -> None:
 
 
 def columns_of(made: Made, launch: Tensor, block_q: int) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
-    """What columns should be, by way of all blocks: query blocks and turns; the third is 1 if all is visible."""
+    """Expected entries of columns, from all scores: query block, 1 if it is full, and turn."""
     shown = made.shown
     batch, heads, seqlen_q, seqlen_k = shown.shape
     blocks_q, blocks_k = -(-seqlen_q // block_q), -(-seqlen_k // TILE)
@@ -124,8 +124,8 @@ def columns_of(made: Made, launch: Tensor, block_q: int) -> dict[tuple[int, int,
     turns = write_order(visible, launch)
     expected: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for b, h, n in torch.cartesian_prod(*map(torch.arange, (batch, heads, blocks_k))).tolist():
-        seen = visible[b, h, :, n].nonzero().flatten().tolist()
-        expected[b, h, n] = [(m, int(full[b, h, m, n]), int(turns[b, h, m, n])) for m in seen]
+        attending = visible[b, h, :, n].nonzero().flatten().tolist()
+        expected[b, h, n] = [(m, int(full[b, h, m, n]), int(turns[b, h, m, n])) for m in attending]
     return expected
 
 

@@ -71,12 +71,12 @@ def test_what_moves() -> None:
     mask = BlockMask.causal(512, 512)
     tables = mask.tables(torch.device("cpu"), backward=True)
     work, order = mask_plot._pass_of(mask, tables)
-    told = work.play(order)
+    played = work.play(order)
     blocks, timeline = mask_plot.Figure().subplots(1, 2)  # type: ignore[attr-defined]
-    lane = mask_plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), 0, told, "default")
-    lane.prepare(told.makespan)
+    lane = mask_plot._Lane(blocks, timeline, torch.ones(4, 4).tril().bool(), 0, played, "default")
+    lane.prepare(played.makespan)
     assert (lane.doing > 0).sum().item() == pytest.approx(
-        sum(b - a for a, b in zip(told.start, told.end, strict=True)) / told.makespan * mask_plot._STEPS, rel=0.05
+        sum(b - a for a, b in zip(played.start, played.end, strict=True)) / played.makespan * mask_plot._STEPS, rel=0.05
     )
     lane.show(0.0)
     assert lane.columns.get_array().tolist() == torch.ones(4, 4).tril().tolist()
@@ -85,27 +85,27 @@ def test_what_moves() -> None:
     lane.show(now)
     # Key block 3 came first, and 2 has just been done; 1 and 0 take longer.
     assert lane.columns.get_array()[3].tolist() == [2, 2, 3, 3]
-    assert lane.bars.get_array().any(0).sum() == round(now / told.makespan * mask_plot._STEPS)
-    lane.show(told.makespan)
+    assert lane.bars.get_array().any(0).sum() == round(now / played.makespan * mask_plot._STEPS)
+    lane.show(played.makespan)
     assert lane.columns.get_array()[3].tolist() == [3, 3, 3, 3]
     assert lane.bars.get_array().tolist() == lane.doing.tolist()
 
 
 def test_figures_of_the_page() -> None:
-    """What docs/block-masks.md says of its picture is what the model says today; then draw it anew, too."""
+    """Figures that docs/block-masks.md gives for its picture are the model's; draw it anew when they change."""
     pytest.importorskip("matplotlib")
     from flash_attn_cute.sparsity import mask_plot
 
     page = " ".join((Path(__file__).parents[2] / "docs" / "block-masks.md").read_text().split())
-    told = re.search(r"default order takes (\d+) us, a permutation (\d+) us, and .*? additions (\d+) us", page)
-    assert told is not None
+    found = re.search(r"default order takes (\d+) us, a permutation (\d+) us, and .*? additions (\d+) us", page)
+    assert found is not None
     options = argparse.Namespace(seqlen=8192, heads=16, seed=0, share=0.125)
     masks = [cli.MASKS["random"](options).with_order(order) for order in ("default", "permutation")]
     passes = [mask_plot._pass_of(mask, mask.tables(torch.device("cpu"), backward=True)) for mask in masks]
     times = [work.play(order).makespan for work, order in passes]
     work, order = passes[0]
     times.append(work.play(order, ordered=False).makespan)
-    assert [f"{time:.0f}" for time in times] == list(told.groups())
+    assert [f"{time:.0f}" for time in times] == list(found.groups())
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ TILE = 128
 
 
 def listed(mask: BlockMask) -> BlockMask:
-    """The same mask, which no other argument says, so that calls read its lists."""
+    """An equal mask that is equivalent to no other argument, so that calls read its lists."""
     return mask | BlockMask.prefix(mask.seqlen_q, mask.seqlen_k, 0)
 
 
@@ -137,7 +137,7 @@ def _indices(seqlen_q: int, seqlen_k: int, rng: random.Random, sets: tuple[int, 
     if rng.random() < 0.5:
         counts = torch.randint(0, width + 1, indices.shape[:3], generator=generator, dtype=torch.int32)
         kept = torch.arange(width) < counts[..., None]
-        indices = indices.where(kept, -7 if rng.random() < 0.5 else 10**6)  # nobody looks there
+        indices = indices.where(kept, -7 if rng.random() < 0.5 else 10**6)  # never looked at
     visible = torch.zeros(*sets, blocks_q, blocks_k + 1, dtype=torch.bool)
     visible.scatter_(-1, torch.where(kept, indices, blocks_k), True)
     mask = BlockMask.from_indices(indices.int(), counts, block=(block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -213,7 +213,7 @@ def with_any_order(mask: BlockMask, rng: random.Random, nheads_k: int, device: s
 
 
 def spelled_out(tables: BlockTables, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """What the rows of tables show, element by element; checks their form on the way."""
+    """Visible scores by the rows of tables, element by element; checks the form of the rows on the way."""
     spans, entries, tiles = tables.rows
     assert {x.dtype for x in tables.rows} == {torch.int32}
     batch, heads, blocks_q, _ = spans.shape
@@ -262,7 +262,7 @@ def columns_spelled_out(tables: BlockTables, block_q: int) -> dict[tuple[int, in
 
 
 def tables_of(mask: BlockMask, **options: Any) -> BlockTables:
-    """Those on the CPU."""
+    """Tables on the CPU."""
     return mask.tables(torch.device("cpu"), backward=True, **options)
 
 

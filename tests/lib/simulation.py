@@ -25,7 +25,7 @@ class Addition(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs the tiles. Times are in microseconds; ``vary`` draws a duration around one of them."""
+    """CTAs that run the tiles. Times are in microseconds; ``vary`` draws a duration around one of them."""
 
     num_ctas: int
     resident: int | None = None  # CTAs that run at a time, the others start when one has ended; None: all

@@ -14,7 +14,7 @@ Numbers: TypeAlias = NDArray[Any]
 
 
 class Cases(NamedTuple):
-    """What tiles add, in the order of tickets: (cases, tickets, additions + 1) each.
+    """Additions of tiles, in the order of tickets: (cases, tickets, additions + 1) each.
 
     ``to`` is the number of a sum, -1 behind the last addition; ``turn`` how many come before.
     """
@@ -24,14 +24,14 @@ class Cases(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What cases have in common."""
+    """Sizes that cases have in common."""
 
     heads: int
     group: int  # heads that share keys, and an order
     blocks_q: int
     blocks_k: int
     block_q: int
-    section: int  # heads that draw in turn
+    section: int  # heads that draw together
 
 
 def random_cases(shape: Shape, count: int, rng: np.random.Generator, *, against: bool = False) -> Cases:
@@ -181,7 +181,7 @@ class _Play:
         self.added[case, cta] += 1
         self.time[case, cta] = later
         # The next turn is signalled.
-        told = np.stack((to, self.sums[case, to]), 1)
-        woken, whom = (self.waits_for[case] == told[:, None]).all(2).nonzero()
+        signalled = np.stack((to, self.sums[case, to]), 1)
+        woken, whom = (self.waits_for[case] == signalled[:, None]).all(2).nonzero()
         self.time[case[woken], whom] = now[woken] + self.durations(woken.shape)
         self.waits_for[case[woken], whom] = -1

@@ -291,7 +291,7 @@ def test_compile_with_indices_made_inside() -> None:
 
 
 def test_graphs_keep_nothing_in_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA graph computes is there when it runs: tables of indices are made anew, others have to be built."""
+    """Tables made within a CUDA graph exist when it runs: those of indices are made anew, others have to be built."""
     indices = BlockMask.from_indices(torch.tensor([[[[0, 1], [1, 0], [1, 2]]]]), seqlen_k=384)
     causal = listed(BlockMask.causal(384, 384))
     q = torch.randn(1, 384, 2, 16)
@@ -421,8 +421,8 @@ def test_nested_tensors() -> None:
 def test_explained_without_being_built() -> None:
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     mask = listed(BlockMask.causal(300, 300))
-    told = explain(q, q, q, block_mask=mask, gpu="sm90")
-    assert told.backend == "sm90"
+    explained = explain(q, q, q, block_mask=mask, gpu="sm90")
+    assert explained.backend == "sm90"
     assert not mask._rows
     with pytest.raises(ValueError, match=r"got 'sm90', which cannot: .*tensors on cpu; .*block_mask beside mask"):
         flash_attn_func(q, q, q, block_mask=mask, mask=torch.ones(300, 300, dtype=torch.bool), backend="sm90")
@@ -458,7 +458,7 @@ def test_small_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where pieces may be longer than a block of the mask."""
+    """Pieces may be longer than a block of the mask, as they are on a GPU."""
     monkeypatch.setitem(blockwise._BLOCK_SIZES, "cpu", blockwise.BlockSize(1 << 26, 128, 1024))
     rng = random.Random(5)
     for _ in range(4):

@@ -171,9 +171,9 @@ def test_same_bits_in_every_order(order: str, head_dim: int, repetitions: int) -
 
 @needs_kernels
 def test_one_mask_by_two_constructors() -> None:
-    """Other kinds of tables, the same bits: lists that say the same are walked alike, if nobody wants an order.
+    """Masks from two constructors give the same bits, as their lists are equal, if no order is asked for.
 
-    In an order, too, but for dQ: of a mask that is not known to be regular a block has two sums.
+    With an order they do, too, but for dQ: under a mask that is not known to be regular a block has two sums.
     """
     length = 1000
     masks = (
@@ -233,8 +233,8 @@ def test_the_host_never_waits(from_indices: bool) -> None:
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
 
-def test_what_it_does_not_serve_is_told() -> None:
-    """By name, whatever the machine; without a request for these kernels others serve it."""
+def test_calls_that_kernels_do_not_serve() -> None:
+    """The reason is named on any machine; without a request for these kernels another backend serves the call."""
     mask = listed(BlockMask.causal(300, 300))
     q = torch.randn(1, 300, 2, 64, dtype=torch.bfloat16)
     used, bias = torch.tensor([200], dtype=torch.int32), torch.randn(300, 300)
@@ -242,10 +242,10 @@ def test_what_it_does_not_serve_is_told() -> None:
         ({"mask": torch.ones(300, 300, dtype=torch.bool)}, "block_mask beside mask"),
         ({"seqused_q": used, "bias": bias}, "block_mask and bias beside cu_seqlens, seqused or a window of these"),
     ]
-    for options, told in cases:
+    for options, reason in cases:
         explained = explain(q, q, q, block_mask=mask, gpu="sm90", **options)
         assert explained.backend == "portable"
-        assert told in explained.passed_over["sm90"]
+        assert reason in explained.passed_over["sm90"]
 
 
 @pytest.mark.parametrize("options", [{}, {"seqused_k": torch.tensor([200], dtype=torch.int32)}, {"causal": True}])
@@ -264,11 +264,11 @@ def test_sequences_beside_a_mask_are_intervals(packed: bool, options: dict[str, 
         assert planned.config.features.intervals == (packed or bool(options))
 
 
-def test_order_only_where_tiles_wait_little() -> None:
-    """Nobody asks for determinism: additions are in turn under regular masks, where that is faster."""
+def test_additions_are_ordered_under_low_contention() -> None:
+    """Under regular masks that is faster, so that additions are ordered even if determinism is not asked for."""
     q = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     blocks = torch.ones(4, 4, dtype=torch.bool)
-    for mask, in_turn in (
+    for mask, ordered in (
         (listed(BlockMask.window(512, 512, left=100)), True),
         (listed(BlockMask.causal(512, 512) & BlockMask.documents(torch.arange(512) // 100)), True),
         (BlockMask.prefix_lm(512, 512, 100), True),
@@ -279,4 +279,4 @@ def test_order_only_where_tiles_wait_little() -> None:
         for deterministic in (False, True):
             explained = explain(q, q, q, block_mask=mask, deterministic=deterministic, gpu="sm90")
             assert explained.backward is not None
-            assert explained.backward.deterministic == (in_turn or deterministic)
+            assert explained.backward.deterministic == (ordered or deterministic)
