@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,42 @@ def test_imports_go_down_only() -> None:
         assert not violations(room, imported_modules(path), inside), inside
         checked += 1
     assert checked > 10
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Modules of a package, and for each the modules of the package that it imports, wherever in the file."""
+    files = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
+    }
+
+    def module_of(name: str) -> str:
+        while name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    ours = f"{root.name}."
+    return {
+        module: {module_of(name) for name in imported_modules(path) if name.startswith(ours)} - {module}
+        for module, path in files.items()
+    }
+
+
+def test_imports_go_in_no_circle(tmp_path: Path) -> None:
+    """Imports within functions count, too."""
+    graph = import_graph(ROOT)
+    assert len(graph) > 10
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+    (tmp_path / "p").mkdir()
+    for name, source in {
+        "__init__": "",
+        "a": "from p import b",
+        "b": "def f():\n    from p.c import x",
+        "c": "import p.a",
+    }.items():
+        (tmp_path / "p" / f"{name}.py").write_text(source)
+    with pytest.raises(CycleError):
+        TopologicalSorter(import_graph(tmp_path / "p")).prepare()
 
 
 def test_tensors_are_made_on_devices_that_are_named() -> None:
