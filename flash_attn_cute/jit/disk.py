@@ -1,10 +1,11 @@
-"""The folder of compiled kernels.
+"""The folder of compiled kernels; verdicts of the self-check have such a folder, too.
 
 Compiled code is code: a user who can write to the folder can run code as its owner. So the folder is a real one (no
 symbolic link), of mode 0700 when it is made here, and refused where another user owns it or can write to it. It is
 opened once, checked, and then only reached through its descriptor, whatever happens to its path.
 
     <name>.kernel       an entry: the digest of its name and of all that follows, what it was made from (JSON), the code
+    <name>.verdict      likewise, of the self-check
     <name>.lock         held by the process that compiles the entry
     <name>.<token>.tmp  an entry being written
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_OURS = re.compile(r"(?P<name>[0-9a-f]{64})\.(?P<kind>kernel|lock|[0-9a-f]{16}\.tmp)")
+_OURS = re.compile(r"(?P<name>[0-9a-f]{64})\.(?P<kind>kernel|verdict|lock|[0-9a-f]{16}\.tmp)")
 
 
 class UnsafeFolderError(RuntimeError):
@@ -45,10 +46,15 @@ class Entry:
 
 
 class Folder:
-    """An open folder of compiled kernels; a context manager that closes it."""
+    """An open folder of compiled kernels, or of other entries; a context manager that closes it."""
 
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    def __init__(self, path: Path, *, create: bool = True, kind: str = "kernel") -> None:
         """Opens the folder, which is made if it does not exist and ``create`` is True.
+
+        Args:
+            path: the folder.
+            create: whether to make it.
+            kind: the last part of its entries' names.
 
         Raises:
             UnsafeFolderError: it is a symbolic link, belongs to another user, or others can write to it.
@@ -58,6 +64,7 @@ class Folder:
             raise UnsafeFolderError(_refusal(path, "is a symbolic link"))
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._kind = kind
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         problem = _problem(os.fstat(self._descriptor))
         if problem:
@@ -88,7 +95,7 @@ class Folder:
         try:
             with open(self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(_digest(name, body) + b"\n" + body)
-            os.replace(temporary, f"{name}.kernel", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            os.replace(temporary, f"{name}.{self._kind}", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         except BaseException:
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self._descriptor)
@@ -106,23 +113,42 @@ class Folder:
             OSError: the lock's file cannot be made.
         """
         with ExitStack() as stack:
-            if not stack.enter_context(self._locked(name)):
-                with suppress(OSError, UnsafeFolderError):
-                    machine = stack.enter_context(Folder(machine_folder()))
-                    stack.enter_context(machine._locked(name))
+            self._enter_lock(stack, name, 0)
             yield
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[bool]:
-        """Gives whether the entry's lock is held; if not, the file system has no locks."""
+    def try_lock(self, name: str) -> Iterator[bool | None]:
+        """Holds the entry's lock if no other process does, and gives whether; None where there are no locks.
+
+        The lock is that of ``lock``, and like it one of this machine where the file system has none.
+
+        Raises:
+            OSError: the lock's file cannot be made.
+        """
+        with ExitStack() as stack:
+            yield self._enter_lock(stack, name, fcntl.LOCK_NB)
+
+    def _enter_lock(self, stack: ExitStack, name: str, flags: int) -> bool | None:
+        is_held = stack.enter_context(self._locked(name, flags))
+        if is_held is None:
+            with suppress(OSError, UnsafeFolderError):
+                machine = stack.enter_context(Folder(machine_folder()))
+                is_held = stack.enter_context(machine._locked(name, flags))
+        return is_held
+
+    @contextmanager
+    def _locked(self, name: str, flags: int) -> Iterator[bool | None]:
+        """Gives whether the entry's lock is held; None if the file system has no locks."""
         descriptor = self._open(f"{name}.lock", os.O_RDWR | os.O_CREAT)
         try:
+            is_held: bool | None = True
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+            except BlockingIOError:  # another process has it
+                is_held = False
             except OSError:
-                yield False
-            else:
-                yield True
+                is_held = None
+            yield is_held
         finally:
             # Closing does not unlock where another thread has forked meanwhile: its child has the file open, too.
             with suppress(OSError):
@@ -136,7 +162,7 @@ class Folder:
             OSError: the folder cannot be read.
         """
         found = []
-        for match in self._ours("kernel"):
+        for match in self._ours(self._kind):
             with suppress(FileNotFoundError):  # removed meanwhile
                 status = os.stat(match[0], dir_fd=self._descriptor, follow_symlinks=False)
                 parsed = self._read(match["name"])
@@ -156,7 +182,7 @@ class Folder:
         for match in self._ours():
             with suppress(FileNotFoundError):  # removed, or renamed to an entry, meanwhile
                 os.unlink(match[0], dir_fd=self._descriptor)
-                kernels += match["kind"] == "kernel"
+                kernels += match["kind"] == self._kind
         return kernels
 
     def _ours(self, kind: str | None = None) -> list[re.Match[str]]:
@@ -169,7 +195,7 @@ class Folder:
     def _read(self, name: str) -> tuple[bytes, bytes] | None:
         """(JSON, code) of an entry; None if it is missing, damaged, or a file that others could have written."""
         try:
-            with open(self._open(f"{name}.kernel", os.O_RDONLY), "rb") as file:
+            with open(self._open(f"{name}.{self._kind}", os.O_RDONLY), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or _problem(status):
                     return None
