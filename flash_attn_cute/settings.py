@@ -12,6 +12,11 @@ FLASH_ATTN_CUTE_CACHE_DIR
                          able to write to it. Default: flash_attn_cute in $XDG_CACHE_HOME or ~/.cache.
 FLASH_ATTN_CUTE_BUNDLE   A bundle of compiled kernels, the absolute path that ``python -m flash_attn_cute.jit
                          bundle`` printed. It is read ahead of the folder, and verified by its name.
+FLASH_ATTN_CUTE_SELFCHECK
+                         The self-check of Blackwell's kernels. 1 (default): the first call that they could serve runs
+                         it, unless there is a verdict. 0: none is run or read, and only calls that name the backend
+                         get the kernels. force: a verdict from before this process is not read. Read once, by
+                         the first such call.
 CUTE_DSL_*               Settings of the compiler. Kernels compiled under other ones are other kernels.
 """
 
@@ -39,6 +44,19 @@ def nvtx() -> bool:
         ValueError: the variable holds anything but ``0`` or ``1``.
     """
     return _switch("FLASH_ATTN_CUTE_NVTX")
+
+
+@functools.cache
+def selfcheck() -> str:
+    """How the self-check of kernels is used, "0", "1" or "force" (``FLASH_ATTN_CUTE_SELFCHECK``).
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    value = os.environ.get("FLASH_ATTN_CUTE_SELFCHECK", "1")
+    if value not in ("0", "1", "force"):
+        raise ValueError(f"FLASH_ATTN_CUTE_SELFCHECK: expected 0, 1 or force, got {value!r}")
+    return value
 
 
 def cache_dir() -> Path | None:

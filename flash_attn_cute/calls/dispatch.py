@@ -10,26 +10,33 @@ from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.selfcheck import gate
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 _KERNELS = list(map(CuteBackend, ARCHITECTURES.values()))
-# Behind the portable one, which serves all calls, are those that have to be asked for.
+# Behind the portable one, which serves all calls, are those that are checked first: they serve what the check passed.
 _IN_ORDER_OF_PREFERENCE: list[Backend] = [
-    *(backend for backend in _KERNELS if backend.architecture.by_default),
+    *(backend for backend in _KERNELS if not backend.architecture.is_checked_first),
     PortableBackend(),
-    *(backend for backend in _KERNELS if not backend.architecture.by_default),
+    *(backend for backend in _KERNELS if backend.architecture.is_checked_first),
 ]
 BACKENDS = {backend.name: backend for backend in _IN_ORDER_OF_PREFERENCE}
 
 _has_warned = False
+_has_warned_of_refusal = False
 
 
 class Selection(NamedTuple):
-    """A backend's name, why each one preferred to it was passed over, and which serve the call only if asked for."""
+    """A backend's name, why each one preferred to it was passed over, and which serve the call only if asked for.
+
+    ``refusal`` is why the latter do, and ``lasts`` is whether all calls that look alike get the same.
+    """
 
     name: str
     passed_over: dict[str, tuple[str, ...]]
     on_request: tuple[str, ...] = ()
+    refusal: str = ""
+    lasts: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} ({_refusals(self.passed_over) or 'the first choice'})"
@@ -57,19 +64,23 @@ def supposing(gpu: str) -> dict[str, Backend]:
 def warn_of_fallback(selection: Selection, device: torch.device) -> None:
     """Warns, once a process, that a call runs on another backend although kernels exist for its GPU.
 
-    It does not warn if the caller chose the backend.
+    It does not warn if the caller chose the backend. What the self-check refuses has a warning of its own.
     """
-    global _has_warned
-    if not selection.passed_over or torch.compiler.is_compiling() or _has_warned:
+    global _has_warned, _has_warned_of_refusal
+    has_warned = _has_warned_of_refusal if selection.on_request else _has_warned
+    if not selection.passed_over or torch.compiler.is_compiling() or has_warned:
         return
     faster = {
         name: f"cannot serve it: {'; '.join(reasons)}"
         for name, reasons in selection.passed_over.items()
         if BACKENDS[name].is_made_for(device) and not BACKENDS[selection.name].is_made_for(device)
     }
-    faster |= {name: f"serves calls with backend={name!r} alone" for name in selection.on_request}
+    faster |= {
+        name: f"serves calls with backend={name!r} alone, as {selection.refusal}" for name in selection.on_request
+    }
     for name, why in faster.items():
-        _has_warned = True
+        _has_warned |= not selection.on_request
+        _has_warned_of_refusal |= bool(selection.on_request) and selection.lasts
         warnings.warn(
             f"flash_attn_cute: a call on {device} goes to the backend {selection.name!r}, which is slower than "
             f"{name!r}, which {why}. backend={selection.name!r} says that this is "
@@ -83,8 +94,17 @@ def select(
     inputs: AttentionInputs,
     requested: str | None = None,
     backends: Mapping[str, Backend] | None = None,
+    *,
+    is_run: bool = True,
 ) -> Selection:
     """The requested backend if it can serve the call, or the first that can if None is requested.
+
+    Args:
+        spec: what the call asks for.
+        inputs: its tensors.
+        requested: the backend that it names.
+        backends: those there are, if they are not this machine's.
+        is_run: whether the call is to be run, so that kernels which are checked first may be checked now.
 
     Raises:
         ValueError: an unknown backend, or a requested one that cannot serve the call (the message has all reasons).
@@ -104,8 +124,18 @@ def select(
     for i, (name, backend) in enumerate(backends.items()):
         lacking = missing(backend, spec, inputs)
         if not lacking:
-            behind = (x for x in names[i + 1 :] if isinstance(backends[x], CuteBackend))
-            return Selection(name, passed_over, tuple(x for x in behind if not missing(backends[x], spec, inputs)))
+            for other in names[i + 1 :]:
+                checked_first = backends[other]
+                if isinstance(checked_first, CuteBackend) and checked_first.is_made_for(inputs.q.device):
+                    lacking = missing(checked_first, spec, inputs)
+                    if lacking:
+                        passed_over[other] = lacking
+                        continue
+                    answer = gate.ask(checked_first, spec, inputs, is_run=is_run)
+                    if not answer.refusal:
+                        return Selection(other, passed_over, lasts=answer.lasts)
+                    return Selection(name, passed_over, (other,), *answer)
+            return Selection(name, passed_over)
         passed_over[name] = lacking
     raise ValueError(
         f"backend: expected at least one that can serve this call, but none can ({_refusals(passed_over)})"

@@ -25,6 +25,7 @@ class Explanation:
         backend: the name of the backend that serves the call.
         passed_over: the name of every backend that would be preferred to it, and why each cannot serve the call.
         on_request: the names of backends made for the device that serve the call only if ``backend`` names them.
+        refusal: why they do: what the self-check has found, or that it has not run. Nothing runs it here.
         spec: what the call asks for, as backends see it.
         device: that of the tensors, or the GPU that was to be supposed.
         num_sms: SMs of the GPU; None for a backend without kernels of its own.
@@ -37,6 +38,7 @@ class Explanation:
     backend: str
     passed_over: Mapping[str, tuple[str, ...]]
     on_request: tuple[str, ...]
+    refusal: str
     spec: AttentionSpec
     device: str
     num_sms: int | None
@@ -46,7 +48,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"backend {self.backend} on {self.device}"]
         lines += [f"  {name} cannot: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
-        lines += [f"  {name} serves it only with backend={name!r}" for name in self.on_request]
+        lines += [f"  {name} serves it only with backend={name!r}: {self.refusal}" for name in self.on_request]
         spec = self.spec
         heads = f"{spec.nheads} heads" if spec.nheads == spec.nheads_k else f"{spec.nheads} heads on {spec.nheads_k}"
         width = (
@@ -171,7 +173,7 @@ def explain(
     with _disable_current_modes():
         inputs = prepared_call.check(copies, bounds, block_mask, device)
         spec = prepared_call.spec_of(inputs, options, block_mask)
-        selection = dispatch.select(spec, inputs._replace(q=tensors[0]), backend, backends)
+        selection = dispatch.select(spec, inputs._replace(q=tensors[0]), backend, backends, is_run=False)
         chosen = backends[selection.name]
         passes: tuple[PassPlan | None, PassPlan | None] = (None, None)
         num_sms = None
@@ -182,7 +184,8 @@ def explain(
             passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
-    return Explanation(selection.name, passed_over, selection.on_request, spec, where, num_sms, *passes)
+    others = selection.on_request, selection.refusal
+    return Explanation(selection.name, passed_over, *others, spec, where, num_sms, *passes)
 
 
 def _pass_line(name: str, planned: PassPlan | None) -> str:

@@ -25,11 +25,15 @@ _kept: dict[tuple[Any, ...], "Plan"] = {}
 
 
 class Plan(NamedTuple):
-    """What a call asks for, the name of the backend that serves it, and max_seqlen_q and max_seqlen_k."""
+    """Spec of a call, the name of the backend that serves it, and max_seqlen_q and max_seqlen_k.
+
+    ``lasts``: whether calls that look alike get the same backend later.
+    """
 
     spec: AttentionSpec
     backend: str
     max_seqlens: tuple[int, int]
+    lasts: bool = True
 
 
 def make(tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options: Options, backend: str | None) -> Plan:
@@ -43,7 +47,7 @@ def make(tensors: Tensors, bounds: Bounds, block_mask: BlockMask | None, options
     spec = spec_of(inputs, options, block_mask)
     selection = dispatch.select(spec, inputs, backend)
     dispatch.warn_of_fallback(selection, inputs.q.device)
-    return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k))
+    return Plan(spec, selection.name, (inputs.max_seqlen_q, inputs.max_seqlen_k), selection.lasts)
 
 
 def cached_plan(
@@ -63,7 +67,8 @@ def cached_plan(
         plan = make(tensors, bounds, block_mask, options, backend)
         if len(_kept) >= _KEPT_AT_MOST:
             _kept.clear()
-        _kept[key] = plan
+        if plan.lasts:
+            _kept[key] = plan
     return plan
 
 

@@ -43,7 +43,8 @@ class Architecture(NamedTuple):
     max_head_dim: int
     passes: dict[PassName, Pass]
     num_sms: int = 132  # of the usual GPU, for explaining calls where there is none: an H100 SXM or an H200
-    by_default: bool = True  # whether it serves calls on its GPUs; else only those that ask for it
+    # Whether calls that name no backend get a family of its kernels only where the self-check has passed it.
+    is_checked_first: bool = False
 
     def on(self, capability: tuple[int, int]) -> "Architecture":
         """The architecture with kernels for one compute capability, where it has several targets."""
@@ -83,7 +84,7 @@ ARCHITECTURES = {
                 ),
             },
             num_sms=148,  # a B200
-            by_default=False,  # until it has run on such a GPU
+            is_checked_first=True,  # it has been written without such a GPU
         ),
     )
 }
@@ -97,3 +98,19 @@ def architecture_of(config: Any) -> Architecture:
 def pass_of(config: Any) -> Pass:
     """Pass that a configuration belongs to."""
     return architecture_of(config).passes[config.pass_name]
+
+
+def family(config: Any) -> str:
+    """The kernels that a configuration is one of, as the self-check judges them: one class at one size of tiles.
+
+    Such as "forward two-part d128" (a CTA has two parts of queries), "backward pair d128" or "backward two-pass d256".
+    "biases" are one family: the kernels of their gradient, and reading them in the others.
+    """
+    if config.pass_name == "bias_gradient":
+        return "biases"
+    kinds = {
+        "two-part": getattr(config, "q_parts", 1) == 2,
+        "two-pass": getattr(config, "num_passes", 1) == 2,
+        "pair": config.ctas_a_tile == 2,
+    }
+    return " ".join([config.pass_name, *(kind for kind, is_it in kinds.items() if is_it), f"d{config.tile_d}"])

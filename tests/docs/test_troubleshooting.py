@@ -17,6 +17,7 @@ from flash_attn_cute.calls import dispatch
 from flash_attn_cute.integrations import flash_attn
 from flash_attn_cute.integrations import transformers as hf
 from flash_attn_cute.jit import disk
+from flash_attn_cute.selfcheck import gate
 
 DOCS = Path(__file__).parents[2] / "docs"
 MESSAGES: list[str] = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
@@ -64,6 +65,13 @@ def fallback() -> None:
         flash_attn_func(q, k, k)
 
 
+def traced_without_verdict() -> None:
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.setattr(gate, "_has_warned", False)
+        warnings.simplefilter("error")
+        gate._without_verdict(gate._TRACED)
+
+
 def shared_folder(path: Path) -> None:
     path.chmod(0o777)
     disk.Folder(path)
@@ -95,6 +103,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "dropout: expected 0.0": lambda: hf.attend(layer, q, q, q, None, dropout=0.1),
     "dropout_p: expected 0.0": lambda: attend(q, k, k, dropout_p=0.1),
     "flash_attn_cute: a call on": fallback,
+    "flash_attn_cute: a compiled program gets the backend": traced_without_verdict,
     "flash_attn_cute: forward-mode derivatives of attention are not implemented": lambda: torch.func.jvp(
         lambda x: flash_attn_func(x, x, x), (q,), (q,)
     ),

@@ -242,7 +242,8 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if "flash_attn_cute" in message:
             messages.append(message)
 
-    monkeypatch.setattr(dispatch, "_has_warned", False)
+    for name in ("_has_warned", "_has_warned_of_refusal"):
+        monkeypatch.setattr(dispatch, name, False)
     monkeypatch.setattr(dispatch, "BACKENDS", {"sm90": OnHopper(), "portable": PortableBackend()})
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -272,18 +273,19 @@ def test_head_dimensions_are_told_of(warned: list[str]) -> None:
     assert "d = 20 (multiples of 8 up to 256); d_v = 20" in warned[0]
 
 
-def test_a_gpu_whose_kernels_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_a_gpu_whose_kernels_are_checked_first(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     asked_for = CuteBackend(ARCHITECTURES["sm100"], is_supposed=True)
     backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend(), "sm100": asked_for}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     q, wide = low(1, 5, 2, 64).zero_(), torch.randn(1, 5, 2, 64)
-    flash_attn_func(wide, wide, wide)
     flash_attn_func(q, q, q, backend="portable")
     assert not warned
     for _ in range(2):
+        flash_attn_func(wide, wide, wide)
         flash_attn_func(q, q, q)
-    assert len(warned) == 1
-    assert "slower than 'sm100', which serves calls with backend='sm100' alone. backend='portable' says" in warned[0]
+    assert len(warned) == 2
+    assert "slower than 'sm100', which cannot serve it: torch.float32" in warned[0]
+    assert "slower than 'sm100', which serves calls with backend='sm100' alone, as its self-check has not" in warned[1]
 
 
 def test_no_warning_where_it_is_meant(warned: list[str]) -> None:

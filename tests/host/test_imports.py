@@ -18,6 +18,7 @@ LEVELS = [
     {"distributed", "integrations", "profile", "demo"},
     {"api", "explanation", "flops", "padding"},
     {"calls"},
+    {"selfcheck"},
     {"backends"},
     {"jit", "kernels", "sparsity"},
     {"dq_order"},

@@ -66,7 +66,7 @@ def targets(device: str) -> dict[str, str]:
 
 def main(capability: tuple[int, ...], tests: list[str]) -> None:
     """Prints what calls would be compiled for, as users make them and in tests, and which tests would run."""
-    properties = SimpleNamespace(multi_processor_count=148)
+    properties = SimpleNamespace(multi_processor_count=148, name="supposed", uuid="0", total_memory=2**37)
     if capability:
         properties.major, properties.minor = capability
     device = "cuda" if capability else "cpu"

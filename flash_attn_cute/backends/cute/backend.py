@@ -51,12 +51,25 @@ _NO_BLOCKS = BlockArguments(None, None, None, None)
 class CuteBackend:
     """The kernels of one architecture."""
 
-    def __init__(self, architecture: Architecture, *, is_supposed: bool = False) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        is_supposed: bool = False,
+        kernel_of: Callable[[Any], Callable[..., None]] | None = None,
+    ) -> None:
+        """Serves calls with the kernels of an architecture.
+
+        Args:
+            architecture: whose kernels.
+            is_supposed: explains calls as on a machine with the architecture's usual GPU, and runs none.
+            kernel_of: makes what launches the kernel of a configuration; None: ``jit.cache.kernel``.
+        """
         self.architecture = architecture
         self.name = architecture.name
         self.features = frozenset(Feature)
-        # Explains calls as on a machine with the architecture's usual GPU, and runs none.
-        self._is_supposed = is_supposed
+        self.is_supposed = is_supposed
+        self._kernel_of = kernel_of
         # Caches are bounded, for specs and shapes hold numbers that can change with every call.
         self._prepare_forward = functools.lru_cache(maxsize=1024)(self._plan_forward)
         self._prepare_backward = functools.lru_cache(maxsize=1024)(self._plan_backward)
@@ -88,20 +101,20 @@ class CuteBackend:
                 reasons.append("block_mask beside mask")
             if spec.has_bias and needs_intervals(spec):
                 reasons.append("block_mask and bias beside cu_seqlens, seqused or a window of these")
-        if not _HAS_COMPILER and not self._is_supposed:
+        if not _HAS_COMPILER and not self.is_supposed:
             reasons.append("the package nvidia-cutlass-dsl is not installed")
         return tuple(reasons)
 
     def is_made_for(self, device: torch.device) -> bool:
         """See ``Backend.is_made_for``."""
-        if self._is_supposed or device.type != "cuda":
-            return self._is_supposed
+        if self.is_supposed or device.type != "cuda":
+            return self.is_supposed
         gpu = torch.cuda.get_device_properties(device)
         return (gpu.major, gpu.minor) in self.architecture.targets
 
     def num_sms(self, device: torch.device) -> int:
         """SMs of a GPU that it is made for."""
-        return self.architecture.num_sms if self._is_supposed else _num_sms(device)
+        return self.architecture.num_sms if self.is_supposed else _num_sms(device)
 
     def planned(
         self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, *, need_dbias: bool, blocks: Any = None
@@ -394,7 +407,7 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = _forward_shapes(q_shape, k_shape, num_sequences, few_queries, scores)
-        return _Launch.of(plan.plan_forward(self._architecture_on(device), spec, shapes, _num_sms(device)))
+        return self._launch_of(plan.plan_forward(self._architecture_on(device), spec, shapes, _num_sms(device)))
 
     def _plan_backward(
         self,
@@ -408,7 +421,13 @@ class CuteBackend:
         device: torch.device,
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, max_seqlen_q, has_dlse, scores)
-        return _Launch.of(plan.plan_backward(self._architecture_on(device), spec, shapes, _num_sms(device)))
+        return self._launch_of(plan.plan_backward(self._architecture_on(device), spec, shapes, _num_sms(device)))
+
+    def _launch_of(self, planned: Any) -> "_Launch":
+        from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
+
+        kernel = (self._kernel_of or cache.kernel)(planned.config)
+        return _Launch(kernel, planned, _takes_tiles(planned.config))
 
     def _architecture_on(self, device: torch.device) -> Architecture:
         """With the kernels for a GPU."""
@@ -431,7 +450,9 @@ class CuteBackend:
     ) -> "_Launch":
         shapes = plan.Shapes(q_shape, k_shape, num_sequences, 0, scores=scores)
         architecture, num_sms = self._architecture_on(device), _num_sms(device)
-        return _Launch.of(plan.plan_bias_gradient(architecture, spec, shapes, backward, slots, bias_shape, num_sms))
+        return self._launch_of(
+            plan.plan_bias_gradient(architecture, spec, shapes, backward, slots, bias_shape, num_sms)
+        )
 
 
 class _Launch(NamedTuple):
@@ -440,12 +461,6 @@ class _Launch(NamedTuple):
     kernel: Callable[..., None]
     plan: Any  # a plan of ``plan``
     takes_tiles: bool  # from a counter
-
-    @classmethod
-    def of(cls, planned: Any) -> "_Launch":
-        from flash_attn_cute.jit import cache  # not before it is needed: importing the package is to take no time
-
-        return cls(cache.kernel(planned.config), planned, _takes_tiles(planned.config))
 
 
 class _Backward(NamedTuple):

@@ -1,0 +1,487 @@
+"""The self-check's verdict and what the dispatcher makes of it, on a machine that pretends to have a Blackwell GPU."""
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn_cute import explain, flash_attn_func, kept, settings
+from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.cute import CuteBackend
+from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch, prepared_call
+from flash_attn_cute.jit import disk, key
+from flash_attn_cute.kernels.registry import ARCHITECTURES, family
+from flash_attn_cute.selfcheck import gate, steps, verdict
+from flash_attn_cute.selfcheck.runner import Findings
+from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
+
+SM100 = ARCHITECTURES["sm100"]
+GPU = Gpu("cuda:0", "GPU-1", "sm100", "NVIDIA B200", (10, 0), 148, 180, "580.1")
+FAMILIES = [*dict.fromkeys(step.family for step in steps.steps_of(SM100) if step.family)]
+
+
+class Kernels(CuteBackend):
+    """Blackwell's backend on the CPU, as plain PyTorch; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(SM100)
+        self.calls = 0
+
+    def is_made_for(self, device: torch.device) -> bool:
+        """Serves the CPU, too."""
+        return True
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        """Runs the portable backend's, and counts."""
+        self.calls += 1
+        return PortableBackend().forward(*given)
+
+    def backward(self, *given: Any, **needs: Any) -> Gradients:
+        """Runs the portable backend's."""
+        return PortableBackend().backward(*given, **needs)
+
+
+class Machine:
+    """A machine with a Blackwell GPU, and what its self-check will find."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.kernels, self.checks = Kernels(), 0
+        self.failed: dict[str, str] = {}
+        self.unjudged: dict[str, str] = {}
+        self.is_final = True
+        self.monkeypatch, self.folder = monkeypatch, folder
+        monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
+        monkeypatch.delenv("FLASH_ATTN_CUTE_SELFCHECK", raising=False)
+        backends = {"sm90": CuteBackend(ARCHITECTURES["sm90"]), "portable": PortableBackend(), "sm100": self.kernels}
+        monkeypatch.setattr(dispatch, "BACKENDS", backends)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(Gpu, "of", lambda architecture, index: GPU)
+        monkeypatch.setattr(verdict, "checked", self.check)
+        monkeypatch.setattr(verdict, "_POLL", 0.01)
+        self.restart()
+
+    def check(self, gpu: Gpu, log: IO[bytes]) -> tuple[Findings, list[str]]:
+        """The check, in no time."""
+        self.checks += 1
+        log.write(b"a step\n")
+        return Findings(self.failed, self.unjudged, {}, self.is_final), FAMILIES
+
+    def restart(self, setting: str | None = None) -> None:
+        """Forgets what a process keeps, as another one begins without it."""
+        if setting is not None:
+            self.monkeypatch.setenv("FLASH_ATTN_CUTE_SELFCHECK", setting)
+        settings.selfcheck.cache_clear()
+        self.monkeypatch.setattr(gate, "_answers", {})
+        self.monkeypatch.setattr(gate, "_has_warned", False)
+        self.monkeypatch.setattr(gate, "_STARTED", time.time())
+        for name in ("_has_warned", "_has_warned_of_refusal"):
+            self.monkeypatch.setattr(dispatch, name, False)
+        self.monkeypatch.setattr(prepared_call, "_kept", {})
+
+    def serves(self, d: int = 64, rows: int = 5, dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
+        """Whether a call gets the kernels."""
+        before = self.kernels.calls
+        q = torch.zeros(1, rows, 1, d, dtype=dtype)
+        flash_attn_func(q, q, q, **options)
+        return self.kernels.calls > before
+
+    @property
+    def entry(self) -> Path:
+        """The file of the verdict."""
+        (path,) = (self.folder / "selfcheck").glob("*.verdict")
+        return path
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    yield Machine(monkeypatch, tmp_path / "kernels")
+    settings.selfcheck.cache_clear()
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The warnings of this package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found: list[str] = []
+        yield found
+        found += [str(x.message) for x in caught if str(x.message).startswith("flash_attn_cute")]
+
+
+# What the dispatcher makes of a verdict
+
+
+def test_families_that_passed_are_served(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    with warned() as found:
+        assert machine.serves()
+        assert machine.serves(rows=7)
+        assert machine.serves(d=256)
+    assert not found
+    assert machine.checks == 1
+    assert "checking the kernels of sm100 on NVIDIA B200, once" in caplog.text
+
+
+def test_families_that_failed_are_portable_with_one_warning(machine: Machine) -> None:
+    machine.failed = {"backward d128": "backward d128: rings wrap: it did not end within 60 seconds"}
+    with warned() as found:
+        assert not machine.serves(d=128)
+        assert machine.serves(d=64)
+        assert not machine.serves(d=120, rows=6)
+    assert len(found) == 1
+    with warned() as others:
+        machine.serves(dtype=torch.float64)
+        machine.serves(dtype=torch.float64)
+    assert ["torch.float64" in text for text in others] == [True]
+    assert (
+        "serves calls with backend='sm100' alone, as its self-check on this GPU has not passed backward d128 ("
+        in (found[0])
+    )
+    assert "rings wrap: it did not end within 60 seconds" in found[0]
+    (log,) = (machine.folder / "selfcheck").glob("*.log")
+    assert f"The log is {log}" in found[0]
+    assert "a step" in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_pairs_that_failed_leave_shorter_sequences_alone(machine: Machine) -> None:
+    machine.failed = {"backward pair d128": "no"}
+    assert machine.serves(d=128, rows=500)
+    assert not machine.serves(d=128, rows=1500)
+    assert machine.serves(d=128, rows=1500, causal=True)
+
+
+def test_masks_and_biases_are_families(machine: Machine) -> None:
+    machine.failed = {"masks": "no", "biases": "no"}
+    shown = torch.ones(5, 5, dtype=torch.bool)
+    assert machine.serves()
+    assert not machine.serves(mask=shown)
+    assert not machine.serves(bias=torch.zeros(5, 5, dtype=torch.bfloat16))
+
+
+def test_what_is_no_family_of_one_pass_is_needed_by_all(machine: Machine) -> None:
+    machine.failed = {"together": "no"}
+    assert not machine.serves()
+
+
+def test_named_backends_run_as_ever(machine: Machine) -> None:
+    machine.failed = dict.fromkeys(FAMILIES, "no")
+    assert machine.serves(backend="sm100")
+    assert not machine.serves(backend="portable")
+    assert machine.checks == 0
+
+
+def test_calls_that_look_alike_do_not_ask_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.serves()
+    monkeypatch.setattr(gate, "ask", None)
+    assert machine.serves()
+
+
+def test_explain_shows_it_and_runs_nothing(machine: Machine) -> None:
+    q = torch.zeros(1, 5, 1, 128, dtype=torch.bfloat16)
+    why = explain(q, q, q)
+    assert (why.backend, why.on_request) == ("portable", ("sm100",))
+    assert "its self-check has not run on this GPU, and does not run for an explanation" in str(why)
+    assert machine.checks == 0
+    machine.failed = {"backward d64": "hangs"}
+    assert machine.serves(d=128)
+    wrong = explain(q[..., :64], q[..., :64], q[..., :64])
+    assert (
+        "sm100 serves it only with backend='sm100': its self-check on this GPU has not passed backward d64 (hangs)"
+        in (str(wrong))
+    )
+
+
+# Settings
+
+
+def test_off(machine: Machine) -> None:
+    assert machine.serves()
+    machine.restart("0")
+    with warned() as found:
+        assert not machine.serves()
+    assert "backend='sm100' alone, as FLASH_ATTN_CUTE_SELFCHECK is 0" in found[0]
+    assert machine.checks == 1
+
+
+def test_force_takes_no_verdict_from_before_the_process(machine: Machine) -> None:
+    machine.failed = {"together": "no"}
+    assert not machine.serves()
+    machine.failed = {}
+    machine.restart("force")
+    assert machine.serves()
+    assert machine.checks == 2
+    # Another rank of the same job, which was started before the verdict was made.
+    started = gate._STARTED
+    machine.restart()
+    machine.monkeypatch.setattr(gate, "_STARTED", started)
+    assert machine.serves()
+    assert machine.checks == 2
+
+
+def test_other_settings_are_refused(machine: Machine) -> None:
+    machine.restart("yes")
+    with pytest.raises(ValueError, match="FLASH_ATTN_CUTE_SELFCHECK: expected 0, 1 or force, got 'yes'"):
+        machine.serves()
+
+
+def test_without_a_folder_nothing_is_run(machine: Machine) -> None:
+    machine.monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", "0")
+    with warned() as found:
+        assert not machine.serves()
+    assert "as FLASH_ATTN_CUTE_CACHE_DIR is 0, so that no verdict of its self-check can be kept" in found[0]
+    assert machine.checks == 0
+
+
+def test_a_folder_that_cannot_be_written_is_the_reason(machine: Machine) -> None:
+    def read_only(*given: Any, **options: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    machine.monkeypatch.setattr(disk, "Folder", read_only)
+    with warned() as found:
+        assert not machine.serves()
+    assert "its self-check cannot run: [Errno 30] Read-only file system" in found[0]
+
+
+def test_a_folder_of_others_is_the_reason(machine: Machine) -> None:
+    machine.folder.mkdir()
+    machine.folder.chmod(0o777)
+    with warned() as found:
+        assert not machine.serves()
+    assert "its self-check cannot run: FLASH_ATTN_CUTE_CACHE_DIR: the cache folder" in found[0]
+    assert machine.checks == 0
+
+
+# Where it does not run
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+        yield
+
+
+@contextmanager
+def _captured() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kept, "is_captured", lambda device: True)
+        yield
+
+
+@pytest.mark.parametrize(("where", "why"), [(_forked, "was forked"), (_captured, "a CUDA graph is captured")])
+def test_it_does_not_run_there_and_the_answer_does_not_last(
+    where: Callable[[], Any], why: str, machine: Machine
+) -> None:
+    with warned() as found, where():
+        assert not machine.serves()
+    assert why in found[0]
+    assert "`python -m flash_attn_cute.selfcheck` runs it" in found[0]
+    assert machine.checks == 0
+    assert machine.serves()
+    with where():
+        assert machine.serves()
+        machine.restart()
+        assert machine.serves()  # a verdict is read everywhere
+    assert machine.checks == 1
+
+
+def test_fake_tensors(machine: Machine) -> None:
+    with FakeTensorMode():
+        q = torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16)
+        flash_attn_func(q, q, q)
+    assert machine.checks == 0
+    assert machine.serves()
+
+
+def test_traced_programs_read_a_verdict_and_run_nothing(machine: Machine) -> None:
+    def compiled(d: int) -> bool:
+        torch.compiler.reset()
+        before = machine.kernels.calls
+        q = torch.zeros(1, 5, 1, d, dtype=torch.bfloat16)
+        torch.compile(lambda: flash_attn_func(q, q, q), backend="eager", fullgraph=True)()
+        return machine.kernels.calls > before
+
+    with warned() as found:
+        assert not compiled(64)
+        assert not compiled(64)
+    assert len(found) == 1
+    assert "a compiled program gets the backend 'portable': its self-check has not run on this GPU" in found[0]
+    assert machine.checks == 0
+    machine.failed = {"forward d256": "no"}
+    assert machine.serves()
+    assert compiled(64)
+    assert not compiled(256)
+    assert machine.checks == 1
+
+
+# The verdict on disk
+
+
+def test_processes_share_a_verdict(machine: Machine) -> None:
+    machine.failed = {"forward d256": "no"}
+    assert machine.serves()
+    machine.restart()
+    assert machine.serves()
+    assert not machine.serves(d=256)
+    assert machine.checks == 1
+
+
+@pytest.mark.parametrize("change", ["damaged", "another version", "another's"])
+def test_unusable_verdicts_are_made_again(change: str, machine: Machine) -> None:
+    assert machine.serves()
+    if change == "damaged":
+        machine.entry.write_bytes(machine.entry.read_bytes()[:-9])
+    elif change == "another's":
+        machine.entry.chmod(0o666)
+    else:
+        with disk.Folder(machine.folder / "selfcheck", kind="verdict") as folder:
+            folder.write(machine.entry.stem, {}, json.dumps({"passed": True}).encode())
+    machine.restart()
+    assert machine.serves()
+    assert machine.checks == 2
+
+
+@pytest.mark.parametrize("change", [{"driver": "590.1"}, {"name": "NVIDIA B300"}, {"num_sms": 74}])
+def test_a_verdict_holds_for_a_gpu_and_a_driver(change: dict[str, Any], machine: Machine) -> None:
+    assert machine.serves()
+    machine.restart()
+    machine.monkeypatch.setattr(Gpu, "of", lambda architecture, index: GPU._replace(**change))
+    assert machine.serves()
+    assert machine.checks == 2
+
+
+def test_a_verdict_holds_for_sources_and_compilers(machine: Machine) -> None:
+    name = key.name(GPU.identity())
+    assert name == key.name(GPU._replace(device="cuda:3", uuid="GPU-2").identity())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(key, "_SOURCES", "others")
+        assert name != key.name(GPU.identity())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUTE_DSL_OPT", "1")
+        assert name != key.name(GPU.identity())
+
+
+def test_what_was_not_judged_is_tried_again_later(machine: Machine) -> None:
+    machine.unjudged, machine.is_final = dict.fromkeys(FAMILIES, "not judged, as the GPU's memory is full"), False
+    with warned() as found:
+        assert not machine.serves()
+    assert "not judged, as the GPU's memory is full" in found[0]
+    machine.unjudged, machine.is_final = {}, True
+    machine.restart()
+    assert not machine.serves()  # ranks of a job do not try one after the other
+    assert machine.checks == 1
+    machine.monkeypatch.setattr(verdict, "_UNFINISHED_FOR", 0.0)
+    machine.restart()
+    assert machine.serves()
+    assert machine.checks == 2
+
+
+# Processes at the same time
+
+
+def _ranks(machine: Machine, number: int) -> list[Verdict | str]:
+    """Verdicts of ranks that ask at the same time; threads that open the folder each are processes to its locks."""
+    found: list[Verdict | str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(verdict.made(GPU, say=lambda line: None))) for _ in range(number)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_one_rank_runs_the_check(machine: Machine) -> None:
+    found = _ranks(machine, 8)
+    assert machine.checks == 1
+    assert len(found) == 8
+    assert all(found[0] == one for one in found)
+
+
+def test_a_rank_waits_no_longer_than_it_should(machine: Machine) -> None:
+    machine.monkeypatch.setattr(verdict, "_WAIT_FOR_OTHERS", 0.05)
+    said: list[str] = []
+    (machine.folder / "selfcheck").mkdir(mode=0o700, parents=True)
+    name = key.name(GPU.identity())
+    with disk.Folder(machine.folder / "selfcheck", kind="verdict") as folder, folder.try_lock(name) as is_held:
+        assert is_held
+        found = verdict.made(GPU, say=said.append)
+    assert found == "another process has been running its self-check for 0 seconds"
+    assert said == ["another process checks this kind of GPU; waiting for its verdict"]
+    assert machine.checks == 0
+
+
+def test_without_any_locks_nothing_is_run(machine: Machine) -> None:
+    @contextmanager
+    def no_locks(folder: disk.Folder, name: str, flags: int) -> Iterator[None]:
+        yield None
+
+    machine.monkeypatch.setattr(disk.Folder, "_locked", no_locks)
+    assert "locks" in str(verdict.made(GPU, say=print))
+    assert machine.checks == 0
+
+
+def test_a_lock_of_the_machine_will_do(machine: Machine, tmp_path: Path) -> None:
+    plain = disk.Folder._locked
+
+    @contextmanager
+    def on_machine_alone(folder: disk.Folder, name: str, flags: int) -> Iterator[bool | None]:
+        if folder._kind == "verdict":
+            yield None
+        else:
+            with plain(folder, name, flags) as is_held:
+                yield is_held
+
+    machine.monkeypatch.setattr(disk.Folder, "_locked", on_machine_alone)
+    machine.monkeypatch.setattr(disk, "machine_folder", lambda: tmp_path / "machine")
+    assert all(isinstance(found, Verdict) for found in _ranks(machine, 4))
+    assert machine.checks == 1
+
+
+# Families
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+def test_steps_have_names_of_their_own(architecture: Any) -> None:
+    names = [step.name for step in steps.steps_of(architecture)]
+    assert len(set(names)) == len(names)
+
+
+def test_every_call_comes_to_families_that_are_checked() -> None:
+    """All head dimensions, flags and lengths, for kernels that are checked first."""
+    checked = {step.family for step in steps.steps_of(SM100) if not step.is_long}
+    for flags in ("", "left", "right", "left,right", "mask", "block_mask", "bias", "right,bias"):
+        for d in range(8, 257, 8):
+            for d_v in {8, 64, 128, 136, 192, 256, d}:
+                asked = gate._families("sm100", d, d_v, flags, None)
+                assert asked <= checked, f"{asked - checked} of ({d}, {d_v}) with {flags}"
+
+
+def test_families_of_a_call_are_those_of_its_kernels() -> None:
+    """Also of what it becomes: sequences that are split, or a dense batch that is packed."""
+    used = torch.tensor([70, 1200], dtype=torch.int32)
+    for d, d_v in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)):
+        for rows_q, rows_k in ((100, 100), (700, 700), (1200, 1200), (1200, 600), (600, 2200), (2200, 2200)):
+            q, k, v = (
+                torch.zeros(2, rows, 1, width, dtype=torch.bfloat16, device="meta")
+                for rows, width in ((rows_q, d), (rows_k, d), (rows_k, d_v))
+            )
+            for options in ({}, {"causal": True}, {"window_size": (20, 0)}, {"seqused_q": used.to("meta")}):
+                explained = explain(q, k, v, gpu="sm100", backend="sm100", **options)
+                spec = explained.spec
+                on = [side for side in ("left", "right") if getattr(spec, f"window_{side}") is not None]
+                asked = gate._families("sm100", d, d_v, ",".join(on), (rows_q, rows_k))
+                for planned in (explained.forward, explained.backward):
+                    assert planned is not None
+                    assert family(planned.config) in asked
