@@ -29,6 +29,12 @@ class Ceiling(NamedTuple):
     amount: float
 
 
+def gpu_backend() -> str:
+    """The backend with kernels for this machine's GPU; Hopper's, where there is no GPU that has any."""
+    is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+    return "sm100" if is_blackwell else "sm90"
+
+
 def causal_area(lengths: Iterable[int]) -> int:
     """Visible (query, key) pairs of causal self-attention over sequences of these lengths."""
     return sum(length * (length + 1) // 2 for length in lengths)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
-from benchmarks.work import Passes, Work, attention_flop, causal_area
+from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
 PACKAGE, FA4, CUDNN = "flash_attn_cute", "flash-attn-4", "cuDNN"
 PACKAGE_DETERMINISTIC, FA4_DETERMINISTIC = (f"{name} deterministic" for name in (PACKAGE, FA4))
-BACKEND = "sm90"
+BACKEND = gpu_backend()
 TOKENS = 32_768
 
 # Query heads, key heads, head dimension, length, causal.

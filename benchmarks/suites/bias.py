@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Case, Contender, NoPart, Results, Run, Suite, Unavailable
-from benchmarks.work import Passes, Work, attention_flop, causal_area
+from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 
 PACKAGE, CUDNN, EFFICIENT = "flash_attn_cute", "cuDNN (no dBias)", "memory-efficient"
@@ -32,7 +32,7 @@ PACKAGE_DETERMINISTIC = f"{PACKAGE} deterministic"
 WITHOUT, ALL_TRUE, EVEN, SAME_AREA = (
     f"{PACKAGE} {what}" for what in ("without", "all true", "even length", "dense, same area")
 )
-BACKEND = "sm90"
+BACKEND = gpu_backend()
 KERNELS = {CUDNN: SDPBackend.CUDNN_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
 TILE = 128
 

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.harness import Bar, Case, Contender, Limit, NoPart, Results, Run, Suite, Unavailable
-from benchmarks.work import Passes, Work, attention_flop, causal_area
+from benchmarks.work import Passes, Work, attention_flop, causal_area, gpu_backend
 from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.dq_order.contention_model import Pass, machine_of
 from flash_attn_cute.flops import visible_pairs
@@ -32,7 +32,7 @@ DETERMINISTIC = f"{PACKAGE} deterministic"
 SPT, PERMUTATION, AUTO = (f"{DETERMINISTIC} {order}" for order in ("spt", "permutation", "auto"))
 # The same by other arguments of the package, and what is not what a row asks for.
 WITHOUT, ALL_BLOCKS = f"{PACKAGE} without a block mask", f"{PACKAGE} all blocks"
-BACKEND = "sm90"
+BACKEND = gpu_backend()
 HEADS, D = 16, 128
 TOKENS = 32_768
 BLOCK = 128
