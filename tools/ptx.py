@@ -93,6 +93,7 @@ class Scope:
     number: int
     registers: dict[str, str] = field(default_factory=dict)  # name, or prefix and "<": type
     labels: dict[str, int] = field(default_factory=dict)  # name: the number of the instruction behind it
+    _unique: dict[str, str] = field(default_factory=dict, repr=False)  # name: what ``register`` has returned
 
     def holder(self, register: str) -> "Scope | None":
         """The innermost scope that declares a register."""
@@ -101,6 +102,13 @@ class Scope:
         while scope is not None and register not in scope.registers and prefix not in scope.registers:
             scope = scope.parent
         return scope
+
+    def register(self, name: str) -> str:
+        """Register of a name, distinguished from those of the same name in other scopes. All are declared by now."""
+        if name not in self._unique:
+            holder = self.holder(name)
+            self._unique[name] = f"{name}@{holder.number}" if holder is not None else name
+        return self._unique[name]
 
     def label(self, name: str) -> int:
         """The number of the instruction behind a label."""
@@ -130,6 +138,11 @@ class Instruction:
         """The words of the opcode: of ``bar.warp.sync``, bar, warp and sync."""
         return frozenset(self.opcode.split("."))
 
+    @cached_property
+    def operation(self) -> str:
+        """The first word of the opcode."""
+        return self.opcode.partition(".")[0]
+
     def is_a(self, *prefixes: str) -> bool:
         """Whether the opcode begins with the whole words of one of them."""
         if not self.opcode.startswith(prefixes):
@@ -138,8 +151,7 @@ class Instruction:
 
     def register(self, name: str) -> str:
         """Register of a name, distinguished from those of the same name in other scopes."""
-        holder = self.scope.holder(name)
-        return f"{name}@{holder.number}" if holder is not None else name
+        return self.scope.register(name)
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,7 @@ class Function:
                 falls_through = instruction.guard is not None
             elif instruction.is_a("brx"):
                 raise PtxError(f"line {instruction.line}: {instruction.opcode} is not known")
-            elif instruction.opcode.split(".")[0] in _FALLS_NOT_THROUGH:
+            elif instruction.operation in _FALLS_NOT_THROUGH:
                 next_ones.append(len(self.instructions))
                 falls_through = instruction.guard is not None
             if falls_through:

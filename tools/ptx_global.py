@@ -151,7 +151,7 @@ class _Analysis:
 
     def _size(self, x: Instruction) -> Size:
         """Size of an instruction's result."""
-        op = x.opcode.split(".")[0]
+        op = x.operation
         given = [self._of(x, operand) for operand in x.operands[1:]]
         constants = [operand.number for operand in x.operands[1:]]
         if x.parts & {"s64", "u64", "b64"} and "wide" not in x.parts and op != "cvt":

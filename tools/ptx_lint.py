@@ -346,7 +346,7 @@ class _Scan:
 
         What they have loaded from shared memory may be for another mbarrier, and is no concern of this one.
         """
-        if x.opcode.split(".")[0] in ("bar", "barrier"):
+        if x.operation in ("bar", "barrier"):
             state.pop("accessed", None)
             state.pop("stored", None)
         elif self.others.executes(number):
@@ -453,7 +453,7 @@ def is_arrival(x: Instruction) -> bool:
     """Whether threads that wait for this one go on behind it."""
     if x.is_a("mbarrier.arrive"):
         return True
-    return x.opcode.split(".")[0] in ("bar", "barrier") and "wait" not in x.parts
+    return x.operation in ("bar", "barrier") and "wait" not in x.parts
 
 
 def _by_warp(kernel: _Kernel, *prefixes: str) -> dict[int, dict[int, int]]:

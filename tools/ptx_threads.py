@@ -77,8 +77,7 @@ class Resolved:
 
 def has_result(instruction: Instruction) -> bool:
     """Whether the first operand is written, as far as it is a register."""
-    first = instruction.opcode.split(".")[0]
-    return first not in _WITHOUT_RESULT and not instruction.is_a(*_WITHOUT_RESULT_AT_LENGTH)
+    return instruction.operation not in _WITHOUT_RESULT and not instruction.is_a(*_WITHOUT_RESULT_AT_LENGTH)
 
 
 def resolve(instruction: Instruction) -> Resolved:
@@ -95,6 +94,30 @@ def resolve(instruction: Instruction) -> Resolved:
     return Resolved(tuple(map(name, results)), tuple(map(name, sources)), guard)
 
 
+Reader = Callable[["Thread"], Value | None]  # reads an operand
+
+
+def _reader(instruction: Instruction, operand: Operand) -> Reader:
+    """What reads an operand of an instruction; of an address, the value within the brackets."""
+    if operand.marks == "[":
+        return _reader(instruction, operand.parts[0])
+    if operand.marks == "+":
+        a, b = (_reader(instruction, part) for part in operand.parts)
+        return lambda thread: _add(a(thread), b(thread))
+    if operand.marks == "!":
+        negated = _reader(instruction, operand.parts[0])
+        return lambda thread: _predicate("not", [negated(thread)])
+    if operand.number is not None or operand.marks:
+        constant = None if operand.number is None else Value(operand.number)
+        return lambda thread: constant
+    name = operand.text
+    if name in ("%laneid", "%cluster_ctarank") or (name.startswith("%") and "." in name):
+        return lambda thread: thread.special(name)
+    is_shared = instruction.scope.holder(name) is None and re.search(r"sh(ared_)?mem", name)
+    register, undefined = instruction.register(name), Value(0, True, True) if is_shared else None
+    return lambda thread: thread.values.get(register, undefined)
+
+
 class Program:
     """A function, with what all its threads share."""
 
@@ -109,6 +132,14 @@ class Program:
             for register in {*one.sources, *([one.guard] if one.guard else [])}:
                 self.users[register].append(number)
         self.num_threads = function.num_threads
+        self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
+
+    def reader(self, instruction: Instruction, operand: Operand) -> Reader:
+        """What reads an operand of an instruction, made once for all threads."""
+        found = self._readers.get(id(operand))
+        if found is None:
+            found = self._readers[id(operand)] = _reader(instruction, operand)
+        return found
 
     @cached_property
     def warps(self) -> list[tuple["Thread", "Thread"]]:
@@ -139,24 +170,7 @@ class Thread:
 
     def value(self, instruction: Instruction, operand: Operand) -> Value | None:
         """Value of an operand; of an address, the value within the brackets."""
-        if operand.marks in ("[", "+"):
-            values = [self.value(instruction, part) for part in operand.parts[: 2 if operand.marks == "+" else 1]]
-            return values[0] if len(values) == 1 else _add(*values)
-        if operand.marks == "!":
-            inside = self.value(instruction, operand.parts[0])
-            return Value(1 - inside.number) if inside is not None and inside.is_exact else None
-        if operand.number is not None:
-            return Value(operand.number)
-        if operand.marks:
-            return None
-        if operand.text in ("%laneid", "%cluster_ctarank") or (operand.text.startswith("%") and "." in operand.text):
-            return self._special(operand.text)
-        register = instruction.register(operand.text)
-        if register in self.values:
-            return self.values[register]
-        if instruction.scope.holder(operand.text) is None and re.search(r"sh(ared_)?mem", operand.text):
-            return Value(0, True, True)
-        return None
+        return self.program.reader(instruction, operand)(self)
 
     def address(self, number: int, operand: int) -> Value | None:
         """Where in shared memory an operand of an instruction points to, if that is known in part."""
@@ -164,7 +178,8 @@ class Thread:
         found = self.value(instruction, instruction.operands[operand])
         return found if found is not None and found.is_shared else None
 
-    def _special(self, name: str) -> Value | None:
+    def special(self, name: str) -> Value | None:
+        """Value of a register that the hardware writes."""
         known = {"%tid.x": self.number, "%tid.y": 0, "%tid.z": 0, "%laneid": self.number % WARP}
         known |= {"%ntid.x": self.program.num_threads, "%ntid.y": 1, "%ntid.z": 1}
         if self.program.rank is not None:
@@ -224,7 +239,7 @@ class Thread:
 
     def _results(self, instruction: Instruction, count: int) -> list[Value | None]:
         unknown: list[Value | None] = [None] * count
-        op, words = instruction.opcode.split(".")[0], instruction.parts
+        op, words = instruction.operation, instruction.parts
         if op == "elect":
             return [*unknown[1:], Value(int(self.number % WARP == 0))]
         operands = [self.value(instruction, x) for x in instruction.operands[1:]]
