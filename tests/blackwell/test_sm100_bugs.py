@@ -226,7 +226,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
     "two passes": Backward(
         TABLES["two passes"],
         {
-            "one": lambda: of_d256([60], [60]),  # a block of queries
+            "one": lambda: of_d256([60], [64]),  # a block of queries; dK and dV have rows enough for a narrow bound
             "d256": lambda: of_d256([70], [60]),
             "steps": lambda: of_d256([150], [60]),
             "tiles": lambda: of_d256([60], [150]),
