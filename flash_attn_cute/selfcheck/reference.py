@@ -134,7 +134,7 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of a sequence: q (heads, queries, d), k and v (heads_k, keys, d or d_v)."""
     group = q.shape[0] // k.shape[0]
-    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    k, v = (x[:, None].expand(-1, group, -1, -1).flatten(0, 1) for x in (k, v))
     scores = spec.softmax_scale * (q @ k.mT)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)

@@ -331,7 +331,7 @@ def _integers(
     k = torch.where(has_codes(sample.heads_k, 1), codes(k_shape, 5), small(k_shape))
     # One element a row, so that dS has few bits.
     chosen = torch.randint(0, dout_shape[-1], (*dout_shape[:-1], 1), generator=generator, device=device)
-    dout = torch.zeros(dout_shape, dtype=torch.long, device=device).scatter_(-1, chosen, 1 - 2 * (chosen % 2))
+    dout = torch.where(torch.arange(dout_shape[-1], device=device) == chosen, 1 - 2 * (chosen % 2), 0)
     q, k, v, dout = (x.to(sample.dtype) for x in (q, k, small(v_shape), dout))
     return q, k, v, dout
 

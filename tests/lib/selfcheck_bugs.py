@@ -67,6 +67,7 @@ def _abort(config: Any, given: Any) -> Any:
 
 def _fault(config: Any, given: Any) -> Any:
     torch.zeros(1, device="cuda")[torch.full((1,), 10**6, device="cuda")]
+    torch.cuda.synchronize()
     return given
 
 

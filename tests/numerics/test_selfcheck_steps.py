@@ -22,6 +22,7 @@ from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
+from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import warm
 from flash_attn_cute.kernels.registry import ARCHITECTURES, family
 from flash_attn_cute.selfcheck import __main__ as command
@@ -31,7 +32,7 @@ from flash_attn_cute.selfcheck.samples import Sample, WrongResultError
 from flash_attn_cute.selfcheck.steps import Step, Target
 from flash_attn_cute.selfcheck.verdict import Gpu, Verdict
 from tests.lib import oracle
-from tests.lib.checks import gradients, hopper_alone
+from tests.lib.checks import gradients, hopper_alone, needs_kernels
 from tests.lib.oracle import Call
 from tests.lib.selfcheck_bugs import BUGS
 from tests.lib.tiers import tiered
@@ -314,6 +315,23 @@ def test_a_report_has_what_was_run(tmp_path: Path) -> None:
 
 
 # On a GPU
+
+
+def is_emulated_in_seconds(step: Step) -> bool:
+    """Whether it takes an emulated GPU no time."""
+    return on_cpu(step) and not step.is_long and step.sample is not None and step.sample.copies == (1, 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name", [step.name for step in steps.steps_of(ARCHITECTURES["sm100"]) if is_emulated_in_seconds(step)]
+)
+def test_blackwells_kernels_pass(name: str) -> None:
+    """A Hopper GPU runs it emulated: ``python -m tools.sm100_on_hopper --instead-of sm90 -- pytest``."""
+    backend: Any = dispatch.BACKENDS["sm90"]
+    if not backend.architecture.is_checked_first:
+        pytest.skip("the kernels of this GPU are Hopper's, and not emulated")
+    assert STEPS[name].run(replace(target(), backend=backend, device=torch.device("cuda", 0))) is None
 
 
 @hopper_alone("Blackwell's own check is the command")
