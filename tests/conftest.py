@@ -53,8 +53,12 @@ FOLDERS = {"compile": "compiles", "blackwell": "interprets", "distributed": "ran
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their folder and notes down the files of all, before the option ``-m`` chooses among tests."""
+    """Marks tests by their folder and notes down the files of all, before the option ``-m`` chooses among tests.
+
+    Folders of many short tests come last, so that workers end together: the longest test of all is in numerics.
+    """
     config.stash[tiers.COLLECTED] = {item.path for item in items}
+    items.sort(key=lambda item: FOLDERS.get(item.path.parent.name) in ("compiles", "interprets"))
     for item in items:
         if item.path.parent.name in FOLDERS:
             item.add_marker(FOLDERS[item.path.parent.name])
