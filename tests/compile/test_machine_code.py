@@ -53,7 +53,6 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("chosen", tiered(CONFIGS, "d128-causal", values=True))
 def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     """No spills, products on the tensor cores and never waiting for one another, weights by fused additions, TMA."""
     (sass,) = machine_code(chosen, tmp_path)["Forward"]
@@ -145,7 +144,6 @@ def test_spills_that_are_known(chosen: Any, spilled: int, tmp_path: Path) -> Non
     assert "STL" in sass, "no longer: move it to those without spills"
 
 
-@pytest.mark.parametrize("chosen", tiered(OF_CTAS, "d128-grouped", values=True))
 def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     """No spills, products in flight together, loads, stores and additions by TMA."""
     kernels = machine_code(chosen, tmp_path)
@@ -171,7 +169,6 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     check_before_and_after(kernels, zeroes=zeroes_before, num_after=0)
 
 
-@pytest.mark.parametrize("chosen", tiered(OF_CLUSTERS, values=True))
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:
     """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
     kernels = machine_code(chosen, tmp_path)
@@ -203,7 +200,6 @@ BIAS_GRADIENT_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("chosen", tiered(BIAS_GRADIENT_CONFIGS, values=True))
 def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> None:
     """No spills, two products, operands by TMA, the bias past the registers, and nothing is added in memory."""
     sass, *adding_up = machine_code(chosen, tmp_path)["BiasGradient"]
@@ -214,3 +210,21 @@ def test_compiled_bias_gradient(chosen: BiasGradientConfig, tmp_path: Path) -> N
     assert "UTMALDG" in sass
     assert ("LDGSTS" in sass) == (chosen.bias_pitch > 0)
     assert not re.search(r"\b(RED|REDG|ATOM|ATOMG)\b", sass)
+
+
+# By test: its configurations, and those that a plain run compiles.
+COMPILED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "test_compiled_code": (CONFIGS, ("d128-causal",)),
+    "test_compiled_backward": (OF_CTAS, ("d128-grouped",)),
+    "test_compiled_cluster_backward": (OF_CLUSTERS, ()),
+    "test_compiled_bias_gradient": (BIAS_GRADIENT_CONFIGS, ()),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """CI compiles every kind at d = 64, 128 and 256, and all features together at d = 96 and 192."""
+    cases, quick = COMPILED.get(metafunc.function.__name__, (None, ()))
+    if cases is not None:
+        every = metafunc.config.getoption("--all-configurations")
+        few = {name: c for name, c in cases.items() if every or not re.match(r"d(96|192)(-(?!dv|everything)|$)", name)}
+        metafunc.parametrize("chosen", tiered(few, *quick, values=True))
