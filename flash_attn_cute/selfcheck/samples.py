@@ -46,6 +46,7 @@ class Sample:
         dtype: of q, k and v.
         sliced: q, k and v are slices of wider tensors that TMA cannot read.
         dlse: lse has a gradient.
+        rising: scores grow towards the last keys, and most in the last 32 of each 128, so that row_max is raised.
         exact: integers for which every product is exact, and so the results, but for their rounding.
     """
 
@@ -70,6 +71,7 @@ class Sample:
     dtype: torch.dtype = torch.bfloat16
     sliced: bool = False
     dlse: bool = False
+    rising: bool = False
     exact: bool = False
 
 
@@ -151,21 +153,24 @@ class Drawn:
         return first
 
     def _bounds(self, truth: dict[str, Tensor]) -> dict[str, Tensor]:
-        """How far each result may be from the truth: a multiple of plain PyTorch's error at the dtype."""
+        """How far each result may be from the truth: a multiple of plain PyTorch's error at the dtype.
+
+        Only float32 is behind lse, but for the tanh of a softcap.
+        """
         dtype = self.inputs.q.dtype
         low = reference.attention(self.spec, self.inputs, self.shown, self.dout, self.dlse, dtype)._asdict()
-        largest = {name: _largest(x) for name, x in truth.items()}
-        gradients = max(size for name, size in largest.items() if name.startswith("d"))
+        sizes = {name: float(_largest(x)) for name, x in truth.items()}
+        sizes |= dict.fromkeys(truth.keys() - {"out", "lse"}, max(sizes[name] for name in ("dq", "dk", "dv")))
         bounds = {}
         for name, x in truth.items():
-            size = max(1.0, float(gradients if name.startswith("d") else largest[name]))
-            kind = dtype if name != "lse" else torch.float32
-            rounding = _largest(x.to(kind).double() - x)
-            bound = 3 * _largest(low[name].double() - x) + 3 * rounding + 100 * torch.finfo(torch.float32).eps * size
+            rounding = _largest(x.to(dtype).double() - x)
+            rest = 100 * torch.finfo(torch.float32).eps * max(1.0, sizes[name])
+            bound = 3 * _largest(low[name].double() - x) + 3 * rounding + rest
             if name in ("dbias", "dsink"):  # few elements, which say little of their own errors
-                bound = 2 * bound + 4 * torch.finfo(dtype).eps * size
+                bound = 2 * bound + 4 * torch.finfo(dtype).eps * max(1.0, sizes[name])
             bounds[name] = bound.expand_as(x)
-        return bounds
+        tanh = self.sample.softcap / 512
+        return bounds | {"lse": 5e-4 + tanh + 1e-5 * truth["lse"].nan_to_num(neginf=0.0).abs()}
 
     def _compare_padding(self, found: dict[str, Tensor]) -> None:
         real = {side: _real_rows(self.inputs, side) for side in "qk"}
@@ -234,6 +239,9 @@ def draw(sample: Sample, device: torch.device, *, is_dry: bool = False) -> Drawn
     else:
         q, k, v = (_sliced(normal(*shape)) if sample.sliced else normal(*shape) for shape in shapes)
         dout = normal(*dout_shape)
+        if sample.rising:
+            key = torch.arange(k.shape[-3], device=device)
+            k *= ((1 + 4 * key / len(key)) * (1 + key % 128 // 96))[:, None, None].to(sample.dtype)
     batch = len(lengths[0])
     full = (heads[0], *rows[0], max(lengths[1])) if sample.packed else (batch, heads[0], rows[0][1], rows[1][1])
     letters = "hqk" if sample.packed else "bhqk"

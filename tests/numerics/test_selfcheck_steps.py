@@ -147,6 +147,17 @@ def test_wrong_results_are_found(name: str, change: Callable[[Tensor], object]) 
                 drawn.compare(wrong_pass(Wrong(name, change)))
 
 
+def test_an_exponential_that_is_one_percent_off_is_found() -> None:
+    """One pair of P in eight is, as by a wrong coefficient of a polynomial."""
+    drawn = samples.draw(Sample(64, 64, (200,)), CPU)
+    found = drawn.forward(PortableBackend())
+    scores = drawn.spec.softmax_scale * torch.einsum("bqhd,bkhd->bhqk", *(x.float() for x in drawn.inputs[:2]))
+    scores[..., 14::16] += 0.01
+    scores[..., 15::16] += 0.01
+    with pytest.raises(WrongResultError, match=r"^lse: "):
+        drawn.compare(found | {"lse": scores.logsumexp(-1)})
+
+
 def test_every_wrong_bit_of_an_exact_call_is_found() -> None:
     drawn = samples.draw(SAMPLES["exact"], CPU)
     for name in ("out", "dq", "dk", "dv"):
