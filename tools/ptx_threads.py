@@ -98,7 +98,7 @@ Reader = Callable[["Thread"], Value | None]  # reads an operand
 
 
 def _reader(instruction: Instruction, operand: Operand) -> Reader:
-    """What reads an operand of an instruction; of an address, the value within the brackets."""
+    """Makes the reader of an operand; of an address it reads the value within the brackets."""
     if operand.marks == "[":
         return _reader(instruction, operand.parts[0])
     if operand.marks == "+":
@@ -135,7 +135,7 @@ class Program:
         self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
 
     def reader(self, instruction: Instruction, operand: Operand) -> Reader:
-        """What reads an operand of an instruction, made once for all threads."""
+        """Finds the reader of an operand, which is made once for all threads."""
         found = self._readers.get(id(operand))
         if found is None:
             found = self._readers[id(operand)] = _reader(instruction, operand)
