@@ -123,7 +123,7 @@ def train(chosen: argparse.Namespace, group: ProcessGroup | None, device: torch.
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="of a batch, on all ranks together")
     parser.add_argument("--longest", type=int, default=512, help="document")

@@ -33,11 +33,11 @@ Batch = dict[str, Any]
 
 
 def docstrings() -> list[bytes]:
-    """What the modules, classes and functions of the standard library say of themselves."""
+    """Docstrings of the modules, classes and functions of the standard library."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found: dict[str, None] = {}  # each once, in order
     for source in read_documents():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(ast.parse(source)):  # prose: ok
             if isinstance(node, documented) and (text := ast.get_docstring(node)):
                 found[text] = None
     return [text.encode()[:LONGEST] for text in found if len(text) > 100]
@@ -56,7 +56,7 @@ def packed(documents: Iterator[bytes], rows: int, device: torch.device) -> Itera
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Of a batch, computed in bfloat16 on a GPU."""
+    """Loss of a batch, computed in bfloat16 on a GPU."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         loss: torch.Tensor = model(**batch, use_cache=False).loss
     return loss

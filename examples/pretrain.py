@@ -105,7 +105,7 @@ def loss_packed(model: Model, batch: Batch) -> Tensor:
 
 
 def loss_padded(model: Model, batch: Batch) -> Tensor:
-    """The same documents as a padded batch, through PyTorch's attention with a mask."""
+    """Loss of the documents as a padded batch, through PyTorch's attention with a mask."""
     lengths = batch.cu_seqlens.diff()
     positions = torch.arange(batch.max_seqlen)
     real = positions < lengths[:, None]
@@ -159,13 +159,13 @@ class Run:
 
 
 def batches(options: argparse.Namespace) -> Iterator[Batch]:
-    """The same batches every time."""
+    """Endless batches, equal in every run."""
     pieces = cut(read_documents(), min(options.length, options.tokens))
     return pack(shuffled_forever(pieces, options.seed), options.tokens)
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Losses over steps."""
+    """Draws losses over steps into a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

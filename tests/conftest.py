@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    """Whose kernels the GPU tests call."""
+    """Names the architecture whose kernels the GPU tests call."""
     return f"kernels: {checks.GPU_ARCHITECTURE or 'none, without a GPU that has any'}"
 
 

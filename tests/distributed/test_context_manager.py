@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.register_buffer("angles", torch.arange(rows, dtype=torch.float64)[:, None] * torch.rand(32).double())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, rows, 11)."""
+        """Logits, of shape (batch, rows, 11)."""
         x = self.embedding(tokens) + self.get_buffer("angles").sin()
         for layer in self.layers:
             q, k, v = layer(x).unflatten(-1, (8, 8)).split((4, 2, 2), -2)
@@ -68,7 +68,7 @@ def step(model: Model, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor,
 
 
 def groups() -> list[Any]:
-    """Those of the first 1, 2, 3 and all processes that this one is in, and a mesh of two dimensions."""
+    """Groups of the first 1, 2, 3 and all processes that this one is in, and a mesh of two dimensions."""
     found: list[Any] = []
     for size in range(1, dist.get_world_size()):
         group = dist.new_group(list(range(size)))

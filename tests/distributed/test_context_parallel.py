@@ -174,7 +174,7 @@ def test_a_step_of_a_causal_ring_is_one_call(documents: list[int]) -> None:
 @pytest.mark.parametrize("window", [(None, 0), (100, 0), (None, None)])
 @pytest.mark.parametrize("other", [None, 0, 1])
 def test_hopper_kernels_serve_the_calls(other: int | None, window: tuple[int | None, int | None]) -> None:
-    """Those on keys of another rank, on a rank's own keys, and on collected ones."""
+    """Calls on keys of another rank, on a rank's own keys, and on collected ones."""
     sharding = Sharding.balanced([0, 700, 710, 2000], 2, causal=True)
     layout = Layout.of(sharding, sharding, (700, 10, 1290), (700, 10, 1290), window)
     everything = {d: [Run(0, n, start)] for d, (n, start) in enumerate(((700, 0), (10, 700), (1290, 710)))}

@@ -27,7 +27,7 @@ def leaves(batch: int, heads: int, heads_k: int, packed: bool) -> dict[str, Tens
 
 
 def sharded(x: Tensor, mesh: Any, placements: Any) -> DTensor:
-    """Of tensors that all ranks have, without communication."""
+    """Shards a tensor that all ranks have, without communication."""
     return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
 
@@ -101,7 +101,7 @@ def heads_packed() -> None:
 
 
 def entries() -> None:
-    """Of a batch that two ranks divide unevenly; what entries share has a gradient from both."""
+    """Shards a batch that two ranks divide unevenly; tensors that entries share get a gradient from both."""
     base, used = leaves(3, 4, 2, packed=False), torch.tensor([9, 4, 0], dtype=torch.int32)
     by_entries = dict.fromkeys(DENSE, Shard(0))
     out = {"out": Shard(0), "lse": Shard(0), **by_entries}
@@ -127,7 +127,7 @@ def other_placements() -> None:
 
 
 def needs_of_the_backward_pass() -> None:
-    """A bias that wants no gradient now may want one later: what PyTorch keeps of calls tells them apart."""
+    """A bias that wants no gradient now may want one later: PyTorch keeps both calls apart."""
     base, bias = leaves(2, 4, 2, packed=False), torch.randn(6, 9, dtype=torch.float64)
     mesh = init_device_mesh("cpu", (RANKS,))
     q, k, v = (sharded(x, mesh, [Shard(2)]).requires_grad_() for x in base.values())

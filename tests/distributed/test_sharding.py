@@ -70,7 +70,7 @@ def test_most_documents_stay_whole(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_one_causal_sequence_is_an_early_and_a_late_chunk_a_rank(num_ranks: int) -> None:
-    """As PyTorch's load balancing has it."""
+    """PyTorch's load balancing shards alike."""
     length = 2 * num_ranks * 7
     sharding = Sharding.balanced([0, length], num_ranks, causal=True)
     chunks = torch.arange(length).view(2 * num_ranks, 7)
@@ -244,7 +244,7 @@ def test_errors_say_what_was_expected(error: type[Exception], message: str, call
 
 
 def test_copies_are_of_their_own() -> None:
-    """As processes that load data make them for the one that trains."""
+    """Processes that load data make copies for the one that trains."""
     sharding = Sharding.balanced([0, 5, 12], 2, causal=True)
     sharding.plans["layer"] = "a plan"
     copy = pickle.loads(pickle.dumps(sharding))

@@ -54,7 +54,7 @@ def test_blocks_run(page: str) -> None:
 
 
 def test_every_page_with_blocks_is_run() -> None:
-    """Those of CONTRIBUTING.md need a folder to write to, and a compiler."""
+    """Blocks of pages run. CONTRIBUTING.md's need a folder to write to, and a compiler."""
     with_blocks = [path.relative_to(ROOT) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
     assert sorted(str(path) for path in with_blocks if blocks(str(path))) == sorted(PAGES)
 

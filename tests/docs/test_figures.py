@@ -153,7 +153,7 @@ def test_block_masks_of_all_lengths() -> None:
 
 @pytest.mark.parametrize("row", sparse.ROWS, ids=lambda row: row.name)
 def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
-    """What was measured is within 15 % of what the model says, in every order."""
+    """Measurements are within 15 % of the model, in every order."""
     batch, cpu = max(1, sparse.TOKENS // row.seqlen), torch.device("cpu")
     ids = sparse.document_ids(batch, row.seqlen) if row.kind == "documents" else None
     measured = record("sparse-cuda-bfloat16")[f"backward {row.name}"]

@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of calls of other libraries is what happens here."""
+"""Calls of other libraries do what docs/migrating.md says."""
 
 import copy
 import re
@@ -137,7 +137,7 @@ def eager_twin(model: Any) -> Any:
 
 
 def assert_same_model_output(call: str, got: Any, names: dict[str, Any]) -> None:
-    """What a call of a model gives is what the same call gives of its twin, in rows that are real."""
+    """A call of a model gives the real rows that the same call of its twin gives."""
     expected = eval(call, {**names, "model": eager_twin(names["model"])})
     if isinstance(expected, Tensor):  # tokens
         assert torch.equal(got, expected)
@@ -168,7 +168,7 @@ def namespace() -> dict[str, Any]:
 
 
 def outcome(call: str, names: dict[str, Any]) -> tuple[str, Any]:
-    """What comes of a call of the page: "served" and the result, or "refused" and the message."""
+    """The outcome of a call of the page: "served" and the result, or "refused" and the message."""
     try:
         return "served", eval(call, dict(names))
     except ValueError as error:

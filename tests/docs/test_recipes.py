@@ -1,4 +1,4 @@
-"""What models do with masks and biases, without tensors of the scores' size where there is a way: every backend."""
+"""Masks and biases of models on every backend, without tensors of the scores' size where there is a way."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -188,7 +188,7 @@ def test_prefix_lm(backend: str) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64])
 @on_each_backend
 def test_triangle_attention(backend: str, head_dim: int) -> None:
-    """As many rows as tokens, of which the last are padding."""
+    """The batch has as many rows as tokens, of which the last are padding."""
     tokens = 130 if backend == "sm90" else 40
     q, k, v = rows(backend, tokens, tokens, 4, head_dim)
     bias = torch.randn(4, tokens, tokens, device=q.device, dtype=q.dtype)

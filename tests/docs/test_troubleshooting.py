@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md and docs/environment.md: messages that somebody can get, variables that are read."""
+"""docs/troubleshooting.md and docs/environment.md: messages that users can get, variables that are read."""
 
 import re
 import warnings

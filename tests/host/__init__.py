@@ -1,1 +1,1 @@
-"""What happens on the host: validation, plans, caches, masks' tables, profiling, packaging."""
+"""Work of the host: validation, plans, caches, masks' tables, profiling, packaging."""

@@ -110,7 +110,7 @@ def test_command_lines_of_two_checkouts_that_are_refused(
 
 
 def test_a_process_imports_the_package_of_its_checkout(checkouts: Checkouts) -> None:
-    """And what ends it is told, not waited for."""
+    """The error that ends it is reported, not waited for."""
     for folder, code in zip(checkouts, (41, 42), strict=True):
         with (
             trees._server(folder) as ask,

@@ -169,7 +169,7 @@ def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
 
 
 def test_rows_of_the_attention_suites() -> None:
-    """Those of which figures of the peers are known."""
+    """The suites have the rows of which figures of the peers are known."""
     names = [attention._dense_name(*row) for row in (*attention.DENSE, *attention.BOARD)]
     names += [attention._packed_name(*heads) for heads in attention.PACKED]
     assert names == [
@@ -198,7 +198,7 @@ def test_rows_of_the_attention_suites() -> None:
 def triangle_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """What cuEquivariance documents: heads before tokens, and a batch around the rows."""
+    """The layout that cuEquivariance documents: heads before tokens, and a batch around the rows."""
     assert (q.ndim, bias.shape[:2], mask.shape[2:4]) == (5, (1, 1), (1, 1))
     scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~mask, -1e9)
     return scores.softmax(-1) @ v
@@ -324,7 +324,7 @@ def block_sparse_attention(
     block_sparse_tensors: Any,
     block_sparse_tensors_bwd: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What flash-attn-4 computes: lists of blocks, and a function of vectors of one element for those in part."""
+    """Attention of flash-attn-4: lists of blocks, and a function of vectors of one element for those in part."""
     (batch, n, heads, _), blocks = q.shape, q.shape[1] // 128
     seen = []
     for cnt, idx, full_cnt, full_idx, size in (block_sparse_tensors, block_sparse_tensors_bwd):
@@ -348,7 +348,7 @@ def block_sparse_attention(
 
 @pytest.fixture
 def tiny_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small rows by the portable backend, and a stand-in for flash-attn-4 that sees what that one would be told."""
+    """Small rows by the portable backend, and a stand-in for flash-attn-4 that sees that one's arguments."""
     modules: dict[str, dict[str, Any]] = {
         "flash_attn": {},
         "flash_attn.cute": {"flash_attn_func": block_sparse_attention},

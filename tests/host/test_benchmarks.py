@@ -61,7 +61,7 @@ def constant(name: str, value: float) -> Contender[Case]:
 
 
 def missing(case: Case) -> Run:
-    """Makes nothing."""
+    """A contender whose library is missing."""
     raise Unavailable("no such library")
 
 
@@ -241,7 +241,7 @@ def test_command_line(
 def test_limits(
     limit: Limit, code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Of time, and of memory where it is asked for."""
+    """Limits are of time, and of memory where it is asked for."""
     monkeypatch.setattr(harness, "peak_extra_bytes", lambda run, device: 5)
     monkeypatch.setitem(cli.SUITES, "toy", lambda device, dtype: replace(toy(), limits=[limit]))
     assert cli.main(["toy", "--device", "cpu", "--out", str(tmp_path)]) == code
@@ -338,7 +338,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_record_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As points where cases have no lengths, and as lines where they have."""
+    """Cases without lengths are points, cases with lengths are lines."""
     pytest.importorskip("matplotlib")
     case = measured("one", {"b": "a"}, {"a": 10, "b": 20}, a=[1.0, 2.0], b=[3.0, 6.0])
     sizes: dict[str, list[int]] = {}

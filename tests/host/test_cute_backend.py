@@ -1,4 +1,4 @@
-"""What the kernels' backend hands to compiled code, with a compiled kernel that only looks: no GPU, no compiler."""
+"""Arguments of compiled code, as the kernels' backend hands them to a kernel that only looks: no GPU, no compiler."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -124,7 +124,7 @@ CALLS = {
 
 
 def described_tensors(arguments: Any) -> Iterator[tuple[str, Argument, Any]]:
-    """Of all tensors, those of tuples among the arguments, too: name, description and what is given."""
+    """Name, description and value of all tensors, of tuples among the arguments too."""
     for name, described_as in described(type(arguments)).items():
         value = getattr(arguments, name)
         if not isinstance(described_as, type):
@@ -139,7 +139,7 @@ def described_tensors(arguments: Any) -> Iterator[tuple[str, Argument, Any]]:
 def test_arguments_are_those_of_the_configuration(
     inputs: AttentionInputs, with_dlse: bool, window_right: int | None, launches: list[Launched]
 ) -> None:
-    """What a configuration says that it takes is given, and nothing else, in layouts that compiled code takes."""
+    """A kernel is given what its configuration takes, and nothing else, in layouts that compiled code takes."""
     dlse = torch.randn(inputs.lse_shape) if with_dlse else None
     (out, lse), grads = both_passes(inputs, window_right, dlse)
     assert out.shape == (*inputs.q.shape[:-1], inputs.v.shape[-1])
@@ -256,7 +256,7 @@ def test_layout_of_a_bias(
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_lists_of_a_mask(shape: tuple[int, ...], lists: int, causal: bool, launches: list[Launched]) -> None:
-    """As many as it has entries, heads and tiles of queries that do not see alike; a window, too, tells tiles apart."""
+    """A mask has a list for each entry, head and tile of queries that attend differently; under a window all do."""
     mask = torch.ones(shape, dtype=torch.bool)
     inputs = inputs_of((2, 300, 8, 64), *[(2, 300, 2, 64)] * 2, mask=mask)
     both_passes(inputs, 0 if causal else None)
@@ -310,7 +310,7 @@ def test_what_is_explained_is_what_is_launched(
 ) -> None:
     both_passes(inputs, window_right, need_dbias=inputs.bias is not None and inputs.bias.requires_grad)
     packed = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
-    told = explain(
+    explained = explain(
         *inputs[:3],
         *(packed if inputs.packed else ()),
         seqused_q=inputs.seqused_q,
@@ -321,15 +321,15 @@ def test_what_is_explained_is_what_is_launched(
         causal=window_right == 0,
         gpu="sm90",
     )
-    assert told.backend == "sm90"
-    planned_passes = [planned for planned in (told.forward, told.backward) if planned is not None]
+    assert explained.backend == "sm90"
+    planned_passes = [planned for planned in (explained.forward, explained.backward) if planned is not None]
     launches = [launched for launched in launches if launched.config.pass_name != "bias_gradient"]
     for planned, launched in zip(planned_passes, launches, strict=True):
         assert planned.config == launched.config
         assert planned.numbers == launched.arguments.numbers
         assert planned.persistent == hasattr(launched.arguments.mNextTile, "shape")
-    if told.backward is not None:
-        assert told.backward.workspace_bytes == launches[1].arguments.mWorkspace.numel()
+    if explained.backward is not None:
+        assert explained.backward.workspace_bytes == launches[1].arguments.mWorkspace.numel()
 
 
 @pytest.mark.parametrize("sets", [(1, 1), (2, 1), (1, 2), (2, 8)], ids=str)
@@ -341,10 +341,10 @@ def test_block_masks_are_launched_as_explained(sets: tuple[int, int], head_dim: 
     mask = BlockMask.from_blocks(blocks, seqlen_q=70, seqlen_k=290).with_order("spt", group=4 if sets[1] == 8 else 1)
     tables = mask.tables(q.device, backward=True)
     both_passes(inputs_of(q.shape, k.shape, v.shape, block_mask=tables))
-    told = explain(q, k, v, block_mask=mask, gpu="sm90")
-    assert told.forward is not None
-    assert told.backward is not None
-    for planned, launched in zip((told.forward, told.backward), launches, strict=True):
+    explained = explain(q, k, v, block_mask=mask, gpu="sm90")
+    assert explained.forward is not None
+    assert explained.backward is not None
+    for planned, launched in zip((explained.forward, explained.backward), launches, strict=True):
         assert planned.config == launched.config
         assert planned.numbers == launched.arguments.numbers
         assert launched.arguments.blocks.mBits.numel() == max(1, len(tables.rows.tiles)) * 512

@@ -1,4 +1,4 @@
-"""What calls launch, planned from shapes alone: no GPU, no compiler."""
+"""Launches of calls, planned from shapes alone: no GPU, no compiler."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ SM90 = ARCHITECTURES["sm90"]
 
 
 @pytest.mark.parametrize("word", words())
-def test_features_are_told_and_parsed(word: str) -> None:
+def test_features_are_printed_and_parsed(word: str) -> None:
     """By the same words, each of which changes one flag."""
     features = Features.parse([word])
     assert Features.format(dataclasses.asdict(features)) == word
@@ -164,7 +164,7 @@ def test_backward_sections(
 def test_order_and_blocks_of_a_backward_pass(
     options: dict[str, bool], keys: int, deterministic: bool, zeroes_sums: bool, tile_m: int
 ) -> None:
-    """Nobody gets an order that costs time without asking for it."""
+    """No call gets an order that costs time without asking for it."""
     config = backward_config("bfloat16", 128, 128, Features(**options), keys=keys)
     assert isinstance(config, BackwardCtaConfig)
     assert (config.features.deterministic, config.zeroes_sums, config.tile_m) == (deterministic, zeroes_sums, tile_m)
@@ -217,7 +217,7 @@ def test_backward_workspace(nheads: int, shapes: Shapes, head_dim: int) -> None:
     ["mask", "bias", "mask bias", "mask bias float32_bias", "bias strided_bias", "bias uniform_bias float32_bias"],
 )
 def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
-    """Of every pair of head dimensions; a launch that asks for more than a CTA can have fails when it is made."""
+    """Every pair of head dimensions fits; a launch that asks for more than a CTA can have fails when it is made."""
     for d, d_v in itertools.product(HEAD_DIMS, repeat=2):
         for others in ("", "right", "left softcap packed"):
             features = Features.parse(f"{flags} {others}".split())
@@ -246,5 +246,5 @@ def test_mask_and_bias_fit_shared_memory(flags: str) -> None:
     ],
 )
 def test_ctas_that_share_a_tile_of_a_gradient(owners: int, pieces: int, splits: int) -> None:
-    """As many as fill the SMs, of which each gets two at most."""
+    """The CTAs fill the SMs, of which each gets two at most."""
     assert _splits(owners, pieces, 132) == splits

@@ -1,4 +1,4 @@
-"""What calls are told to get, without a GPU; that it is what they get: ``test_cute_backend.py``."""
+"""Explanations of calls, without a GPU. ``test_cute_backend.py`` compares them with launches."""
 
 import inspect
 import re
@@ -41,74 +41,77 @@ def low(*shape: int, device: str = "cpu") -> Tensor:
 
 def test_a_call_on_a_cpu() -> None:
     q = torch.randn(2, 5, 4, 40)
-    told = explain(q, q[:, :, :2], q[:, :, :2], causal=True, softcap=1.0)
-    assert told.backend == "portable"
-    assert dict(told.passed_over) == {"sm90": ("tensors on cpu", "torch.float32")}
-    assert (told.device, told.num_sms, told.forward, told.backward) == ("cpu", None, None, None)
-    lines = str(told).splitlines()
+    explained = explain(q, q[:, :, :2], q[:, :, :2], causal=True, softcap=1.0)
+    assert explained.backend == "portable"
+    assert dict(explained.passed_over) == {"sm90": ("tensors on cpu", "torch.float32")}
+    assert (explained.device, explained.num_sms, explained.forward, explained.backward) == ("cpu", None, None, None)
+    lines = str(explained).splitlines()
     assert lines[:2] == ["backend portable on cpu", "  sm90 cannot: tensors on cpu; torch.float32"]
     assert lines[2] == "  float32; 4 heads on 2; d = 40; causal / window_size; softcap"
     with pytest.raises(FrozenInstanceError):
-        told.backend = "sm90"  # type: ignore[misc]
+        explained.backend = "sm90"  # type: ignore[misc]
     with pytest.raises(TypeError):
-        told.passed_over["sm90"] = ()  # type: ignore[index]
+        explained.passed_over["sm90"] = ()  # type: ignore[index]
 
 
 def test_what_a_hopper_gpu_would_do() -> None:
     q = low(2, 4096, 16, 128)
-    told = explain(q, q, q, gpu="sm90")
-    assert (told.backend, dict(told.passed_over), told.num_sms) == ("sm90", {}, 132)
-    assert told.forward is not None
-    assert told.backward is not None
+    explained = explain(q, q, q, gpu="sm90")
+    assert (explained.backend, dict(explained.passed_over), explained.num_sms) == ("sm90", {}, 132)
+    assert explained.forward is not None
+    assert explained.backward is not None
     architecture = ARCHITECTURES["sm90"]
-    assert told.forward.config == architecture.passes["forward"].configure(
-        "bfloat16", 128, 128, told.forward.config.features
+    assert explained.forward.config == architecture.passes["forward"].configure(
+        "bfloat16", 128, 128, explained.forward.config.features
     )
-    assert (told.forward.tile_m, told.forward.tile_n) == (told.forward.config.tile_m, told.forward.config.tile_n)
-    assert (told.forward.persistent, told.forward.packed, told.forward.cluster) == (
-        told.forward.config.persistent,
+    assert (explained.forward.tile_m, explained.forward.tile_n) == (
+        explained.forward.config.tile_m,
+        explained.forward.config.tile_n,
+    )
+    assert (explained.forward.persistent, explained.forward.packed, explained.forward.cluster) == (
+        explained.forward.config.persistent,
         False,
         1,
     )
-    assert told.backward.workspace_bytes > 0
-    assert not told.backward.deterministic
+    assert explained.backward.workspace_bytes > 0
+    assert not explained.backward.deterministic
     in_order = explain(q, q, q, gpu="sm90", deterministic=True).backward
     assert in_order is not None
     assert in_order.deterministic
-    text = str(told)
+    text = str(explained)
     assert text.startswith("backend sm90 on a supposed GPU of sm90\n  bfloat16; 16 heads; d = 128\n  132 SMs\n")
-    assert f"forward: tiles of {told.forward.tile_m} queries, blocks of {told.forward.tile_n} keys" in text
-    assert f"heads_in_cache = {told.backward.numbers.heads_in_cache}" in text
+    assert f"forward: tiles of {explained.forward.tile_m} queries, blocks of {explained.forward.tile_n} keys" in text
+    assert f"heads_in_cache = {explained.backward.numbers.heads_in_cache}" in text
 
 
-def test_kernels_that_have_to_be_asked_for_are_told() -> None:
+def test_kernels_that_have_to_be_asked_for() -> None:
     q = low(1, 5, 2, 64).zero_()
-    told = explain(q, q, q, gpu="sm100")
-    assert (told.backend, told.on_request) == ("portable", ("sm100",))
-    assert "sm100 serves it only with backend='sm100'" in str(told)
+    explained = explain(q, q, q, gpu="sm100")
+    assert (explained.backend, explained.on_request) == ("portable", ("sm100",))
+    assert "sm100 serves it only with backend='sm100'" in str(explained)
     assert explain(q, q, q, gpu="sm100", backend="sm100").on_request == ()
     assert explain(q.float(), q.float(), q.float(), gpu="sm100").on_request == ()
     assert explain(q, q, q, gpu="sm90").on_request == ()
 
 
-def test_clusters_and_determinism_are_told() -> None:
+def test_clusters_and_determinism() -> None:
     q = low(2, 100, 4, 256)
     for deterministic in (False, True):
-        told = explain(q, q, q, gpu="sm90", deterministic=deterministic).backward
-        assert told is not None
-        assert (told.cluster, told.deterministic) == (2, deterministic)
+        explained = explain(q, q, q, gpu="sm90", deterministic=deterministic).backward
+        assert explained is not None
+        assert (explained.cluster, explained.deterministic) == (2, deterministic)
     text = str(explain(q, q, q, gpu="sm90"))
     assert "clusters of 2 CTAs" in text
     assert "not deterministic" in text
 
 
-def test_padding_is_told_as_packed_sequences() -> None:
+def test_padding_means_packed_sequences() -> None:
     q, used = low(2, 100, 4, 64), torch.tensor([3, 100], dtype=torch.int32)
     for given, packed in ((None, False), (used, True)):
-        told = explain(q, q, q, gpu="sm90", causal=True, seqused_q=given, seqused_k=given)
-        assert told.forward is not None
-        assert told.backward is not None
-        assert (told.forward.packed, told.backward.packed) == (packed, packed)
+        explained = explain(q, q, q, gpu="sm90", causal=True, seqused_q=given, seqused_k=given)
+        assert explained.forward is not None
+        assert explained.backward is not None
+        assert (explained.forward.packed, explained.backward.packed) == (packed, packed)
     # Queries that see no key are sequences of their own in the backward pass.
     few = explain(q, q[:, :50], q[:, :50], gpu="sm90", causal=True)
     assert few.forward is not None
@@ -117,17 +120,17 @@ def test_padding_is_told_as_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake", "in a mode"])
-def test_any_tensors_are_told_the_same(kind: str) -> None:
-    def tell(device: str) -> str:
+def test_any_tensors_get_the_same_explanation(kind: str) -> None:
+    def explained_on(device: str) -> str:
         q, cu = low(140, 8, 64, device=device), torch.zeros(4, dtype=torch.int32, device=device)
         mask = torch.ones(140, 50, dtype=torch.bool, device=device)
         bias = low(8, 1, 50, device=device).requires_grad_()
         return str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90"))
 
-    expected = tell("cpu")
+    expected = explained_on("cpu")
     if kind == "in a mode":
         with FakeTensorMode():
-            assert tell("cuda") == expected
+            assert explained_on("cuda") == expected
     elif kind == "fake":
         mode = FakeTensorMode()
         q, cu, mask, bias = (
@@ -141,11 +144,11 @@ def test_any_tensors_are_told_the_same(kind: str) -> None:
         )
         assert str(explain(q, q, q, cu, cu, 50, 50, causal=True, mask=mask, bias=bias, gpu="sm90")) == expected
     else:
-        assert tell(kind) == expected
+        assert explained_on(kind) == expected
 
 
 def test_equal_offsets_are_seen() -> None:
-    """The same memory under two names: no query is fully masked, and no sequence is split."""
+    """Two names of one memory: no query is fully masked, and no sequence is split."""
     q, cu = low(140, 8, 64), offsets([70, 70])
     same, view, other = (
         explain(q, q, q, cu, x, 70, 70, causal=True, gpu="sm90").backward for x in (cu, cu[:], cu.clone())
@@ -154,39 +157,39 @@ def test_equal_offsets_are_seen() -> None:
     assert same != other
 
 
-def test_nested_tensors_are_told() -> None:
+def test_nested_tensors() -> None:
     q = torch.nested.nested_tensor([low(3, 4, 64), low(8, 4, 64)], layout=torch.jagged)
-    told = explain(q, q, q, gpu="sm90")
-    assert told.forward is not None
-    assert told.forward.packed
-    assert told.backend == "sm90"
+    explained = explain(q, q, q, gpu="sm90")
+    assert explained.forward is not None
+    assert explained.forward.packed
+    assert explained.backend == "sm90"
 
 
-def test_autocast_is_told() -> None:
+def test_autocast() -> None:
     q = torch.randn(1, 5, 2, 64)
     assert explain(q, q, q, gpu="sm90").backend == "portable"
     with torch.autocast("cpu", torch.bfloat16):
-        told = explain(q, q, q, gpu="sm90")
-    assert (told.backend, told.spec.dtype) == ("sm90", torch.bfloat16)
+        explained = explain(q, q, q, gpu="sm90")
+    assert (explained.backend, explained.spec.dtype) == ("sm90", torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape_k", [(2, 0, 4, 64), (0, 5, 4, 64)])
 def test_nothing_to_launch(shape_k: tuple[int, ...]) -> None:
     q, k = low(shape_k[0], 5, 4, 64), low(*shape_k)
-    told = explain(q, k, k, gpu="sm90")
-    assert (told.forward, told.backward) == (None, None)
-    assert str(told).endswith("forward: nothing is launched\n  backward: nothing is launched")
+    explained = explain(q, k, k, gpu="sm90")
+    assert (explained.forward, explained.backward) == (None, None)
+    assert str(explained).endswith("forward: nothing is launched\n  backward: nothing is launched")
 
 
 def test_the_keywords_are_those_of_the_calls() -> None:
-    told = inspect.signature(explain).parameters
+    explained = inspect.signature(explain).parameters
     for function in (flash_attn_func, flash_attn_varlen_func):
         parameters = inspect.signature(function).parameters
-        assert parameters.keys() <= told.keys()
+        assert parameters.keys() <= explained.keys()
         for name, parameter in parameters.items():
             if parameter.kind is parameter.KEYWORD_ONLY:
-                assert told[name] == parameter
-    assert told.keys() - inspect.signature(flash_attn_varlen_func).parameters.keys() == {"gpu"}
+                assert explained[name] == parameter
+    assert explained.keys() - inspect.signature(flash_attn_varlen_func).parameters.keys() == {"gpu"}
 
 
 def test_errors_are_those_of_the_call() -> None:
@@ -238,7 +241,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The warnings so far, in a process that has made no call yet, on a CPU that passes for a Hopper GPU."""
     messages: list[str] = []
 
-    def told(message: str) -> None:
+    def noted(message: str) -> None:
         if "flash_attn_cute" in message:
             messages.append(message)
 
@@ -247,11 +250,11 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(dispatch, "BACKENDS", {"sm90": OnHopper(), "portable": PortableBackend()})
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "warn", lambda message, **options: told(str(message)))
+        monkeypatch.setattr(warnings, "warn", lambda message, **options: noted(str(message)))
         yield messages
 
 
-def test_falling_back_on_a_gpu_with_kernels_is_told_once(warned: list[str]) -> None:
+def test_falling_back_on_a_gpu_with_kernels_warns_once(warned: list[str]) -> None:
     good, q, odd = low(1, 5, 2, 64).zero_(), torch.randn(1, 5, 2, 64), low(1, 5, 2, 20).zero_()
     flash_attn_func(good, good, good)
     explain(q, q, q)
@@ -267,7 +270,7 @@ def test_falling_back_on_a_gpu_with_kernels_is_told_once(warned: list[str]) -> N
     assert len(warned) == 1
 
 
-def test_head_dimensions_are_told_of(warned: list[str]) -> None:
+def test_head_dimensions_are_named(warned: list[str]) -> None:
     odd = low(1, 5, 2, 20).zero_()
     flash_attn_func(odd, odd, odd)
     assert "d = 20 (multiples of 8 up to 256); d_v = 20" in warned[0]

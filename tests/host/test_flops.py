@@ -58,8 +58,8 @@ def test_both_passes(packed: bool, seqused: bool, window: tuple[int | None, int 
     gradient = torch.randn_like(results[0])
     backward = 2 * pairs * (3 * D + 2 * D_V)
     assert counted(lambda: torch.autograd.grad(results[0], call.q, gradient)) == backward
-    unseen = run(call)
-    assert counted(lambda: torch.autograd.grad(unseen, call.q, gradient)) == backward
+    uncounted = run(call)
+    assert counted(lambda: torch.autograd.grad(uncounted, call.q, gradient)) == backward
 
 
 def test_a_full_batch_counts_as_sdpa_does() -> None:

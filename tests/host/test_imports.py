@@ -30,7 +30,7 @@ LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 def imported_modules(path: Path) -> set[str]:
     """Every module a file imports, absolutely named, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):  # prose: ok
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +98,7 @@ FACTORIES |= {"triu_indices", "zeros"}
 
 def made_on_any_device(source: str) -> list[str]:
     """The calls of PyTorch's factories that name no device."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]  # prose: ok
     names = {id(call): ast.unparse(call.func) for call in calls}
     of_torch = [call for call in calls if names[id(call)].removeprefix("torch.") in FACTORIES]
     of_torch = [call for call in of_torch if names[id(call)].startswith("torch.")]

@@ -71,7 +71,7 @@ print(json.dumps(counts))
 
 
 class Outcome(NamedTuple):
-    """What a process did to get the kernel of ``CONFIG``."""
+    """Work of a process to get the kernel of ``CONFIG``."""
 
     compiles: int
     seconds: float
@@ -324,7 +324,7 @@ def test_the_disk_can_be_left_out(compiler: Compiler, tmp_path: Path, monkeypatc
 
 
 def test_edited_sources_are_not_kept(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled after an edit may be of either version."""
+    """A kernel that was compiled after an edit may be of either version."""
     monkeypatch.setattr(key, "_hash_sources", lambda: "another")
     cache.kernel(CONFIG)
     assert not list((tmp_path / "kernels").glob("*.kernel"))
@@ -527,7 +527,7 @@ def test_list(
 
 
 def test_clear(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is not ours stays: it may be somebody's home that the variable names."""
+    """Other files stay: the variable may name a home directory."""
     monkeypatch.setenv("FLASH_ATTN_CUTE_CACHE_DIR", str(folder))
     ours = [f"{NAME}.kernel", f"{NAME}.lock", f"{NAME}.{'0' * 16}.tmp"]
     others = ["notes.txt", "short.kernel", f"{NAME}.kernel.bak", f"x{NAME}.kernel", f"{NAME}.tmp"]
@@ -689,7 +689,7 @@ print(json.dumps([cache.compile_count(), seconds, out.view(torch.int16).cpu().nu
 
 @hopper_alone("the other process calls its kernels, and their time is limited")
 def test_first_call_of_a_warm_process(tmp_path: Path) -> None:
-    """The same bits as where the kernel was compiled, and soon."""
+    """It gives the bits of the process that compiled the kernel, and soon."""
     cold, warm = (outcome(start(CALL, tmp_path / "kernels")) for _ in range(2))
     assert (cold.compiles, warm.compiles) == (1, 0)
     assert cold.signature == warm.signature

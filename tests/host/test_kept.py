@@ -210,7 +210,7 @@ def _carried(thing: Thing, device: str, carry: Callable[[Any], Any]) -> None:
 
 
 def loaded(thing: Thing, device: str) -> None:
-    """Where map_location says."""
+    """A loaded thing has its tensors where map_location says."""
     made, _ = thing.on(device)
     results(thing, made, device)
     for where in {device, "cpu", "meta"}:
@@ -595,7 +595,7 @@ class Driver:
         return self.error
 
     def cuGraphRetainUserObject(self, graph: Any, held: Any, count: int, flags: int) -> int:
-        """Is content."""
+        """Returns the code of success."""
         return 0
 
     def destroy(self) -> None:

@@ -84,7 +84,7 @@ def test_another_device_is_another_plan(made: list[prepared_call.Plan]) -> None:
 
 
 def test_every_call_is_checked() -> None:
-    """What equals a valid argument without being one is refused, also where the valid one has just been served."""
+    """Arguments that equal valid ones without being valid are refused, also where the valid one has been served."""
     flash_attn_func(**dense(), causal=True, softcap=1.0, window_size=(1, 0))
     for wrong in ({"causal": 1}, {"softcap": True}, {"window_size": (True, 0)}, {"window_size": (1.0, 0)}):
         arguments: dict[str, Any] = {"causal": True, "softcap": 1.0, "window_size": (1, 0)} | wrong

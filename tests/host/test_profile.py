@@ -72,7 +72,7 @@ Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (n
 
 
 def executable(path: Path, script: str = "") -> Path:
-    """A shell script that writes its arguments, one a line, to ``calls`` beside it, and then does as told."""
+    """A shell script that writes its arguments, one a line, to ``calls`` beside it, and then runs ``script``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$0" "$@" "=" >> "{path.parent}/calls"\n{script}\n')
     path.chmod(0o755)
@@ -94,7 +94,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def following(arguments: list[str], option: str) -> list[str]:
-    """What stands behind every occurrence of an option."""
+    """The words behind every occurrence of an option."""
     return [value for name, value in pairwise(arguments) if name == option]
 
 
@@ -214,7 +214,7 @@ def test_workload_runs(direction: str, shape: list[str], monkeypatch: pytest.Mon
 
 
 def test_workload_survives_its_own_command_line() -> None:
-    """What a profiler is given to run is what was asked for."""
+    """A profiler is given the command that was asked for."""
     parser = argparse.ArgumentParser()
     workload.add_options(parser)
     workload.add_calls(parser)
@@ -299,7 +299,7 @@ BACKWARD = KERNEL.replace("forwardForwardSm90", "backwardctaBackwardCtaSm90")
 
 
 def event(category: str, name: str, start: int, stop: int, thread: int = 1, **arguments: int) -> dict[str, Any]:
-    """As traces have them, in microseconds since anything."""
+    """Events as traces have them, in microseconds since anything."""
     times = {"ts": 1e9 + start, "dur": stop - start}
     return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "args": arguments, **times}
 
@@ -463,7 +463,7 @@ def test_only_known_metrics_are_asked_for() -> None:
 
 
 def fake_ncu(path: Path, profiling: str) -> Path:
-    """An ncu that prints the canned pages, and does as told when it is to profile."""
+    """An ncu that prints the canned pages, and runs the given lines when it is to profile."""
     for name, text in (("raw", RAW), ("source", SOURCE), ("query", QUERY)):
         path.mkdir(exist_ok=True)
         (path / name).write_text(text)
@@ -554,7 +554,7 @@ def test_ncu_says_why_nothing_was_profiled(
 
 
 def fake_nsys(path: Path, profiling: str, stats: str = "") -> Path:
-    """An nsys that prints the canned summaries, and does as told when it is to profile; ``$out`` is its output."""
+    """An nsys that prints the canned summaries, and runs ``script`` when it is to profile; ``$out`` is its output."""
     path.mkdir(exist_ok=True)
     (path / "ranges").write_text(RANGES)
     (path / "kernels").write_text(KERNELS)

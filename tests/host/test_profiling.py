@@ -35,7 +35,7 @@ def events(monkeypatch: pytest.MonkeyPatch, _settings_reread: None) -> Iterator[
 
 
 class Watched(PortableBackend):
-    """Writes into a list when it works, and then raises if told to."""
+    """Writes into a list when it works, and then raises if ``fail`` is set."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -48,12 +48,12 @@ class Watched(PortableBackend):
             raise ArithmeticError(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Backend.forward``."""
+        """Notes its work; see ``Backend.forward``."""
         self._work("forward works")
         return super().forward(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Backend.backward``."""
+        """Notes its work; see ``Backend.backward``."""
         self._work("backward works")
         return super().backward(*args, **kwargs)
 

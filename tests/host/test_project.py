@@ -1,4 +1,4 @@
-"""What the project says of itself: it declares what it imports, and commits are checked as CI checks them."""
+"""Declarations of the project: it declares what it imports, and commits are checked as CI checks them."""
 
 import argparse
 import ast
@@ -53,7 +53,7 @@ def imports(source: str) -> tuple[set[str], set[str]]:
     """The distributions that a file imports, and those it looks for, wherever in the file."""
     imported: set[str] = set()
     looked_for: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)):  # prose: ok
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,7 +64,7 @@ def imports(source: str) -> tuple[set[str], set[str]]:
 
 
 def distributions(modules: Iterable[str]) -> set[str]:
-    """Those of others that modules come from."""
+    """Distributions of others that modules come from."""
     tops = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - TYPES - {"tomllib"} - OWN - PEERS
     return {DISTRIBUTIONS.get(top, top) for top in tops}
 
@@ -77,7 +77,7 @@ def names(requirements: Iterable[str]) -> set[str]:
 def problems(
     paths: Iterable[Path], available: set[str], elsewhere: set[str], declared: set[str], written: str = ""
 ) -> list[str]:
-    """What files import that is not available, or look for that is nowhere declared, and what they leave unused."""
+    """Imports of files that are not available, look-ups that are nowhere declared, and declarations without a use."""
     found = [imports(path.read_text()) for path in paths] + [imports(written)]
     imported, looked_for = (set().union(*those) for those in zip(*found, strict=True))
     return [
@@ -276,19 +276,19 @@ def test_links_lead_somewhere() -> None:
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page}: {target}"
 
 
-def told_to_install(text: str) -> list[str]:
-    """Commands that install the package by its name, which belongs to somebody else in the index."""
+def commands_that_install(text: str) -> list[str]:
+    """Commands that install the package by its name, which belongs to another project in the index."""
     return re.findall(r"pip install[^&\n]*?[ '\"]flash.attn.cute\S*", text)
 
 
-def test_nobody_is_told_to_install_it_by_name() -> None:
-    assert len(told_to_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
-    assert not told_to_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
+def test_no_page_installs_it_by_name() -> None:
+    assert len(commands_that_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
+    assert not commands_that_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
     folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     assert len(files) > 100
     for path in [*files, *ROOT.glob("*.md"), ROOT / "Containerfile"]:
-        assert not told_to_install(path.read_text()), path
+        assert not commands_that_install(path.read_text()), path
 
 
 def names_in(path: Path) -> set[str]:

@@ -28,42 +28,42 @@ OF_KERNELS = {
 
 
 def on(*capability: int) -> dict[str, Any]:
-    """What ``tests.lib.supposed_gpu`` says."""
+    """The report of ``tests.lib.supposed_gpu`` on a GPU of that compute capability."""
     command = [sys.executable, "-m", "tests.lib.supposed_gpu", *map(str, capability), "--", *HOPPER_ALONE, *OF_KERNELS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "target"), [((10, 0), "sm_100a"), ((10, 3), "sm_103a")], ids=str)
 def test_on_blackwell_tests_of_kernels_run_on_its_own(capability: tuple[int, int], target: str) -> None:
     """Users who name no backend get the portable one all the same."""
-    told = on(*capability)
-    assert told["tests"] == {"None": target, "sm90": target, "sm100": target}
-    assert set(told["run"]) == OF_KERNELS
-    assert told["skipped"].keys() == HOPPER_ALONE
-    assert all(reason.startswith("Skipped: needs a Hopper GPU: ") for reason in told["skipped"].values())
-    users = told["users"]
+    reported = on(*capability)
+    assert reported["tests"] == {"None": target, "sm90": target, "sm100": target}
+    assert set(reported["run"]) == OF_KERNELS
+    assert reported["skipped"].keys() == HOPPER_ALONE
+    assert all(reason.startswith("Skipped: needs a Hopper GPU: ") for reason in reported["skipped"].values())
+    users = reported["users"]
     assert (users["None"], users["sm100"]) == ("portable", target)
     assert f"got 'sm90', which cannot: GPUs of compute capability {'.'.join(map(str, capability))}" in users["sm90"]
 
 
 @pytest.mark.slow
 def test_on_hopper_all_run() -> None:
-    told = on(9, 0)
-    assert set(told["run"]) == OF_KERNELS | HOPPER_ALONE
-    assert told["tests"] == told["users"]
-    assert (told["users"]["None"], told["users"]["sm90"]) == ("sm_90a", "sm_90a")
-    assert "got 'sm100', which cannot: GPUs of compute capability 9.0" in told["users"]["sm100"]
+    reported = on(9, 0)
+    assert set(reported["run"]) == OF_KERNELS | HOPPER_ALONE
+    assert reported["tests"] == reported["users"]
+    assert (reported["users"]["None"], reported["users"]["sm90"]) == ("sm_90a", "sm_90a")
+    assert "got 'sm100', which cannot: GPUs of compute capability 9.0" in reported["users"]["sm100"]
 
 
 @pytest.mark.slow
 def test_without_a_gpu_they_are_skipped() -> None:
-    told = on()
-    assert not told["run"]
-    assert told["skipped"].keys() == OF_KERNELS | HOPPER_ALONE
-    assert told["tests"] == told["users"]
-    assert told["users"]["None"] == "portable"
-    assert all("which cannot" in told["users"][name] for name in ("sm90", "sm100"))
+    reported = on()
+    assert not reported["run"]
+    assert reported["skipped"].keys() == OF_KERNELS | HOPPER_ALONE
+    assert reported["tests"] == reported["users"]
+    assert reported["users"]["None"] == "portable"
+    assert all("which cannot" in reported["users"][name] for name in ("sm90", "sm100"))

@@ -1,4 +1,4 @@
-"""What the main functions are to type checkers: results by return_lse, and parameters that are those that run."""
+"""Types of the main functions for type checkers: results by return_lse, and parameters that are those that run."""
 
 import ast
 import inspect
@@ -56,7 +56,7 @@ def annotations(module: ModuleType, name: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_types() -> None:
-    """What mypy is to accept; it checks this file."""
+    """Calls that mypy is to accept; it checks this file."""
 
     def dense(q: Tensor, flag: bool) -> tuple[Tensor, Tensor, Tensor | tuple[Tensor, Tensor]]:
         out: Tensor = flash_attn_func(q, q, q)

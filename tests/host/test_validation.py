@@ -214,7 +214,7 @@ def test_the_unchanged_calls_are_valid() -> None:
 def raises_of(module: ModuleType) -> dict[tuple[str, int], int]:
     """Each line that belongs to a raise statement of a module, with the line on which the statement starts."""
     path = str(module.__file__)
-    nodes = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.Raise)]
+    nodes = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.Raise)]  # prose: ok
     return {(path, line): node.lineno for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
@@ -245,7 +245,7 @@ def test_every_check_has_a_test() -> None:
         (flash_attn_varlen_func, list(packed().values())[:5], {}, "missing 2 required positional arguments"),
     ],
 )
-def test_arguments_of_other_libraries_are_told_where_to_go(
+def test_arguments_of_other_libraries_are_named_with_their_replacement(
     function: Any, arguments: Any, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(TypeError, match=f"{said}.*; flash_attn_cute.integrations has functions with the arguments of"):

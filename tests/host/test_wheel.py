@@ -1,4 +1,4 @@
-"""What somebody gets who installs a wheel: all of the package, nothing else, and commands that work from any folder."""
+"""Contents of an installed wheel: all of the package, nothing else, and commands that work from any folder."""
 
 import os
 import shutil

@@ -1,1 +1,1 @@
-"""What tests share: the oracle, checks, random calls, masks, ranks, and an interpreter of PTX."""
+"""Helpers that tests share: the oracle, checks, random calls, masks, ranks, and an interpreter of PTX."""

@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(GPU_ARCHITECTURE is None, reason="needs a Hop
 
 
 def hopper_alone(why: str) -> pytest.MarkDecorator:
-    """Of tests that Blackwell's kernels cannot pass, or that say nothing of them, and why."""
+    """Marks tests that Blackwell's kernels cannot pass, or that say nothing of them, and why."""
     return pytest.mark.skipif(GPU_ARCHITECTURE != "sm90", reason=f"needs a Hopper GPU: {why}")
 
 
@@ -365,7 +365,7 @@ def _independent_errors(name: str, expected: Tensor) -> int:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of a tensor as integers, which tell NaNs and signed zeros apart."""
+    """The bits of a tensor as integers, which differ for NaNs and signed zeros."""
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

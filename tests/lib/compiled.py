@@ -1,4 +1,4 @@
-"""What configurations are compiled to: PTX and machine code, made once for all processes of a run."""
+"""Code of configurations: PTX and machine code, made once for all processes of a run."""
 
 import functools
 import os
@@ -84,7 +84,7 @@ def machine_code(config: Any, folder: Path, spilled: int = 0) -> dict[str, list[
 
 
 def class_name(function: str) -> str:
-    """That of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
+    """Name of the kernel's class, from the disassembled kernel, which starts with the name of module and class."""
     names = "Forward|ForwardPair|BackwardCta|BackwardCluster|BackwardTwoPass|BackwardPair|BackwardPairTwoPass"
     names += "|BiasGradient|Preprocess|Postprocess|MaskTiles|RowLists|KeyLists|PieceTiles|BlockTiles"
     found = re.search(rf"[a-z_]({names})(?:Sm90|Sm100)?_obj", function)

@@ -28,7 +28,7 @@ def chosen(d: int, d_v: int | None = None, **options: Any) -> ForwardConfig:
 
 
 def forward_paired(c: ForwardConfig) -> ForwardConfig:
-    """The same for pairs of CTAs, also of features with which none are chosen."""
+    """A configuration's twin for pairs of CTAs, also of features with which none are chosen."""
     chosen = config(c.dtype, c.tile_d, c.tile_dv, Features(), queries=LONG, target=c.target)
     assert chosen.ctas_a_tile == 2
     return dataclasses.replace(chosen, features=c.features)
@@ -44,7 +44,7 @@ def backward(d: int, d_v: int | None = None, **options: Any) -> BackwardConfig:
 
 
 def paired(c: BackwardConfig) -> BackwardConfig:
-    """The same for pairs of CTAs, also of features with which none are chosen."""
+    """A configuration's twin for pairs of CTAs, also of features with which none are chosen."""
     chosen = backward(c.tile_d, c.tile_dv, keys=LONG)
     assert chosen.ctas_a_tile == 2
     return dataclasses.replace(chosen, features=c.features, dtype=c.dtype, target=c.target)

@@ -16,7 +16,7 @@ def _call(**options: Any) -> Call:
 
 
 def rising_in_a_block(**options: Any) -> Call:
-    """Of each 128 keys the last 32 have scores that are many times larger."""
+    """A call whose last 32 of each 128 keys have scores that are many times larger."""
     call = _call(**options)
     with torch.no_grad():
         call.k[:, 96:128] *= 12

@@ -10,7 +10,7 @@ class Exponentials:
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mY: cute.Tensor, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel."""
+        """Launches the kernel in one CTA."""
         self.kernel(mX, mY).launch(grid=[1, 1, 1], block=[256, 1, 1], stream=stream)
 
     @cute.kernel

@@ -1,4 +1,4 @@
-"""What tests of integrations share: their signatures, and their calls against the oracle."""
+"""Helpers that tests of integrations share: their signatures, and their calls against the oracle."""
 
 import inspect
 from collections.abc import Callable
@@ -121,7 +121,7 @@ SIGNATURES = [
 
 
 def top_left(call: Call, left: int | None = None) -> Call:
-    """The same packed call under a causal mask aligned to the top left of each sequence, all of it in memory."""
+    """A packed call under a causal mask aligned to the top left of each sequence, all of it in memory."""
     mask = torch.zeros(1, call.q.shape[0], max(rows.stop - rows.start for _, _, rows in call.sequences()))
     for _, rows_q, rows_k in call.sequences():
         ones = torch.ones(rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
@@ -130,7 +130,7 @@ def top_left(call: Call, left: int | None = None) -> Call:
 
 
 def alibi_truth(call: Call, slopes: Tensor) -> Call:
-    """The same call with all of ``-slope * |i + seqlen_k - seqlen_q - j|`` as its bias."""
+    """A call with all of ``-slope * |i + seqlen_k - seqlen_q - j|`` as its bias."""
     packed = call.cu_seqlens_q is not None
     longest = max(rows.stop - rows.start for _, _, rows in call.sequences())
     nheads, rows = call.q.shape[-2], call.q.shape[-3]

@@ -39,7 +39,7 @@ class Call:
     shown: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Call":
-        """The same call, its floating-point tensors as fresh leaves of another dtype."""
+        """Copy of the call, its floating-point tensors as fresh leaves of another dtype."""
         changed = {}
         for name in ("q", "k", "v", "learnable_sink", "bias"):
             x = getattr(self, name)
@@ -48,7 +48,7 @@ class Call:
         return replace(self, **changed)
 
     def sequences(self) -> list[tuple[int | None, slice, slice]]:
-        """Of each sequence: its batch entry (None if packed) and its real rows in q and in k."""
+        """Batch entry (None if packed) and real rows in q and in k, of each sequence."""
         used_q = None if self.seqused_q is None else self.seqused_q.tolist()
         used_k = None if self.seqused_k is None else self.seqused_k.tolist()
         found: list[tuple[int | None, slice, slice]] = []

@@ -11,7 +11,7 @@ Of Hopper's own kernels, and of plain PyTorch, anywhere:
     python -m tests.lib.random_calls --backend portable --longest 300
 
 A kind is a pair of head dimensions and a feature; lengths, heads, strides, scales, dtypes, padding and masks vary. The
-padding of q, k, v and of the gradient of out holds NaN and infinities, memory that nobody has written NaN, and the
+padding of q, k, v and of the gradient of out holds NaN and infinities, unwritten memory NaN, and the
 padding of results has to be zero. Every seventh call of a kind, the first one among them, asks for determinism, and has
 to give the same bits three times, whatever is in the padding of that gradient.
 
@@ -112,7 +112,7 @@ def other_kernels_from(options: Options) -> list[int]:
 
 
 def drawn(kind: str, draw: random.Random, device: str, longest: int) -> Call:
-    """A call of a kind, every other one long enough for pairs of CTAs, if there are any, or for walks under masks."""
+    """A call of a kind, every other one long enough for pairs of CTAs, if there are any, or for block lists."""
     heads, feature = KINDS[kind]
     options = HEADS[heads] | FEATURES[feature](draw)
     edges = other_kernels_from(options)
@@ -154,7 +154,7 @@ def check(kind: str, number: int, seed: int, backend: str, longest: int) -> None
 
 
 def problem(kind: str, number: int, chosen: argparse.Namespace) -> tuple[str, bool]:
-    """What is wrong with a call or with what emulated kernels did, if anything, and whether the GPU is lost by it."""
+    """Errors of a call or of what emulated kernels did, if anything, and whether the GPU is lost by it."""
     found: list[str] = []
     try:
         check(kind, number, chosen.seed, chosen.backend, chosen.longest)
@@ -192,24 +192,24 @@ def run(chosen: argparse.Namespace) -> Counts:
 
 
 def run_by_processes(chosen: argparse.Namespace) -> Counts:
-    """The same by many processes, each of which is this one's command, emulation included."""
+    """Runs calls in many processes, each of which is this one's command, emulation included."""
     command = [*sys.orig_argv, "--seed", str(chosen.seed), "--worker"]
     workers = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(chosen.processes)]
     found: list[Counts] = []
     for i, worker in enumerate(workers):
         lines = worker.communicate()[0].splitlines()
         found.append(json.loads(lines[-1]) if worker.returncode == 0 else {f"exit code {worker.returncode}": [0, 0, 1]})
-        print(f"process {i}: {told(found[-1].values())}", flush=True)
+        print(f"process {i}: {in_words(found[-1].values())}", flush=True)
     return {kind: sums(x[kind] for x in found if kind in x) for kind in dict.fromkeys(itertools.chain(*found))}
 
 
 def sums(counts: Iterable[Sequence[int]]) -> list[int]:
-    """Of calls, of repeated ones and of failures."""
+    """Numbers of calls, of repeated ones and of failures."""
     return list(map(sum, zip(*counts, strict=True)))
 
 
-def told(counts: Iterable[Sequence[int]]) -> str:
-    """Their sums, in words."""
+def in_words(counts: Iterable[Sequence[int]]) -> str:
+    """The sums of counts, in words."""
     return "{} calls, {} three times, {} failed".format(*sums(counts))
 
 
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.seconds is None:
         chosen.seconds = 60 if chosen.calls == math.inf else math.inf
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    torch.use_deterministic_algorithms(True)  # unwritten memory is NaN
     if chosen.worker is not None:
         torch.set_num_threads(1)
         print(json.dumps(run(chosen)))
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {chosen.seed}", flush=True)
     counts = run_by_processes(chosen) if chosen.processes > 1 else run(chosen)
     for kind, those in counts.items():
-        print(f"{kind}: {told([those])}")
+        print(f"{kind}: {in_words([those])}")
     return int(sum(failed for *_, failed in counts.values()) > 0)
 
 

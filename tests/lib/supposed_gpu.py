@@ -29,7 +29,7 @@ class Plan:
         self.skipped: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """What was found out of one test."""
+        """Notes whether a test would run or be skipped."""
         if report.when != "setup":
             return
         name = report.nodeid.split("[")[0]
@@ -48,7 +48,7 @@ def _ask(config: Any) -> None:
 
 
 def targets(device: str) -> dict[str, str]:
-    """What calls that ask for a backend, or for none, would be compiled for; or the backend, or the refusal."""
+    """Targets, backends or refusals of calls that ask for a backend, or for none."""
     found = {}
     with FakeTensorMode(), patch.object(cache, "kernel", _ask):
         q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16, device=device)
@@ -80,8 +80,8 @@ def main(capability: tuple[int, ...], tests: list[str]) -> None:
     ):
         users, plan = targets(device), Plan()
         pytest.main(["--setup-plan", "-q", "-p", "no:cacheprovider", *tests], plugins=[plan])
-        told = {"users": users, "tests": targets(device), "run": [*plan.run], "skipped": plan.skipped}
-    print(f"\n{json.dumps(told)}")
+        report = {"users": users, "tests": targets(device), "run": [*plan.run], "skipped": plan.skipped}
+    print(f"\n{json.dumps(report)}")
 
 
 if __name__ == "__main__":

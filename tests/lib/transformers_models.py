@@ -61,7 +61,7 @@ THEIR_OWN = r"`attn_implementation='flash_attn_cute'` is not supported"
 
 
 class Outcome(NamedTuple):
-    """What becomes of a model.
+    """Outcome of a model.
 
     "equal" to eager; "as sdpa", equal to sdpa where that is not equal to eager; "refused" in one sentence; "differs" or
     "raises", which are faults; "not built" in eager mode.
@@ -79,7 +79,7 @@ def _small(name: str, value: int) -> int:
 
 
 def shrink(config: Any) -> None:
-    """Makes a configuration and those in it small, as far as the names of its attributes tell how."""
+    """Makes a configuration and those in it small, as far as the names of its attributes show how."""
     layers = getattr(config, "num_hidden_layers", None)
     for name, value in list(vars(config).items()):
         if name.startswith("_"):
@@ -140,7 +140,7 @@ def inputs(config: Any, padding: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def logits(model: Any, batch: dict[str, Any]) -> Tensor:
-    """The model's logits."""
+    """Logits of a model for a batch."""
     output: Tensor = model(**batch).logits
     return output
 
@@ -213,7 +213,7 @@ def reason(outcome: Outcome) -> str:
 
 
 def table(outcomes: dict[tuple[str, str], Outcome]) -> str:
-    """What the page says of all of them."""
+    """The page's table of all of them."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     names: dict[str, set[str]] = defaultdict(set)
     for (family, model_type), outcome in outcomes.items():

@@ -171,7 +171,7 @@ def test_additive_mask_of_minus_infinity(device: str) -> None:
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "causal"])
 def test_gradients_of_a_query_that_sees_nothing_may_be_nan(hidden_by: str, sink: bool, device: str) -> None:
-    """As merging two lse of -inf makes them. They reach nothing but the sink's gradient, which lse has a part in."""
+    """Merging two lse of -inf makes such gradients. They reach the sink's gradient alone, a part of which is lse's."""
     shape: dict[str, Any] = {} if hidden_by == "causal" else {hidden_by: (1, 1, 1)}
     call = random_call([12], [12], sink=sink, device=device, **shape)
     fully_masked = torch.zeros(12, dtype=torch.bool, device=device)
@@ -275,7 +275,7 @@ def test_strides_of_mask_and_bias(packed: bool, device: str) -> None:
 
 
 def every_other(x: Tensor) -> Tensor:
-    """The same numbers, with others between them."""
+    """A view of equal numbers, with others between them."""
     return torch.stack((x, x + 7), dim=1)[:, 0]
 
 

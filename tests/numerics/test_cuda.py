@@ -1,4 +1,4 @@
-"""What only a GPU can show of the portable backend; the other tests take a GPU as one more device."""
+"""Properties of the portable backend that only a GPU can show; the other tests take a GPU as one more device."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ DOCUMENTS = [bytes((7 * i + j * j) % 251 for j in range(13 * i)) for i in range(
 
 @pytest.fixture
 def _default_device() -> Iterator[None]:
-    """What main sets for its own process ends with the test."""
+    """Settings that main makes for its own process end with the test."""
     yield
     torch.set_default_device(None)
 

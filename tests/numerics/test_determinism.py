@@ -1,4 +1,4 @@
-"""The same inputs give the same bits: run after run, under load, in other processes and in replays of a graph."""
+"""Equal inputs give equal bits: run after run, under load, in other processes and in replays of a graph."""
 
 import contextlib
 import hashlib
@@ -104,12 +104,12 @@ def digest(results: Results) -> str:
 
 
 def digests(cases: list[Case], backend: str) -> list[str]:
-    """What each case comes to, in this process."""
+    """Digest of each case, in this process."""
     return [digest(prepare(case, backend)()) for case in cases]
 
 
 def digests_under_load(cases: list[Case], backend: str, repetitions: int) -> list[tuple[str, list[str]]]:
-    """What each case comes to in this process beside other work, and what of it differs from run to run."""
+    """Digest of each case in this process beside other work, and the results that differ from run to run."""
     found = []
     for case in cases:
         function = prepare(case, backend)
@@ -154,7 +154,7 @@ def load(device: str) -> Iterator[None]:
 
 
 def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function returns in each of so many fresh processes, which end with the time limit, deadlocked or not."""
+    """Results of a function in each of so many fresh processes, which end with the time limit, deadlocked or not."""
     threads = torch.get_num_threads()
     context = multiprocessing.get_context("spawn")
     with context.Pool(count, torch.set_num_threads, (threads,), maxtasksperchild=1) as pool:
@@ -163,7 +163,7 @@ def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> l
 
 @each_case_on_both
 def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
-    """As many as --repetitions says, on a GPU with nothing else to do."""
+    """Repeats as often as --repetitions says, on a GPU with nothing else to do."""
     function = prepare(case, backend)
     differs = differing(function(), function, repetitions)
     assert not differs
@@ -175,7 +175,7 @@ def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
 def test_portable_repetitions(
     options: Case, dtype: torch.dtype, deterministic: bool, device: str, repetitions: int
 ) -> None:
-    """The portable backend has no other way to run, so both settings are held to it, whatever PyTorch is told."""
+    """The portable backend has no other way to run, so both settings are held to it, whatever PyTorch's own is."""
     torch.use_deterministic_algorithms(False)
     call = random_call([150, 30, 260], nheads=4, nheads_k=2, dtype=dtype, device=device, **options)
     function = both_passes(call, poisoned_dout(call, call.q), deterministic=deterministic, backend="portable")
@@ -256,7 +256,7 @@ def test_replays(case: Case) -> None:
 
 @each_case_on_both
 def test_against_the_oracle(backend: str, case: Case) -> None:
-    """What is the same every time is right, too."""
+    """Results that are equal every time are right, too."""
     lengths = ([37, 1, 0, 16, 33], [25, 5, 7, 0, 50]) if case["packed"] else ([33] * 2, [43] * 2)
     assert_matches_oracle(small_call(*lengths, case, backend), deterministic=True, backend=backend)
 
@@ -295,7 +295,7 @@ def test_sections_of_heads(
 
 
 def run_beyond_slots(head_dim: int, packed: bool) -> None:
-    """Both passes of a call whose first sequence is told to have more keys than it owns, all of them in the buffer."""
+    """Both passes of a call whose first sequence has a seqused_k above its own rows, all of them in the buffer."""
     case: Case = {"head_dim": head_dim, "nheads": 2, "packed": packed}
     call = small_call([37, 37], [7, 200] if packed else [67, 67], case, "sm90")
     used = torch.tensor([1000, 603], dtype=torch.int32, device="cuda")
@@ -307,12 +307,12 @@ def run_beyond_slots(head_dim: int, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lengths_beyond_what_sequences_own(head_dim: int, packed: bool) -> None:
-    """They break the contract, and the results may be anything, but nobody waits for tiles that there are not."""
+    """They break the contract, and the results may be anything, but no CTA waits for tiles that do not exist."""
     in_processes(1, run_beyond_slots, head_dim, packed)
 
 
 def run_beyond_tensors(head_dim: int) -> None:
-    """A backward pass that is told of more keys, and queries, than there are: as if told where they end."""
+    """A backward pass whose offsets end behind the tensors gives the results of offsets that end with them."""
     q, dout, kv = torch.randn(3, 300, 8, head_dim, device="cuda", dtype=torch.bfloat16)
     cu, beyond = (torch.tensor([0, 170, end], dtype=torch.int32, device="cuda") for end in (300, 3000))
     options = Options(None, None, None, 0.0, True, True)
@@ -332,14 +332,14 @@ def run_beyond_tensors(head_dim: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_offsets_beyond_the_tensors(head_dim: int) -> None:
-    """The same of offsets; they end where the tensors do."""
+    """Offsets beyond the tensors count as the tensors' ends."""
     in_processes(1, run_beyond_tensors, head_dim)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @on_both
 def test_padding(backend: str, head_dim: int, packed: bool) -> None:
-    """The same of calls with rows that no sequence owns, and with a gradient through lse."""
+    """Calls with rows that no sequence owns, and with a gradient through lse, are right."""
     case: Case = {"head_dim": head_dim, "nheads": 4, "nheads_k": 2, "packed": packed, "causal": True, "sink": True}
     call = small_call([37, 1, 14, 0], [33, 9, 50, 5], {**case, "seqused": True}, backend)
     assert_matches_oracle(call, through_lse=True, deterministic=True, backend=backend)

@@ -92,7 +92,7 @@ def test_grad(case: str, device: str) -> None:
     [(case, i) for case, (_, arguments) in cases("cpu").items() for i in (None, *range(len(arguments)))],
 )
 def test_maps(case: str, unmapped: int | None, device: str) -> None:
-    """Of the function and of its gradient, over the first dimension of all arguments, or of all but one."""
+    """Maps the function and its gradient over the first dimension of all arguments, or of all but one."""
     loss, arguments = cases(device)[case]
     in_dims = tuple(None if i == unmapped else 0 for i in range(len(arguments)))
     arguments = [x if dim == 0 else x[0] for x, dim in zip(arguments, in_dims, strict=True)]

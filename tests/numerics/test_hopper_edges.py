@@ -1,4 +1,4 @@
-"""What the kernels do at the edges: odd strides, no keys, NaN, lengths that nobody has checked, several GPUs."""
+"""Edges of the kernels: odd strides, no keys, NaN, unchecked lengths, several GPUs."""
 
 import threading
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_one_query_of_a_padded_batch(head_dim: int, through_lse: bool) -> None:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers, every third of a longer tensor."""
+    """A view of equal numbers, every third of a longer tensor."""
     return x.new_full((*x.shape, 3), 77)[..., 1].copy_(x)
 
 
@@ -171,7 +171,7 @@ def test_nan_stays_visible(where: str, sink: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_real_rows_end_with_what_a_sequence_owns(side: str, head_dim: int) -> None:
-    """A seqused beyond it breaks the contract; it counts for as much as there is, and nobody's rows are overwritten."""
+    """A seqused beyond it breaks the contract; it counts for as much as there is, and no other rows are overwritten."""
     call = call_of([70, 40, 3], [60, 130, 9], head_dim=head_dim, causal=True)
     slots = getattr(call, f"cu_seqlens_{side}").diff()
     dout = torch.randn_like(call.q)

@@ -270,7 +270,7 @@ def test_thd_without_padding() -> None:
 
 
 def test_compiled() -> None:
-    """In one graph."""
+    """Each function compiles into one graph."""
     q, k, v = torch.randn(3, 2, 9, 4, 8)
     packed = torch.randn(24, 3, 4, 8)
     cu_q, cu_k = offsets([5, 9, 10]), offsets([7, 2, 15])

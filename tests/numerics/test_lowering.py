@@ -38,7 +38,7 @@ def window(seqlen_q: int, seqlen_k: int, rng: random.Random) -> tuple[BlockMask,
 
 
 def moved(mask: BlockMask, device: str) -> BlockMask:
-    """The same on another device."""
+    """A copy of a mask on another device."""
     assert mask.plain is not None
     kept = mask.plain
     made = BlockMask.window(mask.seqlen_q, mask.seqlen_k, left=kept.left, right=kept.right)
@@ -100,7 +100,7 @@ IDS = torch.tensor([2] * 400 + [5] * 300 + [-1] * 100)
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the calls from now on ask for, by backends."""
+    """Kinds of calls that reach backends from now on."""
     from flash_attn_cute.calls import ops
 
     seen, original = [], ops.attention
@@ -174,7 +174,7 @@ def test_padding_is_zero_without_zero_padding() -> None:
     assert lse[..., 700:].isneginf().all()
 
 
-def test_wrong_calls_are_told_as_dense_ones() -> None:
+def test_wrong_calls_raise_as_dense_ones() -> None:
     mask, q = BlockMask.documents(IDS), torch.randn(1, 800, 2, 16)
     for k, v, match in (
         (torch.randn(1, 800, 3, 16), q, r"v: expected .*\(1, 800, 3\), got shape \(1, 800, 2, 16\)"),
@@ -191,10 +191,10 @@ def test_wrong_calls_are_told_as_dense_ones() -> None:
 
 def test_explained() -> None:
     q = torch.randn(1, 800, 2, 64, dtype=torch.bfloat16)
-    told = explain(q, q, q, block_mask=BlockMask.documents(IDS) & BlockMask.causal(800, 800), gpu="sm90")
-    assert told.spec.packed
-    assert told.spec.window_right == 0
-    assert not told.spec.has_block_mask
+    explained = explain(q, q, q, block_mask=BlockMask.documents(IDS) & BlockMask.causal(800, 800), gpu="sm90")
+    assert explained.spec.packed
+    assert explained.spec.window_right == 0
+    assert not explained.spec.has_block_mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> Tensor:

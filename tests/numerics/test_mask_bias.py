@@ -180,7 +180,7 @@ def test_packed(backend: str, case: Case) -> None:
 @on_each_backend
 @pytest.mark.parametrize("shape", [{"bias": (1, 1, 1, 1)}, {"mask": (1, 1), "bias": (1, 0, 0, 1)}], ids=str)
 def test_long_rows(shape: Case, backend: str) -> None:
-    """As long as to have many tiles of keys, and no length that a vector or a line of memory divides."""
+    """Rows of many tiles of keys, and no length that a vector or a line of memory divides."""
     check(backend, [4095] if backend == "sm90" else [130], [4095], packed=False, nheads=1, **shape)
 
 
@@ -302,7 +302,7 @@ def test_fully_masked_tiles(backend: str, case: Case, packed: bool) -> None:
     for tile, seed in ((128, 1), (64, 2), (100, 3)):
         draw = torch.Generator().manual_seed(seed)
         kinds = torch.randint(3, (-(-mask.shape[-2] // tile), -(-mask.shape[-1] // tile)), generator=draw)
-        kinds[1], kinds[:, 2] = 0, 0  # nothing to see for some rows, and keys that nobody sees
+        kinds[1], kinds[:, 2] = 0, 0  # fully masked rows and columns of tiles
         kinds[2], kinds[2, -1] = 0, 2  # only the last
         kinds = kinds.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[: mask.shape[-2], : mask.shape[-1]]
         some = torch.rand(mask.shape[-2:], generator=draw) < 0.9
@@ -323,7 +323,7 @@ def test_fully_masked_tiles(backend: str, case: Case, packed: bool) -> None:
 )
 @on_each_backend
 def test_hidden_bias_may_hold_anything(backend: str, options: Case, packed: bool) -> None:
-    """What is hidden is replaced, not multiplied: neither out nor any gradient sees NaN or infinities there."""
+    """Hidden scores are replaced, not multiplied: neither out nor any gradient sees NaN or infinities there."""
     lengths = ([200, 129], [150, 300]) if packed else ([200] * 2, [150] * 2)
     kept = (1, 1, 1) if packed else (1, 1, 1, 1)
     masked: Case = {"mask": kept} if options.get("mask") else {}
@@ -383,7 +383,7 @@ def test_large_biases(backend: str, bias_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", [-1e4, -1e9, -1e10, -1e20, -1e30, -3e38])
 def test_keys_that_a_finite_bias_hides(value: float, dtype: torch.dtype, bias_dtype: torch.dtype, backend: str) -> None:
-    """As many write key padding: the last keys, whose blocks may come first, or some of all, give way to the others."""
+    """Key padding as many write it: the last keys, whose blocks may come first, or some of all, give way to others."""
     if bias_dtype != torch.float32:
         bias_dtype = dtype
     value = max(value, torch.finfo(bias_dtype).min)
@@ -431,7 +431,7 @@ def test_queries_whose_biases_are_all_the_lowest_number(value: float, backend: s
 
 @pytest.fixture
 def given_back(monkeypatch: pytest.MonkeyPatch) -> list[Gradients]:
-    """What backends return from their backward passes: autograd would cast and sum what has another dtype or shape."""
+    """Gradients that backends return: autograd would cast and sum what has another dtype or shape."""
     found: list[Gradients] = []
     for backend in set(dispatch.BACKENDS.values()):  # some may have two names
 
@@ -526,7 +526,7 @@ SHARED: dict[str, Case] = {
 
 @each_on(SHARED, one_in=4)
 def test_repetitions(backend: str, case: Case, repetitions: int) -> None:
-    """``deterministic=True``: the same bits as often as --repetitions says, whoever shares the bias."""
+    """``deterministic=True``: the same bits as often as --repetitions says, however the bias is shared."""
     scale = 9 if backend == "sm90" else 1  # more tiles than a GPU has SMs
     options: Case = {"packed": False, "nheads": 8} | case
     lengths = [137, 0, 37, 64] if options["packed"] else [119] * 3

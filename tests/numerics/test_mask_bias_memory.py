@@ -59,7 +59,7 @@ def test_rows_that_overlap(backend: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_strides_beyond_32_bits(dim: int) -> None:
-    """Of elements: the last of a dimension lies 2^31 behind its first, or further."""
+    """The last element of a dimension lies 2^31 elements behind its first, or further."""
     shape = (2, 2, 129, 131)
     stride, step = [0] * 4, 1
     for other in (i for i in reversed(range(4)) if i != dim):
@@ -145,7 +145,7 @@ def test_graph_capture(case: Case) -> None:
 
 @each_on(AROUND, one_in=2)
 def test_compiled(backend: str, case: Case) -> None:
-    """As one graph, with the bits of the eager call."""
+    """One graph gives the bits of the eager call."""
     torch.compiler.reset()
     call, dout = around(backend, case)
     tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
@@ -207,7 +207,7 @@ REMEMBERED: dict[str, Case] = {
 
 
 def mask_bytes(call: Call) -> int:
-    """What either pass may make of a mask: bits, by whole tiles; if padded, as if it had all queries."""
+    """Bytes that either pass may make of a mask: bits, by whole tiles; if padded, as if it had all queries."""
     if call.mask is None:
         return 0
     sizes, strides = (
@@ -220,7 +220,7 @@ def mask_bytes(call: Call) -> int:
 
 
 def dbias_bytes(bias: Tensor | None) -> int:
-    """What a backward pass may take for the gradient of a bias: itself, and float32 sums of its own shape.
+    """Bytes that a backward pass may take for the gradient of a bias: itself, and float32 sums of its own shape.
 
     Or of tiles of 128 x 128, if there are fewer of them than two an SM. Never anything of the shape it broadcasts to.
     """

@@ -91,5 +91,5 @@ def test_linear_memory(total: int, options: dict[str, object], limit: float, tmp
     "mask", ["causal", pytest.param("padding", marks=pytest.mark.slow), pytest.param("added", marks=pytest.mark.slow)]
 )
 def test_sdpa_makes_no_quadratic_mask(mask: str, tmp_path: Path) -> None:
-    """Of 2 x 8192 queries: a mask would be 0.13e9 in bool, also where fewer keys than queries leave no square."""
+    """A mask of 2 x 8192 queries would be 0.13e9 in bool, also where fewer keys than queries leave no square."""
     assert 0 < grown(tmp_path, SDPA, mask) < 0.17e9

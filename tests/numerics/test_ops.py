@@ -194,7 +194,7 @@ def compiled_whole(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "bias": (1, 1), "sink": True}], ids=["fused", "blockwise"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_autocast(packed: bool, options: dict[str, Any], way: Any, device: str) -> None:
-    """The same as casting by hand: the dtypes, and the precision inside. Leaves have gradients of their own dtypes.
+    """Autocast equals casting by hand: the dtypes, and the precision inside. Leaves have gradients of their own dtypes.
 
     Rotary embeddings leave q and k in float32, linear layers give v in the lower precision.
     """

@@ -1,4 +1,4 @@
-"""Calls told in other sequences: the same rows see the same keys."""
+"""Calls rewritten as other sequences: the same rows attend to the same keys."""
 
 import random
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_fully_masked_queries_apart(form: dict[str, Any]) -> None:
 
 
 def test_equal_lengths_are_left_alone() -> None:
-    """As is a window that is not bounded to the right; what cannot be seen to be equal is not."""
+    """So is a window that is not bounded to the right; what cannot be seen to be equal is not."""
     call = random_call([5, 7], seqused=True)
     bare, padded = inputs_of(replace(call, seqused_q=None, seqused_k=None)), inputs_of(call)
     assert bare.cu_seqlens_q is not None
@@ -101,18 +101,18 @@ def test_equal_lengths_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_backends_agree_on_what_is_told(form: dict[str, Any]) -> None:
-    """The same bits of gradients from the sequences as they were given and as they are retold."""
+def test_backends_agree_on_rewritten_calls(form: dict[str, Any]) -> None:
+    """Gradients of the given sequences and of the rewritten ones have the same bits."""
     for lengths_q, lengths_k in (([9, 9], [4, 4]), ([40, 40], [60, 60])):
         call = random_call(lengths_q, lengths_k, causal=True, **form)
         inputs = inputs_of(call)
         packed = inputs if form["packed"] else packing.as_packed(inputs)
         results = []
-        for told in (packed, packing.split_fully_masked(packed, 0)):
-            spec = AttentionSpec.of(told, Options(None, None, 0, 0.0, True, True))
-            out, lse = BACKENDS["portable"].forward(spec, told)
+        for rewritten in (packed, packing.split_fully_masked(packed, 0)):
+            spec = AttentionSpec.of(rewritten, Options(None, None, 0, 0.0, True, True))
+            out, lse = BACKENDS["portable"].forward(spec, rewritten)
             needs: Any = {"need_dbias": False, "need_dsink": False}
-            grads = BACKENDS["portable"].backward(spec, told, out, lse, torch.ones_like(out), None, **needs)
+            grads = BACKENDS["portable"].backward(spec, rewritten, out, lse, torch.ones_like(out), None, **needs)
             results.append((out, lse, *grads[:3]))
         for a, b in zip(*results, strict=True):
             assert bitwise_equal(a, b)
@@ -120,7 +120,7 @@ def test_backends_agree_on_what_is_told(form: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_intervals_are_what_rows_see(form: dict[str, Any]) -> None:
-    """Of each query and, the other way round, of each key; rows that no sequence owns come back as zeros."""
+    """Intervals of each query and, the other way round, of each key; rows that no sequence owns come back as zeros."""
     for seed in range(200):
         draw = random.Random(f"{seed} {form}")
         sides = draw.choice([None, 0, 3, 2**31 - 2]), draw.choice([None, 0, 3, 2**31 - 2])

@@ -129,7 +129,7 @@ def test_queries_and_keys_of_two_masks() -> None:
 
 @pytest.mark.parametrize("slack", [None, 3])
 def test_padding_reaches_nothing(slack: int | None) -> None:
-    """The same bits, whatever stands in the padding of the batch, behind its packed rows, and in their gradients."""
+    """Equal bits, whatever stands in the padding of the batch, behind its packed rows, and in their gradients."""
     mask = MASKS["holes"]
     total = None if slack is None else int(mask.sum()) + slack
     rows, clean, results = Packing.of(mask, total), torch.randn(*mask.shape, 3), []
@@ -160,7 +160,7 @@ masks = st.integers(0, 4).flatmap(
 @given(masks, st.none() | st.integers(0, 5), st.lists(st.integers(0, 3), max_size=2))
 @settings(max_examples=100)
 def test_any_shape(mask: Tensor, slack: int | None, rest: list[int]) -> None:
-    """What packing means, by indexing."""
+    """Packing, by indexing of real rows."""
     count = int(mask.sum())
     rows = Packing.of(mask, None if slack is None else count + slack)
     assert rows.cu_seqlens.dtype == torch.int32
@@ -322,7 +322,7 @@ def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: p
 
 
 def test_too_small_a_total_loses_rows_and_nothing_else() -> None:
-    """Where nobody reads it: the last rows count as padding."""
+    """Data is not read on the host: the last rows count as padding."""
     mask, x = MASKS["no padding"], torch.randn(2, 4, 3)
     with NeverWaiting():
         rows = Packing.of(mask, 5)
@@ -344,7 +344,7 @@ def test_too_small_a_total_loses_rows_and_nothing_else() -> None:
         ({"mask": torch.ones(3, 7)}, TypeError, "an additive mask goes into bias; of a padding mask (batch, seqlen_k)"),
     ],
 )
-def test_padding_masks_as_mask_are_told_where_to_go(
+def test_padding_masks_as_mask_are_refused_with_the_way_to_pass_them(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     q = torch.randn(3, 7, 2, 8)

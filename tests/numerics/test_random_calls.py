@@ -76,17 +76,17 @@ def _other_bits(found: Gradients, count: int) -> Gradients:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "told", "failed"),
+    ("kind", "change", "reported", "failed"),
     [
         ("d64 dense", _one_element_off, "dq: error", 4),
         ("d64 packed", _padding_not_zero, "dk: padding rows are not zero", 4),
         ("d64 dense", _other_bits, "not the same bits three times: dv", 1),
     ],
 )
-def test_wrong_results_are_told(
+def test_wrong_results_are_reported(
     kind: str,
     change: Change,
-    told: str,
+    reported: str,
     failed: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -103,13 +103,13 @@ def test_wrong_results_are_told(
     assert random_calls.main([*SMALL, "--calls", "4", "--kinds", f"^{kind}$"]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"{kind}: 4 calls, 1 three times, {failed} failed"
-    assert err.count("FAILED") == err.count(told) == failed
+    assert err.count("FAILED") == err.count(reported) == failed
     # The call alone fails again.
     again = re.findall(r"again: the same command with (.*)", err)[-1]
     arguments = again.replace(f"'^{kind}$'", "KIND").split()
     arguments[arguments.index("KIND")] = f"^{kind}$"
     assert random_calls.main([*SMALL, *arguments]) == 1
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

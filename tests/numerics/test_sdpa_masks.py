@@ -40,7 +40,7 @@ class Named(Tensor):
 
 
 def test_subclasses_are_refused_unless_they_are_what_they_store() -> None:
-    """As masks, and as q, k, v, offsets and the like, in all functions."""
+    """Wrong types are refused as masks, and as q, k, v, offsets and the like, in all functions."""
     q = torch.randn(2, 3, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool)
     torch.testing.assert_close(sdpa(q, q, q, mask.as_subclass(Named)).as_subclass(Tensor), sdpa(q, q, q))

@@ -61,7 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_a_wide_out_is_what_is_rounded_else(
     packed: bool, lengths_q: list[int], nheads: int, head_dim: int, head_dim_v: int
 ) -> None:
-    """As ``distributed`` asks for parts that it merges."""
+    """``distributed`` asks for such parts and merges them."""
     lengths_k = [200, 5, 7, 900]
     if not packed:
         lengths_q, lengths_k = [lengths_q[0]] * 2, [200] * 2
@@ -88,7 +88,7 @@ def test_a_wide_out_is_what_is_rounded_else(
 @pytest.mark.parametrize("nheads_k", [1, 2])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 72), (192, 128), (256, 200)])
 def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, head_dim: int, head_dim_v: int) -> None:
-    """As ``distributed`` asks for parts that it sums."""
+    """``distributed`` asks for such parts and sums them."""
     lengths_q, lengths_k = ([300, 1, 0, 128], [200, 5, 7, 900]) if packed else ([300, 300], [200, 200])
     options: dict[str, Any] = {
         "packed": packed,
@@ -144,7 +144,7 @@ def test_gradients_through_lse(shape: dict[str, Any], head_dim: int) -> None:
     assert_matches_oracle(call, through_lse=True, backend="sm90")
 
 
-BLIND: dict[str, dict[str, Any]] = {
+FULLY_MASKED: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "right": {"window_size": (None, 13)},
     "window": {"window_size": (50, 7)},
@@ -155,7 +155,7 @@ BLIND: dict[str, dict[str, Any]] = {
 
 @needs_kernels
 @pytest.mark.parametrize("through_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("options", BLIND.values(), ids=BLIND)
+@pytest.mark.parametrize("options", FULLY_MASKED.values(), ids=FULLY_MASKED)
 @pytest.mark.parametrize("seqused", [False, True], ids=["whole", "seqused"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -217,7 +217,7 @@ def test_lengths_around_tile_edges(causal: bool, seqlen_k: int) -> None:
 
 
 def _profiles(seqlen: int) -> dict[str, Tensor]:
-    """Scores of the keys of a sequence, which the kernel walks from its end, before noise is added."""
+    """Scores of the keys of a sequence, which the kernel reads from its end, before noise is added."""
     distance = torch.arange(seqlen, 0, -1, dtype=torch.float32)
     return {
         "rising": distance / 4,
@@ -345,7 +345,7 @@ def test_blocks_of_80_queries(dtype: torch.dtype, queries: int) -> None:
 
 @needs_kernels
 def test_more_sums_than_32_bits_count() -> None:
-    """Those of the last head's dQ lie 2^31 numbers behind those of the first: 8 GB. It gets what it gets alone."""
+    """Sums of the last head's dQ lie 2^31 numbers behind the first head's: 8 GB. It gets what it gets alone."""
     q, k, v, dout = torch.randn(4, 1, 2**19 + 4096, 64, 8, device="cuda", dtype=torch.bfloat16)
 
     def gradients_of(heads: slice) -> tuple[Tensor, ...]:
@@ -452,7 +452,7 @@ def test_graph_capture(lengths_k: list[int] | None, kept: slice) -> None:
 @hopper_alone("the limit is of calls of its kernels")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_host_time(packed: bool) -> None:
-    """What either pass costs the host, autograd recording: some 40 us on a quiet machine, with a margin for others."""
+    """Host time of either pass, autograd recording: some 40 us on a quiet machine, with a margin for others."""
     shape = (128, 4, 64) if packed else (2, 64, 4, 64)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     cu = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")

@@ -51,7 +51,7 @@ ours.register()
 
 
 def model_of(config: Any, implementation: str, auto: str = "AutoModelForCausalLM") -> Any:
-    """The same weights each time, all of them random, biases and sinks included."""
+    """A model of weights that are equal each time, all of them random, biases and sinks included."""
     torch.manual_seed(1)
     own = copy.deepcopy(config)  # models write the implementation there
     model = getattr(hf, auto).from_config(own, attn_implementation=implementation).eval()
@@ -90,7 +90,7 @@ def batch_of(kind: str) -> dict[str, Any]:
 
 
 def trained(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss and gradients."""
+    """Loss and gradients of a batch."""
     loss = model(**batch).loss
     loss.backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
@@ -98,7 +98,7 @@ def trained(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def masks_of_packed(config: Any, position_ids: Tensor) -> dict[str, Tensor]:
-    """What GPT-OSS leaves out: its own masks do not look at positions."""
+    """Masks that GPT-OSS leaves out: its own masks do not look at positions."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     given: dict[str, Any] = {"config": config, "position_ids": position_ids}
@@ -182,7 +182,7 @@ def test_bfloat16(name: str, kind: str, device: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
 def test_masks_in_memory_are_the_exception(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holes need one."""
+    """Only holes in a batch need one."""
     made = recorded(monkeypatch, masking_utils, "sdpa_mask")
     dense, packed = (recorded(monkeypatch, api, name) for name in ("flash_attn_func", "flash_attn_varlen_func"))
     model_of(CONFIGS[name], ours.NAME)(**batch_of(kind), **(BY_OFFSETS if kind == "packed by offsets" else {}))

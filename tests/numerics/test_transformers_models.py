@@ -37,7 +37,7 @@ def test_one_of_each_kind(model_type: str, name: str, family: str, expected: str
 
 
 def test_the_page_has_all_models() -> None:
-    """As many of each family as transformers lists, and none that is wrong."""
+    """The page has as many of each family as transformers lists, and none that is wrong."""
     page = models.on_page()
     version = re.search(r"With transformers (\S+):", page)
     assert version is not None

@@ -154,7 +154,7 @@ class Module(torch.nn.Module):
     """Attention as export wants it."""
 
     def forward(self, *qkv: Tensor) -> Tensor:
-        """See ``attend``."""
+        """Calls ``attend`` with three tensors."""
         return attend(*qkv)
 
 
@@ -179,7 +179,7 @@ def test_a_watcher_of_the_backward_pass_sees_it(operators: list[int]) -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_both_ways_lead_to_the_same(packed: bool) -> None:
-    """All results and gradients, also those through lse alone and those that nobody wants."""
+    """All results and gradients, also those through lse alone and those that no input wants."""
     options: dict[str, Any] = {"sink": True, "bias": (1, 1), "softcap": 2.0, "window_size": (4, 0), "nheads_k": 1}
     call = random_call([9, 6] if packed else [9, 9], packed=packed, **options)
     wanted = [getattr(call, name) for name in GRADS]

@@ -1,1 +1,1 @@
-"""What ranks run in ``test_context_parallel``: each of them every function of a list, in a group of all."""
+"""Functions that ranks run in ``test_context_parallel``: each of them every function of a list, in a group of all."""

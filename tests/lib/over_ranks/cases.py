@@ -92,7 +92,7 @@ def _real(lengths: list[int], used: list[int] | None, total: int) -> Tensor:
 
 
 def alone(case: Case, leaves: Leaves) -> dict[str, Tensor]:
-    """What one process gives for all rows."""
+    """Results of one process for all rows."""
     cu_q, cu_k = (
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (case.lengths_q, case.lengths_k)
     )
@@ -109,7 +109,7 @@ def alone(case: Case, leaves: Leaves) -> dict[str, Tensor]:
 def together(
     case: Case, leaves: Leaves, sharding: Sharding, sharding_k: Sharding | None, **where: Any
 ) -> dict[str, Tensor]:
-    """What a group gives for this rank's rows; of the sink's gradient the sum over the ranks."""
+    """Results of a group for this rank's rows; of the sink's gradient the sum over the ranks."""
     keys = sharding if sharding_k is None else sharding_k
     rank = rank_of(where.get("group"))
     q, k, v, dout = (

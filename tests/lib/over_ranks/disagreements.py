@@ -26,7 +26,7 @@ def disagreements() -> None:
     agreed: dict[str, Any] = {"sharding": sharding, "causal": True, "q": q, "k": k, "v": v, "method": "ring"}
     agreed |= {"sharding_k": Sharding(sharding.cu_seqlens, sharding.total, sharding.segments)}
     sink = torch.zeros(4, dtype=torch.float64)
-    # What rank 1 has of its own, and what all ranks are then told.
+    # Arguments of rank 1 alone, and the error that all ranks then raise.
     different: list[tuple[dict[str, Any], str]] = [
         # options
         ({"causal": False}, "window_right: {} 0 on ranks 0, 2; None on rank 1$"),

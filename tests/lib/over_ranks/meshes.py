@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.outputs = nn.Linear(4 * 8, 16, dtype=torch.float64)
 
     def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """(rows, 16)."""
+        """Rows of shape (rows, 16)."""
         q, k, v = (project(x).unflatten(1, (-1, 8)) for project in (self.q, self.k, self.v))
         return x + self.outputs(attend(q, k, v).flatten(1))
 

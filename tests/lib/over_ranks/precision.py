@@ -23,7 +23,7 @@ def low_precision() -> None:
 
 
 def one_part_and_several() -> None:
-    """Of a key's gradient some ranks have several parts, and others one."""
+    """Some ranks have several parts of a key's gradient, others one."""
     documents = [70, 230, 1, 211]
     options = {"causal": True, "window_size": (64, None), "deterministic": True}
     case = Case(documents, documents, options, sink=True, through_lse=True)
@@ -61,17 +61,17 @@ def shares_keys(layout: Layout, rank: int) -> bool:
 
 
 def on_gpus() -> None:
-    """The same with kernels and NCCL."""
+    """Precision with kernels and NCCL."""
     kernels(repetitions=200)
 
 
 def on_a_gpu() -> None:
-    """The same with kernels of ranks that share a GPU."""
+    """Precision with kernels of ranks that share a GPU."""
     kernels(repetitions=10)
 
 
 def kernels(repetitions: int) -> None:
-    """With those of the current GPU."""
+    """Precision with kernels of the current GPU."""
     documents, device = [1800, 3, 700, 0, 1025], torch.device("cuda", torch.cuda.current_device())
     for d, options in ((64, {}), (128, {"window_size": (300, None)}), (256, {"softcap": 20.0})):
         given: dict[str, Any] = {"causal": True, "deterministic": True, **options}
@@ -98,7 +98,7 @@ def assert_precise_and_repeated(case: Case, leaves: Leaves, repetitions: int) ->
 
 
 def by_oracle(case: Case, leaves: Leaves, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same attention by the naive one, in a dtype of its own."""
+    """Results of the oracle, in a dtype of its own."""
     cu = torch.tensor([0, *accumulate(case.lengths_q)], dtype=torch.int32)
     options = {name: x for name, x in case.options.items() if name != "deterministic"}
     call = oracle.Call(leaves.q, leaves.k, leaves.v, cu, cu, learnable_sink=leaves.sink, **options).to(dtype)

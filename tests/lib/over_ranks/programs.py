@@ -1,4 +1,4 @@
-"""What is around a call: checkpoints, modules, compilers, operators; the example and the benchmark."""
+"""Programs around a call: checkpoints, modules, compilers, operators; the example and the benchmark."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ from tests.lib.over_ranks.cases import DOCUMENTS, PACKED, WAYS, Leaves, balanced
 
 
 def surroundings() -> None:
-    """What is around attention in training: checkpointing, torch.compile, autocast; and a loss of lse alone."""
+    """Training around attention: checkpointing, torch.compile, autocast; and a loss of lse alone."""
     sharding, rank = balanced(dist.get_world_size()), dist.get_rank()
     leaves = Leaves.of(PACKED)
     q, k, v = (sharding.shard(x.detach(), rank).requires_grad_() for x in (leaves.q, leaves.k, leaves.v))
