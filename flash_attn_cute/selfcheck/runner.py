@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
     start: float = 240.0  # until a process has imported everything and opened the GPU
     end: float = 30.0  # until a process that was killed is gone
-    all_steps: float = 1500.0
+    all_steps: float = 480.0  # ranks of a job wait for each other for ten minutes, by default
     scale: float = 1.0  # of a step's own limit
 
 

@@ -147,7 +147,7 @@ def steps_of(architecture: Architecture) -> list[Step]:
     for number, kernels in enumerate(kernels_of(architecture)):
         found += list(_steps_of_family(architecture, kernels, number))
     found += list(_steps_of_tensors(architecture, found))
-    return [Step("kernels compiled", "", partial(_compile, found), seconds=900.0), *found, _together(found)]
+    return [Step("kernels compiled", "", partial(_compile, found), seconds=300.0), *found, _together(found)]
 
 
 def _steps_of_family(architecture: Architecture, kernels: Kernels, number: int) -> Iterator[Step]:

@@ -29,7 +29,8 @@ from flash_attn_cute.selfcheck.worker import Request
 _PACKAGE = Path(__file__).parents[1]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _UNFINISHED_FOR = 600.0  # seconds that a verdict holds which another run may change
-_WAIT_FOR_OTHERS = 900.0  # seconds, for another process that runs the check
+_WAIT_FOR_OTHERS = 500.0  # seconds, for another process that runs the check: a little longer than it may take
+_ALL_STEPS = 7200.0  # seconds, with the long steps
 _POLL = 1.0  # seconds, or up to twice as many, between looks at whether they have ended
 _REPETITIONS, _REPETITIONS_OF_ALL = 30, 200
 
@@ -209,7 +210,7 @@ def checked(
     chosen: Callable[[str], bool] = lambda family: True,
     command: Iterable[str] = runner.WORKER,
     say: Callable[[str], None] = lambda line: None,
-    limits: runner.Limits = runner.Limits(),  # noqa: B008
+    limits: runner.Limits | None = None,
 ) -> tuple[runner.Findings, list[str]]:
     """Runs the steps of a GPU's architecture; returns what they found, and the families that they judge.
 
@@ -221,7 +222,7 @@ def checked(
         chosen: which families are checked.
         command: of the process that runs the steps.
         say: receives a line for each step that is over.
-        limits: how long things may take.
+        limits: how long things may take; None: eight minutes in all, with the long steps two hours.
     """
     every = [step for step in steps.steps_of(ARCHITECTURES[gpu.architecture]) if everything or not step.is_long]
     some = [step for step in every if not step.family or chosen(step.family)]
@@ -236,5 +237,7 @@ def checked(
         say(line)
 
     log.write(f"{json.dumps(gpu._asdict())}\n".encode())
+    if limits is None:
+        limits = runner.Limits(all_steps=_ALL_STEPS) if everything else runner.Limits()
     findings = runner.run(request, some, log, say=note, limits=limits)
     return findings, list(dict.fromkeys(step.family for step in some if step.family))

@@ -79,6 +79,14 @@ def test_where_the_file_system_has_no_locks_the_machine_has(folder: Path, monkey
         flock(other.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_lock_that_is_tried_is_held_or_not(folder: Path) -> None:
+    with disk.Folder(folder) as opened, disk.Folder(folder) as other:
+        with opened.try_lock(NAME) as is_held, other.try_lock(NAME) as is_held_twice:
+            assert (is_held, is_held_twice) == (True, False)
+        with other.try_lock(NAME) as is_held:
+            assert is_held
+
+
 # Entries
 
 

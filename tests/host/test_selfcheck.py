@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -349,6 +350,17 @@ def test_unusable_verdicts_are_made_again(change: str, machine: Machine) -> None
     machine.restart()
     assert machine.serves()
     assert machine.checks == 2
+
+
+def test_a_gpu_is_known_by_what_kernels_depend_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = SimpleNamespace(
+        name="NVIDIA B200", uuid="GPU-1", major=10, minor=0, multi_processor_count=148, total_memory=180 * 2**30
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(verdict, "_DRIVER", tmp_path / "version")
+    assert Gpu.of("sm100", 0) == GPU._replace(driver="unknown")
+    (tmp_path / "version").write_text("580.1\nGCC version")
+    assert Gpu.of("sm100", 3) == GPU._replace(device="cuda:3")
 
 
 @pytest.mark.parametrize("change", [{"driver": "590.1"}, {"name": "NVIDIA B300"}, {"num_sms": 74}])
