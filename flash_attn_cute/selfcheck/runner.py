@@ -22,8 +22,13 @@ from flash_attn_cute.selfcheck.worker import Request
 
 WORKER = (sys.executable or "python3", "-m", "flash_attn_cute.selfcheck.worker")
 _ROOT = Path(__file__).parents[2]
-# Profilers that watch this process, and are not to watch another.
-_NOT_PASSED_ON = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+# Profilers, which are not to watch another process, and what a CUDA graph cannot be captured with.
+_NOT_PASSED_ON = (
+    "CUDA_INJECTION64_PATH",
+    "NVTX_INJECTION64_PATH",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
 
 
 class Limits(NamedTuple):

@@ -227,6 +227,8 @@ def _compile(steps: list[Step], target: Target) -> str | None:
             drawn = samples.draw(step.sample, target.device, is_dry=True)
             for name in step.passes:
                 getattr(drawn, name)(dry)
+    if not asked:
+        return "none of the steps has a kernel of its own"
     for warmed in warm.warm(list(asked), min(len(os.sched_getaffinity(0)), _MOST_COMPILERS)):
         print(f"{warmed.seconds:5.1f} s  {warmed.config}", flush=True)
     return None
@@ -236,12 +238,15 @@ def _together(steps: list[Step]) -> Step:
     """The step of two processes that repeat calls of each pass at the same time, of this GPU alone."""
     repeated = [step for step in steps if step.name.endswith(_REPEATED) and step.family.split()[-1] in ("d64", "d256")]
 
-    def run(target: Target) -> None:
+    def run(target: Target) -> str | None:
         chosen = [step for step in repeated if step.name in target.chosen and step.family not in target.failed]
+        if not chosen:
+            return "none of the steps that it repeats has passed"
         with target.other_process([step.name for step in chosen]) as is_over:
             while not is_over():
                 for step in chosen:
                     step.run(target)
+        return None
 
     return Step("two processes", TOGETHER, run, seconds=180.0)
 
