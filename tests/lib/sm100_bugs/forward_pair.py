@@ -36,7 +36,7 @@ _TILE_BYTES = 48  # of what is told of a tile
 FORWARD_PAIR: Bugs = {
     "missing wait": (
         Bug("scores are begun before K of both is there", waits(MMA, "k.full").left_out(), "d256", LOADS_LAG),
-        Bug("scores are begun before Q of both is there", waits(MMA, "q.full").left_out(), "d256", LOADS_LAG),
+        Bug("scores are begun before Q of both is there", waits(MMA, "q.full").left_out(), "tiles", LOADS_LAG),
         Bug("outputs are begun before V of both is there", waits(MMA, "v.full", 2).left_out(), "d256", LOADS_LAG),
         Bug(
             "outputs are begun before the second CTA's weights are stored",
