@@ -1,1 +1,1 @@
-"""What kernels are compiled to, and the rules that their PTX keeps."""
+"""Code of kernels, and the rules that their PTX keeps."""

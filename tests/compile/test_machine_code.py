@@ -1,4 +1,4 @@
-"""What the Hopper kernels are compiled to, on any machine: no spills, products in flight together, TMA."""
+"""Machine code of the Hopper kernels, on any machine: no spills, products in flight together, TMA."""
 
 import re
 from pathlib import Path
@@ -65,8 +65,8 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
     assert products == (loops + 1) * (scores + outputs) + between[0]
     # A pipeline that the assembler has serialised shows many more.
     assert len(re.findall(r"\bWARPGROUP\.", sass)) == 4 * (loops + 1) + between[1]
-    # A thread has tile_n / 2 scores of a block, which are weighed in one place for the first block and in two places of
-    # a loop. If the assembler chose what to fuse, a row's bits would depend on the place.
+    # A thread has tile_n / 2 scores of a block. Their P is computed in one place for the first block and in two places
+    # of a loop. If the assembler chose what to fuse, a row's bits would depend on the place.
     assert len(re.findall(r"\bFFMA\b", sass)) >= (1 + 2 * loops) * chosen.tile_n // 2
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) == (chosen.group == 1 and not chosen.features.wide)
@@ -170,7 +170,7 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
 
 
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:
-    """As above; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
+    """No spills, products in flight together; Q and dO go to both CTAs of a cluster, and dS from one to the other."""
     kernels = machine_code(chosen, tmp_path)
     (sass,) = kernels["BackwardCluster"]
     parts_dK = chosen.tile_d // chosen.columns_dK

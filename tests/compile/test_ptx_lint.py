@@ -233,7 +233,7 @@ def test_planted(rule: str, pattern: str, replacement: str) -> None:
 
 
 def test_most_planted_bugs_break_one_rule() -> None:
-    """What one rule finds is not merely what another one finds, too."""
+    """Each rule finds some bug that no other rule finds."""
     alone = {rule for rule, *change in PLANTED.values() if rules(changed(KERNEL, *change)) == {rule}}
     assert alone == {rule for rule, *_ in PLANTED.values()}
 
@@ -246,8 +246,8 @@ def test_what_is_released_and_wide_enough() -> None:
     assert rules(changed(KERNEL, r"(@%p18 bra END;)", r"\1 " + _MEET + _REMOTE + _MEET)) == set()
 
 
-def test_a_commit_tells_of_stores() -> None:
-    """Of the warp that commits: they are complete by then only behind ``tcgen05.wait::st``."""
+def test_a_commit_publishes_stores() -> None:
+    """Stores of the warp that commits are complete by then only behind ``tcgen05.wait::st``."""
     store, wait = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r24};", "tcgen05.wait::st.sync.aligned;"
     place = r"(elect\.sync _\|%p12, -1;)"
     assert rules(changed(KERNEL, place, rf"{store} {wait} tcgen05.fence::before_thread_sync; \1")) == set()
@@ -258,7 +258,7 @@ def test_a_commit_tells_of_stores() -> None:
 
 
 def test_registers_of_all_warpgroups_together() -> None:
-    """Of 12 warps, whose values are each as they may be."""
+    """Values of 12 warps that are each allowed are too many together."""
     text = changed(KERNEL, r"\.reqntid 512", ".reqntid 384")
     text = changed(text, r"(setmaxnreg\.inc[^;]*) 192", r"\1 248")
     assert rules(changed(text, r"(setmaxnreg\.dec[^;]*) 56", r"\1 128")) == set()
@@ -267,9 +267,9 @@ def test_registers_of_all_warpgroups_together() -> None:
     assert "comes to 520 registers a thread of each warpgroup, of 504" in finding.text
 
 
-def test_what_concerns_nobody_is_not_found() -> None:
-    """A barrier of a warp, or of threads that use no tensor memory, tells nobody of loads and stores."""
-    unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which nobody waits
+def test_arrivals_without_waits_are_not_found() -> None:
+    """A barrier of a warp, or of threads that use no tensor memory, publishes no loads and stores."""
+    unrelated = "bar.warp.sync -1; mbarrier.arrive.shared.b64 _, [%r1+16];"  # for which no thread waits
     text = changed(KERNEL, r"(tcgen05\.wait::ld)", rf"{unrelated} \1")
     text = changed(text, r"(fence\.proxy\.async\.shared)", rf"{unrelated} \1")
     assert rules(text) == {"arrivals"}
@@ -340,7 +340,7 @@ BLACKWELL = {
 
 
 def test_blackwell_kernels(tmp_path: Path) -> None:
-    """Those of the executor's self-test keep all rules, and break each without what it asks for."""
+    """Kernels of the executor's self-test keep all rules, and break each without what it asks for."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     from tools.sm100_on_hopper import kernels
@@ -367,7 +367,7 @@ PAIRS = {
 
 @pytest.mark.slow
 def test_pairs_of_ctas() -> None:
-    """Arrivals from the other CTA are counted, and tell what they tell within a CTA."""
+    """Arrivals from the other CTA are counted, and publish what they publish within a CTA."""
     text = code_for(sm100.backward_config("bfloat16", 128, 128, Features(), keys=8192)).ptx
     assert lint(text) == []
     start = text.index(".entry", text.index("BackwardPair"))

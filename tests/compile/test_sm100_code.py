@@ -1,4 +1,4 @@
-"""What the Blackwell kernels are made of: configurations within the machine's sizes, and the machine code of some.
+"""Blackwell kernels: configurations within the machine's sizes, and the machine code of some.
 
 No test here runs a kernel.
 """
@@ -229,8 +229,8 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     # Nothing is added up in memory but how many tiles are taken, by each CTA of a pair for all its roles.
     assert not re.search(r"(?<!\.)\b(LDL|STL|RED|REDG|ATOM)\b", sass)
     assert len(re.findall(r"\bATOMG\b", sass)) == c.ctas_a_tile
-    # Scores are read to be weighed in advance, for a maximum, and to be weighed by it, and, 32 columns at a time, to be
-    # capped and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
+    # Scores are read for P in advance, for a maximum, and for P by that, and, 32 columns at a time, to be capped
+    # and hidden, and, in a loop, to have a bias added. O is read to be rescaled, and to be stored.
     changes = 1 + c.features.softcap
     pieces = c.tile_n // 32
     assert count["LDTM"] == pieces * (3 + changes) + c.features.bias + c.tile_dv // 32 + c.tile_dv // 16
@@ -242,7 +242,7 @@ def test_compiled_forward(compiled: ForwardConfig, tmp_path: Path) -> None:
     polynomials = c.tile_n // 2 // c.polynomial_every if c.polynomial_every else 0
     assert len(re.findall(r"\bFFMA2\b", sass)) == 2 * (c.tile_n // 2 + 4 * polynomials)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) >= 2 * (c.tile_n - 2 * polynomials)
-    # Under a mask the compiler may write some blocks of a walk apart.
+    # Under a mask the compiler may write some blocks of a pass apart.
     loads = ((c.q_parts + 1) * c.tile_d + c.columns_shared) // 64
     assert loads <= len(re.findall(r"\bUTMALDG", sass)) <= loads * (3 if c.features.listed else 1)
     assert len(re.findall(r"\bUTMASTG", sass)) == (0 if c.features.wide else c.tile_dv // 64)
@@ -273,12 +273,12 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert len(translate(ptx).emulated) == 1, "the emulation knows all that is in it"
     names = ("UTCHMMA", "HGMMA", "UTCBAR", "LDTM", "STTM", "USETMAXREG")
     count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in names}
-    # Loops of four steps. One walk: S, dP and dV once, dK and dQ behind a step and behind a tile. Two: S in each.
+    # Loops of four steps. One pass: S, dP and dV once, dK and dQ behind a step and behind a tile. Two: S in each.
     assert count["UTCHMMA"] == 4 * (3 + 2 * (1 + c.parts_dQ) if c.num_passes == 1 else 5 + c.parts_dQ)
     assert len(re.findall(r"\bUTCHMMA\.2CTA\b", sass)) == (count["UTCHMMA"] if pair else 0)
     assert count["HGMMA"] == 0
-    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are told apart; of two walks
-    # that of K by the last dQ, and that of Q by each S.
+    # What fills and what empties a stage; behind a tile dV and dK. A pair's producers are signalled apart; of two
+    # passes that of K by the last dQ, and that of Q by each S.
     commits = 2 + (3 + 2 * (1 + c.parts_dQ) if c.num_passes == 1 else 3 + 4 + c.parts_dQ)
     assert count["UTCBAR"] == commits + (4 - c.num_passes if pair else 0)
     assert len(re.findall(r"\bUTCBAR\.2CTA\.MULTICAST\b", sass)) == (count["UTCBAR"] if pair else 0)
@@ -294,8 +294,8 @@ def test_compiled_backward(compiled_backward: BackwardConfig, tmp_path: Path) ->
     assert count["STTM"] == 2 * blocks + changes + (c.tile_d // 64 if c.holds_keys else 0)
     assert len(re.findall(r"\bMUFU\.EX2\b", sass)) == c.num_passes * c.tile_m // COMPUTE_WARPGROUPS
     # Of each 64 columns; Q and dO of a pair by rows and by columns, and K of both CTAs by columns. Half of 192 columns
-    # are 3 times 32. Two walks of a pair have loads of Q of their own, and K is that of a CTA; two walks of a CTA have
-    # loads of Q and dO of their own.
+    # are 3 times 32. Two passes of a pair have loads of Q of their own, and K is that of a CTA; two passes of a CTA
+    # have loads of Q and dO of their own.
     loads = re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global\S*", ptx)
     halves = sum(n // 64 if n % 128 else n // 128 for n in (c.tile_d, c.tile_dv)) + 2 * c.columns_of_keys // 64
     halves += c.tile_d // 64 if c.holds_keys else 0
@@ -334,7 +334,7 @@ def test_compiled_bias_gradient(compiled_bias_gradient: BiasGradientConfig, tmp_
     assert count["UTCHMMA"] == 2 * 4  # loops of four steps, of S and dP
     assert count["UTCBAR"] == 4  # each is there, and its operands are read
     assert count["USETMAXREG"] == 3
-    # The bias, S to add that, to be hidden by edges and to be weighed, and dP; the bias is stored in a loop.
+    # The bias, S to add that, to be hidden by edges and for P, and dP; the bias is stored in a loop.
     blocks, more = c.keys // 32, c.features.softcap + c.features.listed
     assert count["LDTM"] == blocks * (5 + more)
     assert count["STTM"] == 1 + blocks * (2 + more)
@@ -388,11 +388,11 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
         assert c.bytes_shared <= SHARED_MEMORY
-        sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two walks
+        sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two passes
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.num_passes == 1 else sums[1:])]
         parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []
         parts += [(c.first_dQ(part), c.columns_dQ) for part in range(int(c.dQ_over_dP), c.parts_dQ)]
-        if c.dQ_over_S:  # of one walk between two quarters, which hold weights; else scores are read by then
+        if c.dQ_over_S:  # of one pass between two quarters, which hold P; else scores are read by then
             first, columns = parts.pop()
             P = c.queries // 2 if c.num_passes == 1 else 0
             assert first == c.first_S + P
@@ -422,7 +422,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
 
 @pytest.mark.parametrize("d_v", [192, 128])
 def test_pairs_share_values_by_swizzled_rows(d_v: int) -> None:
-    """Of 192 columns of v none can have its half, and fewer than 128 are no pair's."""
+    """No CTA can have half of 192 columns of v, and fewer than 128 are no pair's."""
     assert chosen(256, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
     assert chosen(192, d_v, queries=LONG).ctas_a_tile == (2 if d_v == 128 else 1)
 
@@ -443,9 +443,9 @@ def test_pairs_are_planned_for_long_sequences() -> None:
         assert planned.config.ctas_a_tile == ctas
         assert planned.config.tile_m == 128 * ctas
     q = torch.zeros(1, 4096, 2, 256, dtype=torch.bfloat16, device="meta")
-    told = explain(q, q, q, gpu="sm100", backend="sm100").forward
-    assert told is not None
-    assert told.cluster == 2
+    explained = explain(q, q, q, gpu="sm100", backend="sm100").forward
+    assert explained is not None
+    assert explained.cluster == 2
 
 
 @pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
