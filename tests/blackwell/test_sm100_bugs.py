@@ -30,7 +30,7 @@ EVERY = 3  # of the bugs that the lint does not find: how many of them ordinary 
 
 
 def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
-    """Of blocks of keys, which are worked on from the last to the first, each has larger scores than the one before."""
+    """A call whose blocks of keys, worked on from the last to the first, have larger scores each time."""
     call = random_call(lengths_q, lengths_k, packed=False, dtype=torch.bfloat16, **options)
     with torch.no_grad():
         call.q[:, ::3] *= 8
@@ -71,13 +71,13 @@ class Forward:
 
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
-        """That of a configuration."""
+        """Code of a configuration."""
         from flash_attn_cute.kernels.sm100.forward_shared import Rings
 
         return Code(code_for(config).ptx, self.kernel, where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
-        """Of a call."""
+        """Configuration of a call's kernel."""
         config = forward.planned(call)[0]
         return forward_paired(config) if self.by_pairs else config
 
@@ -97,7 +97,7 @@ class Backward:
 
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
-        """That of a configuration."""
+        """Code of a configuration."""
         from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings
         from flash_attn_cute.kernels.sm100.backward.pair_shared import PairRings
 
@@ -105,7 +105,7 @@ class Backward:
         return Code(code_for(config).ptx, self.kernel, where_barriers_are(stages))
 
     def configuration(self, call: Call) -> Any:
-        """Of a call."""
+        """Configuration of a call's kernel."""
         inputs, spec = common.as_given(call)
         layout = cute_backend._layout(over_scores(inputs), inputs.bias)
         shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
@@ -127,13 +127,13 @@ class BiasGradient:
     @staticmethod
     @functools.cache
     def code(config: Any) -> Code:
-        """That of a configuration."""
+        """Code of a configuration."""
         from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
 
         return Code(code_for(config).ptx, "BiasGradient", where_barriers_are(Rings.stages(config)))
 
     def configuration(self, call: Call) -> Any:
-        """Of a call."""
+        """Configuration of a call's kernel."""
         backend = WithGradient(random.Random(0), num_sms=1, is_alone=True)
         backend.launches = False
         execute(call, backend, torch.zeros(call.q.shape[:-1]).mT, torch.zeros_like(call.v), None)
@@ -250,7 +250,7 @@ KERNELS: dict[str, Forward | Backward | BiasGradient] = {
         {
             "one": lambda: plain([100], [100], nheads=2, bias=(1, 1)),
             "several": lambda: plain([100], [100], nheads=6, bias=(1, 1)),  # more pieces than stages
-            "unseen": lambda: plain([150], [150], bias=(1,), causal=True),  # with a piece that nobody sees
+            "unseen": lambda: plain([150], [150], bias=(1,), causal=True),  # with a piece that is fully masked
             "number": lambda: plain([100], [100], bias=()),
         },
     ),
@@ -265,7 +265,7 @@ def call_of(kernel: str, name: str) -> Call:
 
 
 def code_of(kernel: str, name: str) -> Code:
-    """That of the kernel that a call takes."""
+    """Code of the kernel that a call takes."""
     return KERNELS[kernel].code(KERNELS[kernel].configuration(call_of(kernel, name)))
 
 
@@ -302,7 +302,7 @@ def test_planted(number: int, kernel: str, bug: Bug, all_bugs: bool) -> None:
     ("kernel", "name"), [(kernel, name) for kernel in KERNELS for name in KERNELS[kernel].calls], ids=str
 )
 def test_without_a_bug(kernel: str, name: str, all_bugs: bool) -> None:
-    """The same calls end well, whoever lags, and the lint finds nothing."""
+    """Without a bug these calls end well, whichever role lags, and the lint finds nothing."""
     text = code_of(kernel, name).text
     assert not findings(text)
     program = ptx.Program(text)

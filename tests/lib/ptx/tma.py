@@ -27,7 +27,7 @@ _WRAP = 1 << 30  # of a ragged view (``kernels.common.tma``)
 
 
 class Rows(NamedTuple):
-    """What a descriptor of TMA tells of a tensor of rows, as far as these kernels need it; in elements of 16 bits."""
+    """Descriptor of TMA of a tensor of rows, as far as these kernels need it; in elements of 16 bits."""
 
     offset: int  # of its first element in global memory
     rows: int
@@ -67,7 +67,7 @@ def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
 class Copy(abc.ABC):
     """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
 
-    barrier: int = 0  # where one to shared memory tells of its bytes, in its own CTA or in another one of the cluster
+    barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
     data: Array | None = None  # what one to global memory has read
     is_written: bool = False
 
@@ -79,24 +79,24 @@ class Copy(abc.ABC):
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """That a copy to shared memory tells of."""
+        """Bytes that a copy to shared memory signals."""
 
     @abc.abstractmethod
     def load(self, cta: Cta) -> None:
-        """From global to shared memory."""
+        """Copies from global to shared memory."""
 
     @abc.abstractmethod
     def read(self, cta: Cta) -> Array:
-        """What is in shared memory."""
+        """Reads the source from shared memory."""
 
     @abc.abstractmethod
     def write(self, cta: Cta, data: Array) -> None:
-        """Into global memory."""
+        """Writes data into global memory."""
 
 
 @dataclass(kw_only=True)
 class Box(Copy):
-    """Of a box of a tensor."""
+    """Copy of a box of a tensor."""
 
     tensor: Rows
     coordinates: list[int]
@@ -104,7 +104,7 @@ class Box(Copy):
 
     @property
     def num_bytes(self) -> int:
-        """Those behind the end of the tensor included."""
+        """Bytes of the whole box, behind the end of the tensor too."""
         return 2 * self.tensor.box * self.tensor.box_columns
 
     def load(self, cta: Cta) -> None:
@@ -114,18 +114,18 @@ class Box(Copy):
         cta.shared.view("u2")[self.shared] = data
 
     def read(self, cta: Cta) -> Array:
-        """All of it."""
+        """Reads the whole box."""
         return cta.shared.view("u2")[self.shared]
 
     def write(self, cta: Cta, data: Array) -> None:
-        """What is in the tensor."""
+        """Writes the elements that are within the tensor."""
         at, is_there = self.tensor.elements(self.coordinates)
         cta.memory.view("u2")[at[is_there]] = data[is_there]
 
 
 @dataclass(kw_only=True)
 class Bytes(Copy):
-    """Of bytes as they are, or an addition of float32 numbers."""
+    """Copy of bytes as they are, or an addition of float32 numbers."""
 
     whole: slice  # in global memory
     shared: slice
@@ -133,15 +133,15 @@ class Bytes(Copy):
 
     @property
     def num_bytes(self) -> int:
-        """All."""
+        """Bytes of the range."""
         return int(self.shared.stop - self.shared.start)
 
     def load(self, cta: Cta) -> None:
-        """All."""
+        """Copies the whole range."""
         cta.shared[self.shared] = cta.memory[self.whole]
 
     def read(self, cta: Cta) -> Array:
-        """All."""
+        """Reads the whole range."""
         return cta.shared[self.shared].copy()
 
     def write(self, cta: Cta, data: Array) -> None:
@@ -155,7 +155,7 @@ class Bytes(Copy):
 
 @dataclass(kw_only=True)
 class BetweenCtas(Copy):
-    """Of bytes of shared memory to that of another CTA of the cluster."""
+    """Copy of bytes of shared memory to that of another CTA of the cluster."""
 
     target: Cta
     whole: slice  # there
@@ -163,11 +163,11 @@ class BetweenCtas(Copy):
 
     @property
     def num_bytes(self) -> int:
-        """All."""
+        """Bytes of the range."""
         return int(self.shared.stop - self.shared.start)
 
     def load(self, cta: Cta) -> None:
-        """All."""
+        """Copies the whole range."""
         self.target.shared[self.whole] = cta.shared[self.shared]
 
     def read(self, cta: Cta) -> Array:
@@ -222,7 +222,7 @@ def copy_box(s: Statement) -> Effect:
         row_bytes = 2 * tensor.box_columns
         rows = within_cta(address) + np.arange(tensor.box)[:, None] * row_bytes
         at_barrier = None if barrier is None else int(barrier(warp)[lane])
-        if at_barrier is not None:  # of a pair's CTAs either one's may be told
+        if at_barrier is not None:  # either CTA of a pair may get the signal
             warp.cta.barrier(at_barrier, of_cluster="cta_group::2" in s.instruction.parts)
         box = Box(
             tensor=tensor,

@@ -107,7 +107,7 @@ BACKWARD: Bugs = {
             "K is loaded over dK that TMA still reads", waits(PRODUCER, "k.empty").left_out(), "d128-tiles", STORES_LAG
         ),
         Bug(
-            "a tile is told of in the place of one that is still worked on",
+            "a tile is published in the place of one that is still worked on",
             waits(PRODUCER, "tiles.empty", 2).left_out(),
             "tiles",
             _ADDING_LAGS,
@@ -150,7 +150,7 @@ BACKWARD: Bugs = {
             lint="arrivals",
         ),
         Bug(
-            "complete scores are told at the barrier of dP",
+            "complete scores are signalled at the barrier of dP",
             commits(MMA, "scores.full").at_other_barrier(0, "scores.full", "dp.full"),
             "d64",
             lint="arrivals",
@@ -227,7 +227,7 @@ BACKWARD: Bugs = {
     ),
     "missing arrival": (
         Bug(
-            "nobody is told of complete dP: there is no commit",
+            "complete dP is not signalled: there is no commit",
             commits(MMA, "dp.full").left_out(),
             "d64",
             lint="arrivals",
@@ -422,7 +422,7 @@ BACKWARD: Bugs = {
     ),
     "missing barrier": (
         Bug(
-            "a thread tells of its warp's piece of dQ without waiting for the warp",
+            "a thread signals its warp's piece of dQ without waiting for the warp",
             arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("bar.warp.sync").left_out(),
             "d64",
             lint="warp",
@@ -448,7 +448,7 @@ BACKWARD: Bugs = {
             STORES_LAG,
             lint="turn",
         ),
-        Bug("nobody counts the turn", find(_ADD, "red").left_out(), "turns"),
+        Bug("the turn is not counted", find(_ADD, "red").left_out(), "turns"),
         Bug("the turn is counted twice", find(_ADD, "red").rewritten(r", %r\d+;", ", 2;"), "turns"),
         Bug("a turn is counted for the next block", find(_ADD, "red").further(0, 4), "turns"),
         Bug(
@@ -551,7 +551,7 @@ BACKWARD: Bugs = {
     ),
     "missing store": (
         Bug(
-            "scores are weighed as they were before a bias was added",
+            "P is computed of scores as they were before a bias was added",
             find(_COMPUTE, "tcgen05.st", 8)[:2].left_out(),
             "bias",
         ),

@@ -41,13 +41,13 @@ BIAS: Bugs = {
             PRODUCTS_LAG,
         ),
         Bug(
-            "compute warps do not wait to be told of pieces",
+            "compute warps do not wait for published pieces",
             waits(_COMPUTE, "pieces.full").left_out(),
             "one",
             frozenset({PRODUCER}),
         ),
         Bug(
-            "the mma warp does not wait to be told of pieces",
+            "the mma warp does not wait for published pieces",
             waits(MMA, "pieces.full").left_out(),
             "unseen",
             frozenset({PRODUCER}),
@@ -69,7 +69,7 @@ BIAS: Bugs = {
             lint="arrivals",
         ),
         Bug(
-            "nobody is told of complete dP: there is no commit",
+            "complete dP is not signalled: there is no commit",
             commits(MMA, "dp.full").left_out(),
             "one",
             lint="arrivals",

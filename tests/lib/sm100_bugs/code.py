@@ -1,6 +1,6 @@
 """A kernel's PTX, searched by what instructions do, and changed.
 
-Instructions are told by what they are, by the warp that executes them and by the barrier that they are about, so that
+Instructions are found by what they are, by the warp that executes them and by the barrier that they are about, so that
 what is said of them stays true where the compiler numbers registers otherwise. How many there are of a kind is part of
 it: what no longer fits where it did is an error.
 """
@@ -54,7 +54,7 @@ class Code:
 
     @cached_property
     def _programs(self) -> list[Program]:
-        """Of each CTA of a pair; of another kernel both are the same."""
+        """Programs of the two CTAs of a pair; of another kernel both are equal."""
         return [Program(self.function, rank) for rank in range(2)]
 
     def thread(self, warp: int) -> Thread:
@@ -65,7 +65,7 @@ class Code:
         return self._threads[warp]
 
     def text_of(self, x: Instruction) -> str:
-        """As it is written."""
+        """Text of an instruction as it is written."""
         return self.text[x.start : x.end]
 
     def is_about(self, thread: Thread, number: int, barrier: str) -> bool:
@@ -113,23 +113,23 @@ class Found:
     look: Callable[[Code], list[Instruction]]
 
     def __getitem__(self, which: int | slice) -> "Found":
-        """Some of them."""
+        """Some of these instructions."""
         return Found(lambda c: self.look(c)[which] if isinstance(which, slice) else [self.look(c)[which]])
 
     def __add__(self, other: "Found") -> "Found":
-        """These and those."""
+        """These instructions and those of another."""
         return Found(lambda c: self.look(c) + other.look(c))
 
     def behind(self, opcode: str) -> "Found":
-        """Those of a kind that come next."""
+        """Instructions of a kind that come next."""
         return Found(lambda c: [c.behind(x, opcode) for x in self.look(c)])
 
     def ahead(self, opcode: str) -> "Found":
-        """Those of a kind that come before."""
+        """Instructions of a kind that come before."""
         return Found(lambda c: [c.ahead(x, opcode) for x in self.look(c)])
 
     def left_out(self) -> Change:
-        """They are missing."""
+        """Leaves these instructions out."""
         return lambda c: [Edit(*c.span(x), "") for x in self.look(c)]
 
     def rewritten(self, pattern: str, replacement: str) -> Change:
@@ -227,17 +227,17 @@ def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = 
 
 
 def waits(by: int, barrier: str, count: int = 1) -> Found:
-    """Those of a warp for an mbarrier."""
+    """Waits of a warp for an mbarrier."""
     return find(by, "mbarrier.try_wait", count, barrier)
 
 
 def arrivals(by: int, barrier: str, count: int = 1) -> Found:
-    """Those of threads at an mbarrier."""
+    """Arrivals of threads at an mbarrier."""
     return find(by, "mbarrier.arrive", count, barrier)
 
 
 def commits(by: int, barrier: str, count: int = 1) -> Found:
-    """Those that arrive at an mbarrier when products are done."""
+    """Commits, which arrive at an mbarrier when products are done."""
     return find(by, "tcgen05.commit", count, barrier)
 
 
@@ -251,7 +251,8 @@ def registers_kept(by: int) -> Change:
     return find(by, "setmaxnreg.dec").rewritten("dec", "inc")
 
 
-TOLD = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")  # where a pair's second CTA is told of tiles
+# Where tiles are published to a pair's second CTA.
+PUBLISHED = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
 
 
 def both(*changes: Change) -> Change:

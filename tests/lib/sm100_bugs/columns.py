@@ -5,7 +5,7 @@ from tests.lib.sm100_bugs.table import Bug, Bugs
 
 _COMPUTE, _ADD = 4, 14  # a warp of each
 
-# What the producer tells of an entry and of a turn, in shared memory; where it reads lists and entries, and where
+# What the producer publishes of an entry and of a turn, in shared memory; where it reads lists and entries, and where
 # threads read bits, 8 bytes each.
 _ENTRY, _TURN = (find(PRODUCER, "st.shared", 2, having=places) for places in (r"\+69[26]\]", r"\+7(56|60)\]"))
 _LISTS = find(PRODUCER, "ld.global", 7)
@@ -49,7 +49,7 @@ COLUMNS: Bugs = {
         Bug("where dQ is added and its turn change places", _TURN[0].further(0, 4), "lists"),
     ),
     "list": (
-        Bug("a tile walks over the list of the next keys", _LIST.further(1, 8), "lists"),
+        Bug("a tile takes the list of the next keys", _LIST.further(1, 8), "lists"),
         Bug("a turn is that of another entry", _TURN_OF_ENTRY.further(1, 12), "turns"),
         Bug("a turn is that of a block of the same number", _TURN_OF_ENTRY.further(1, -8), "turns"),
     ),
@@ -93,7 +93,7 @@ COLUMNS: Bugs = {
             lint="arrivals",
         ),
         Bug("adding warps do not give turns back", arrivals(_ADD, "turns.empty").left_out(), "many", lint="arrivals"),
-        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
-        Bug("nobody is told of a turn", arrivals(PRODUCER, "turns.full").left_out(), "lists", lint="arrivals"),
+        Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
+        Bug("a turn is not published", arrivals(PRODUCER, "turns.full").left_out(), "lists", lint="arrivals"),
     ),
 }

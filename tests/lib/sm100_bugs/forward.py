@@ -127,7 +127,7 @@ FORWARD: Bugs = {
             "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty", 2).left_out(), "d64", PRODUCTS_LAG
         ),
         Bug(
-            "a tile is told of in the place of one that is still worked on",
+            "a tile is published in the place of one that is still worked on",
             waits(PRODUCER, "tiles.empty", 2).left_out(),
             "short",
             _EPILOGUE_LAGS,
@@ -146,7 +146,7 @@ FORWARD: Bugs = {
             "d64",
         ),
         Bug("products read V of the neighbouring stage", _OF_O.flipped(B, 16384 >> 4), "d64"),
-        Bug("scores of the first part are told to the second", commits(MMA, "scores.full+0").further(0, 8), "d64"),
+        Bug("scores of the first part are signalled to the second", commits(MMA, "scores.full+0").further(0, 8), "d64"),
         Bug(
             "outputs that are begun give back a stage of K instead of V",
             commits(MMA, "v.empty", 2).at_other_barrier(0, "v.empty", "k.empty"),
@@ -221,9 +221,9 @@ FORWARD: Bugs = {
     ),
     "missing arrival": (
         Bug("softmax does not say that its sums are there", arrivals(_SOFTMAX, "stats.full").left_out(), "d64"),
-        Bug("nobody is told of complete scores: there is no commit", commits(MMA, "scores.full", 2).left_out(), "d64"),
+        Bug("complete scores are not signalled: there is no commit", commits(MMA, "scores.full", 2).left_out(), "d64"),
         Bug(
-            "the producer is not told that products are done with K: there is no commit",
+            "the producer gets no signal that products are done with K: there is no commit",
             commits(MMA, "k.empty").left_out(),
             "long",
         ),
@@ -356,7 +356,7 @@ FORWARD: Bugs = {
     ),
     "missing barrier": (
         Bug(
-            "a thread tells of its warp's sums without waiting for the warp",
+            "a thread signals its warp's sums without waiting for the warp",
             arrivals(_SOFTMAX, "stats.full").ahead("bar.warp.sync").left_out(),
             "d64",
             lint="warp",

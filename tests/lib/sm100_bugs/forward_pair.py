@@ -6,10 +6,10 @@ from tests.lib.sm100_bugs.code import (
     MMA,
     PARITY,
     PRODUCER,
+    PUBLISHED,
     SECOND,
     STRIDE,
     TARGET,
-    TOLD,
     A,
     B,
     arrivals,
@@ -30,7 +30,7 @@ _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
 _OF_S = find(MMA, "tcgen05.mma", 4, having=r"^\S+\s+\[%r\d+\], %rd")
 _OF_O = find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], \[%r")
 _LOADS_OF_V = find(PRODUCER, "cp.async.bulk.tensor", 2, "v.full")
-_TILE_BYTES = 48  # of what is told of a tile
+_TILE_BYTES = 48  # of what is published of a tile
 
 
 FORWARD_PAIR: Bugs = {
@@ -75,7 +75,7 @@ FORWARD_PAIR: Bugs = {
             "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty").left_out(), "tiles", PRODUCTS_LAG
         ),
         Bug(
-            "a tile is told of in the place of one that the second CTA still works on",
+            "a tile is published in the place of one that the second CTA still works on",
             waits(PRODUCER, "tiles.empty", 4).left_out(),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
@@ -86,7 +86,7 @@ FORWARD_PAIR: Bugs = {
         Bug("softmax waits for the next output to be added", waits(_SOFTMAX, "added.full").flipped(PARITY), "rising"),
     ),
     "wrong place": (
-        Bug("the second CTA is told that it has the leader's queries", TOLD.further(1, -2 * _TILE_BYTES), "d256"),
+        Bug("the leader's queries are published to the second CTA", PUBLISHED.further(1, -2 * _TILE_BYTES), "d256"),
         Bug(
             "both CTAs load the first columns of V",
             both(_LOADS_OF_V[:1].rewritten(r"\{%r\d+", "{0"), _LOADS_OF_V[1:].rewritten(r"\{%r\d+", "{64")),
@@ -134,13 +134,13 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "wrong CTA": (
-        Bug("the second CTA is not told of complete scores", commits(MMA, "scores.full").flipped(1, 2), "d256"),
-        Bug("the second CTA is not told of complete O", commits(MMA, "outputs.full", 2).flipped(1, 2), "d256"),
+        Bug("complete scores are not signalled to the second CTA", commits(MMA, "scores.full").flipped(1, 2), "d256"),
+        Bug("complete O is not signalled to the second CTA", commits(MMA, "outputs.full", 2).flipped(1, 2), "d256"),
         Bug("the second CTA's place of K is not given back", commits(MMA, "k.empty").flipped(1, 2), "blocks"),
         Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "tiles"),
-        Bug("the second CTA is not told of added outputs", commits(MMA, "added.full", 2).flipped(1, 2), "rising"),
+        Bug("added outputs are not signalled to the second CTA", commits(MMA, "added.full", 2).flipped(1, 2), "rising"),
         Bug(
-            "weights are told to the second CTA, not to the leader",
+            "weights are signalled to the second CTA, not to the leader",
             arrivals(_SOFTMAX, "p.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
             "d256",
             lint="arrivals",
@@ -151,7 +151,7 @@ FORWARD_PAIR: Bugs = {
             "tiles",
             lint="arrivals",
         ),
-        Bug("the second CTA is not told of tiles", TOLD.left_out(), "d256", lint="expected-bytes"),
+        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "d256", lint="expected-bytes"),
     ),
     "wrong bytes": (
         Bug(
@@ -168,7 +168,7 @@ FORWARD_PAIR: Bugs = {
     "missing fence": (
         Bug(
             "what a tile is is sent without fence.proxy.async",
-            TOLD[:1].ahead("fence.proxy.async").left_out(),
+            PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
             "d256",
             lint="proxy",
             shows=False,

@@ -8,8 +8,8 @@ _SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
 _EMPTY = ", -2;"
 _OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
 _FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
-# Of a walk over lists: of each part the next entry, set when a walk begins, moved on behind a window; twice, as there
-# are two walks.
+# Iteration over lists: of each part the next entry, set when a pass begins, moved on behind a window; twice, as there
+# are two passes.
 _NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
 _TOLD = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
 
@@ -60,7 +60,7 @@ LISTS: Bugs = {
             "many",
             lint="arrivals",
         ),
-        Bug("nobody is told of an entry", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
+        Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
         Bug(
             "softmax does not hand over the weights that it leaves out",
             arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),
@@ -86,7 +86,7 @@ LISTS: Bugs = {
             "lists",
         ),
         Bug(
-            "softmax weighs scores that were left out",
+            "softmax computes P of scores that were left out",
             find(_SOFTMAX, "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
             "lists",
         ),

@@ -5,10 +5,10 @@ from tests.lib.sm100_bugs.code import (
     MMA,
     PARITY,
     PRODUCER,
+    PUBLISHED,
     SECOND,
     STRIDE,
     TARGET,
-    TOLD,
     A,
     B,
     arrivals,
@@ -108,7 +108,7 @@ PAIR: Bugs = {
             PRODUCTS_LAG,
         ),
         Bug(
-            "a tile is told of in the place of one that is still worked on",
+            "a tile is published in the place of one that is still worked on",
             waits(PRODUCER, "tiles.empty", 4).left_out(),
             "tiles",
             _ADDING_LAGS,
@@ -172,27 +172,27 @@ PAIR: Bugs = {
         ),
     ),
     "wrong CTA": (
-        Bug("the second CTA is not told of complete scores", commits(MMA, "scores.full").flipped(1, 2), "one"),
+        Bug("complete scores are not signalled to the second CTA", commits(MMA, "scores.full").flipped(1, 2), "one"),
         Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "steps"),
         Bug(
-            "the leader is not told that scores are read",
+            "the leader gets no signal that scores are read",
             arrivals(_COMPUTE, "scores.empty").left_out(),
             "steps",
             lint="arrivals",
         ),
         Bug(
-            "the second CTA's mma warp does not tell the leader that dS has come",
+            "the second CTA's mma warp does not signal to the leader that dS has come",
             arrivals(SECOND + MMA, "exchange.empty").left_out(),
             "one",
             lint="arrivals",
         ),
         Bug(
-            "the second CTA's mma warp tells itself",
+            "the second CTA's mma warp signals to itself",
             find(SECOND + MMA, "mapa", 2)[0].rewritten(", 0;", ", 1;"),
             "one",
             lint="arrivals",
         ),
-        Bug("the second CTA is not told of tiles", TOLD.left_out(), "one", lint="expected-bytes"),
+        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "one", lint="expected-bytes"),
     ),
     "wrong bytes": (
         Bug(
@@ -217,7 +217,7 @@ PAIR: Bugs = {
         ),
         Bug(
             "what a tile is is sent without fence.proxy.async",
-            TOLD[:1].ahead("fence.proxy.async").left_out(),
+            PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
             "one",
             lint="proxy",
             shows=False,

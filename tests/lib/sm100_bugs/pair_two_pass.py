@@ -1,4 +1,4 @@
-"""Bugs of the backward kernel of pairs of CTAs that walk twice, where it is not as those of one walk or one CTA."""
+"""Bugs of the backward kernel of pairs of CTAs in two passes, where it is not as those of one pass or one CTA."""
 
 from tests.lib.sm100_bugs.code import (
     ACCUMULATES,
@@ -20,7 +20,7 @@ from tests.lib.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug,
 _DRAIN, _COMPUTE = 0, 4  # a warp of each
 _DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = frozenset(range(4)), frozenset(range(4, 12)), frozenset({PRODUCER})
 
-# Products, four instructions each, of the first walk and of the second.
+# Products, four instructions each, of the first pass and of the second.
 _PRODUCTS = find(MMA, "tcgen05.mma", 24)
 _FIRST_OF_S, _OF_DV, _OF_DK = _PRODUCTS[:4], _PRODUCTS[4:8], _PRODUCTS[8:12]
 _LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
@@ -57,7 +57,7 @@ PAIR_TWO_PASS: Bugs = {
             LOADS_LAG,
         ),
         Bug(
-            "Q is loaded over Q that the first walk still reads",
+            "Q is loaded over Q that the first pass still reads",
             waits(PRODUCER, "q.empty", 3)[0].left_out(),
             "steps",
             PRODUCTS_LAG,
@@ -119,7 +119,7 @@ PAIR_TWO_PASS: Bugs = {
             PRODUCTS_LAG,
         ),
         Bug(
-            "the second walk reads scores that are not complete",
+            "the second pass reads scores that are not complete",
             waits(_COMPUTE, "scores.full", 3)[1].left_out(),
             "one",
             PRODUCTS_LAG,
@@ -127,7 +127,7 @@ PAIR_TWO_PASS: Bugs = {
     ),
     "wrong phase": (
         Bug(
-            "the second walk is a phase late with scores",
+            "the second pass is a phase late with scores",
             waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
             "one",
         ),
@@ -136,7 +136,7 @@ PAIR_TWO_PASS: Bugs = {
     ),
     "wrong place": (
         Bug("K is taken from another place than it was copied to", _FIRST_OF_S.flipped(A, 384 ^ 448), "one"),
-        Bug("scores of the second walk take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
+        Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
         Bug("dQ takes the place of dP", _OF_DQ.flipped(TARGET, 320), "one"),
         Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
         Bug("dK takes dS from the place of scores", _OF_DK.flipped(A, 320), "one"),
@@ -150,7 +150,7 @@ PAIR_TWO_PASS: Bugs = {
             lint="arrivals",
         ),
         Bug(
-            "nobody is told that K is in tensor memory",
+            "K in tensor memory is not signalled",
             arrivals(_COMPUTE, "keys.full").left_out(),
             "one",
             lint="arrivals",
@@ -172,7 +172,7 @@ PAIR_TWO_PASS: Bugs = {
         ),
     ),
     "dropped predicate": (
-        Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
+        Bug("the second pass's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
     "registers": (

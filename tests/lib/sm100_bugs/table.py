@@ -1,4 +1,4 @@
-"""What a planted bug is, and the tables of ``docs/blackwell-checks.md``."""
+"""Planted bugs, and the tables of ``docs/blackwell-checks.md``."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
 
 
 def table(bugs: Bugs) -> str:
-    """What finds what, for the page."""
+    """Table of bugs and of the checks that find each, for the page."""
     none = "\N{EM DASH}"
     lines = ["| bug | | lint | execution |", "|---|---|---|---|"]
     for kind, some in bugs.items():

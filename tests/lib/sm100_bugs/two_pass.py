@@ -1,4 +1,4 @@
-"""Bugs of the backward kernel of two walks, where it is not as the other one."""
+"""Bugs of the backward kernel of two passes, where it is not as the other one."""
 
 from tests.lib.sm100_bugs.code import (
     ACCUMULATES,
@@ -19,7 +19,7 @@ from tests.lib.sm100_bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug,
 _DRAIN, _COMPUTE = 0, 4  # a warp of each
 _DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
 
-# Products, four instructions each, of the first walk and of the second.
+# Products, four instructions each, of the first pass and of the second.
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)
 _FIRST_OF_S, _OF_DV, _OF_DK = _PRODUCTS[:4], _PRODUCTS[4:8], _PRODUCTS[8:12]
 _OF_DP, _OF_DQ, _LAST_OF_S = _PRODUCTS[12:16], _PRODUCTS[16:24], _PRODUCTS[24:]
@@ -55,7 +55,7 @@ TWO_PASS: Bugs = {
             PRODUCTS_LAG,
         ),
         Bug(
-            "the second walk reads scores that are not complete",
+            "the second pass reads scores that are not complete",
             waits(_COMPUTE, "scores.full", 3)[1].left_out(),
             "one",
             PRODUCTS_LAG,
@@ -69,54 +69,54 @@ TWO_PASS: Bugs = {
     ),
     "wrong phase": (
         Bug(
-            "the second walk is a phase late with scores",
+            "the second pass is a phase late with scores",
             waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
             "one",
         ),
         Bug("the producer waits for the last tile's dV", waits(PRODUCER, "v.empty").flipped(PARITY), "one"),
     ),
     "wrong column": (
-        Bug("scores of the second walk take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
+        Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
         Bug("dP takes the place of dQ", _OF_DP.flipped(TARGET, 320 ^ 384), "one"),
         Bug("the parts of dQ change places", _OF_DQ.flipped(TARGET, 384 ^ 448), "one"),
         Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
     ),
     "missing arrival": (
-        Bug("the first walk does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
-        Bug("the second walk does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
+        Bug("the first pass does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),
+        Bug("the second pass does not give lse and delta back", arrivals(_COMPUTE, "q.empty", 2)[1].left_out(), "d256"),
         Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "one", lint="arrivals"),
-        Bug("nobody is told of complete dP: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
+        Bug("complete dP is not signalled: there is no commit", commits(MMA, "scores.full", 3)[1].left_out(), "one"),
         Bug(
-            "scores of the first walk do not give Q back: there is no commit",
+            "scores of the first pass do not give Q back: there is no commit",
             commits(MMA, "q.empty", 2)[0].left_out(),
             "one",
         ),
     ),
     "wrong order": (
         Bug(
-            "dQ is told of ahead of its last product",
+            "dQ is signalled ahead of its last product",
             _OF_DQ[7].moved_behind(commits(MMA, "dq.full+1")),
             "one",
             frozenset({MMA}),
         ),
     ),
     "dropped predicate": (
-        Bug("the second walk's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
+        Bug("the second pass's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
         Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
     ),
     "list": (
         Bug(
-            "turns are told of in the first walk, too",
+            "turns are published in the first pass, too",
             waits(PRODUCER, "turns.empty").ahead("bra").left_out(),
             "lists",
         ),
         Bug(
-            "the first walk does not hide scores",
+            "the first pass does not hide scores",
             find(_COMPUTE, "tcgen05.ld", 13)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
             "lists",
         ),
         Bug(
-            "the second walk does not give entries back",
+            "the second pass does not give entries back",
             arrivals(_COMPUTE, "entries.empty", 2)[1].left_out(),
             "many",
         ),
