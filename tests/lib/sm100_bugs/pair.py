@@ -37,7 +37,7 @@ PAIR: Bugs = {
         Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d128", LOADS_LAG),
         Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "one", LOADS_LAG),
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d128", LOADS_LAG),
-        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "one", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "steps", LOADS_LAG),
         Bug(
             "dV is begun before dO by columns is there", waits(MMA, "do_columns.full", 2).left_out(), "d128", LOADS_LAG
         ),
@@ -92,7 +92,7 @@ PAIR: Bugs = {
             "steps",
             PRODUCTS_LAG,
         ),
-        Bug("compute warps read lse before it is there", waits(_COMPUTE, "stats.full").left_out(), "one", LOADS_LAG),
+        Bug("compute warps read lse before it is there", waits(_COMPUTE, "stats.full").left_out(), "steps", LOADS_LAG),
         Bug("Q is loaded over Q that scores still read", waits(PRODUCER, "q.empty").left_out(), "steps", PRODUCTS_LAG),
         Bug("dO is loaded over dO that dP still reads", waits(PRODUCER, "do.empty").left_out(), "steps", PRODUCTS_LAG),
         Bug(
