@@ -1,0 +1,66 @@
+"""Calls of the self-check, computed by Blackwell's kernels from their PTX: a right kernel is within the tolerance.
+
+Plain PyTorch, which sums in float32 or more, does not show that of integers, whose P and dS the kernels round.
+"""
+
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.selfcheck import samples, steps
+from flash_attn_cute.selfcheck.samples import Sample
+from flash_attn_cute.selfcheck.steps import Kernels
+from tests.lib.interpreted import backward, forward
+from tests.lib.tiers import tiered
+
+
+class Forward(forward.Interpreted):
+    """Blackwell's forward pass, without a GPU."""
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        """Needs no device."""
+        return self._forward(*given)
+
+
+class Backward(backward.Interpreted):
+    """Blackwell's backward pass, without a GPU."""
+
+    def backward(self, *given: Any, need_dbias: bool, need_dsink: bool) -> Gradients:
+        """Needs no device."""
+        return self._backward(*given, need_dbias=need_dbias, need_dsink=need_dsink)
+
+
+def cases() -> dict[str, tuple[Kernels, Sample]]:
+    """Small calls for each family; pairs of CTAs compute them, too, though they are chosen for long sequences."""
+    found: dict[str, tuple[Kernels, Sample]] = {}
+    for kernels in steps.kernels_of(ARCHITECTURES["sm100"]):
+        d, d_v, heads = kernels.d, kernels.d_v, 1 if "pair" in kernels.family else 2
+        kinds = {
+            "integers": Sample(d, d_v, (128,), heads=heads, heads_k=heads, exact=True),
+            "rising": Sample(d, d_v, (200,), heads=1, heads_k=1, rising=True),
+            "packed": Sample(
+                d, d_v, (150, 17, 0, 63), packed=True, padded=True, right=0, heads=2, heads_k=1, dlse=True
+            ),
+        }
+        found |= {f"{kernels.family}: {name}": (kernels, sample) for name, sample in kinds.items()}
+    return {name: case for name, case in found.items() if "pair" not in name or "packed" not in name}
+
+
+@pytest.mark.parametrize("case", tiered(cases(), "forward two-part d64: integers", values=True))
+def test_right_kernels_pass(case: tuple[Kernels, Sample]) -> None:
+    kernels, sample = case
+    by_pairs, drawn = "pair" in kernels.family, samples.draw(sample, torch.device("cpu"))
+    with patch.object(cute_backend, "next_tile", lambda: torch.zeros(4, dtype=torch.int32)):
+        if kernels.pass_name == "forward":
+            run = Forward(by_pairs=by_pairs, draw=random.Random(0), changed=None, lagging=None)
+            found = drawn.forward(run)
+        else:
+            found = drawn.backward(Backward(random.Random(0), by_pairs=by_pairs))
+    drawn.compare(found)
