@@ -34,7 +34,8 @@ class Backward(backward.Interpreted):
 
     def backward(self, *given: Any, need_dbias: bool, need_dsink: bool) -> Gradients:
         """Needs no device."""
-        return self._backward(*given, need_dbias=need_dbias, need_dsink=need_dsink)
+        spec, inputs, out, lse, dout, dlse = given
+        return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
 
 
 def cases() -> dict[str, tuple[Kernels, Sample]]:
