@@ -57,7 +57,7 @@ add.s64 %rd3, %rd1, %rd2;
 
 
 def run(body: str, seed: int = 0, num_ctas: int = 4) -> list[int]:
-    """What CTAs leave in global memory, a number each."""
+    """Numbers that CTAs leave in global memory, one each."""
     memory = np.zeros(1024, np.uint8)
     params = [ptx.address_of(0).to_bytes(8, "little")]
     program = ptx.Program(HEAD + body + "ret;\n}\n")
@@ -84,7 +84,7 @@ def test_arrivals_from_the_other_cta(seed: int) -> None:
 
 
 def faults(body: str) -> set[str]:
-    """What runs end with, of some."""
+    """Faults that some runs end with."""
 
     def each() -> Iterator[str]:
         for seed in range(20):
@@ -99,7 +99,7 @@ def faults(body: str) -> set[str]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (INIT + ARRIVE + WAIT + MEET, "deadlock"),  # the second one's barrier, at which nobody arrives
+        (INIT + ARRIVE + WAIT + MEET, "deadlock"),  # the second one's barrier, at which no thread arrives
         (INIT + "@%p2 bra $L1;\n" + ARRIVE + "$L1:\n", "a CTA that is over"),
         (INIT + ARRIVE + ARRIVE.replace("release.cluster.shared::cluster", "shared") + MEET, "of another CTA"),
         (INIT + "@%p2 bra $L1;\n" + MEET + "$L1:\n", "deadlock"),
@@ -136,7 +136,7 @@ def put(cta: Cta, place: int, x: Array, row_bytes: int = 128) -> int:
 
 
 def put_columns(cta: Cta, place: int, x: Array, row_bytes: int) -> int:
-    """The same with the rows of 16 numbers as columns, as many of them contiguous as a row has bytes for."""
+    """Puts rows of 16 numbers into shared memory as columns, as many of them contiguous as a row has bytes for."""
     contiguous = row_bytes // 2
     row, k = np.arange(len(x))[:, None], np.arange(16)
     addresses = SHARED + place + row // contiguous * 16 * row_bytes + k * row_bytes + row % contiguous * 2
@@ -147,7 +147,7 @@ def put_columns(cta: Cta, place: int, x: Array, row_bytes: int) -> int:
 
 @pytest.mark.parametrize("row_bytes", SWIZZLES)
 def test_operands_by_columns(row_bytes: int) -> None:
-    """Of 96 rows, as no more than 64 are contiguous."""
+    """Operands have 96 rows, as no more than 64 are contiguous."""
     random_numbers = np.random.default_rng(0)
     a, b = (random_numbers.integers(-4, 5, (n, 16)).astype(np.float32) for n in (128, 96))
     cta = pair()[0]

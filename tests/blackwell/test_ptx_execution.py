@@ -41,7 +41,7 @@ EXPECT = "@%p2 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], 600000;\n"
 
 
 def test_bytes_that_an_mbarrier_counts() -> None:
-    """Of a phase they are fewer than 2^20."""
+    """A phase counts fewer than 2^20 bytes."""
     run(ELECT + EXPECT, "", 0)
     with pytest.raises(ptx.FaultError, match="that 1200000 bytes are to come to"):
         run(ELECT + 2 * EXPECT, "", 0)

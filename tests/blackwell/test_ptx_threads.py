@@ -1,4 +1,4 @@
-"""What is known of a thread from PTX: where it goes, and the numbers and addresses in its registers."""
+"""Threads as their PTX shows them: where each goes, and the numbers and addresses in its registers."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def thread(number: int, body: str) -> Thread:
 
 
 def value(number: int, body: str, register: str) -> Value | None:
-    """Of a register of the kernel's own scope."""
+    """Value of a register of the kernel's own scope."""
     found = thread(number, body)
     return found.values[f"{register}@0"]
 
@@ -97,7 +97,7 @@ def test_first_and_second_threads_stand_for_warps() -> None:
     assert [(a.number, b.number) for a, b in Program(function).warps] == [(0, 1), (32, 33), (64, 65), (96, 97)]
 
 
-def test_registers_of_inline_assembly_are_told_apart() -> None:
-    """What a scope within declares is not the register of that name outside of it."""
+def test_registers_of_inline_assembly_are_distinct() -> None:
+    """A register that an inner scope declares is not the register of that name outside of it."""
     found = value(0, "mov.b32 %r5, 1; { .reg .b32 %r5; mov.b32 %r5, 2; }", "%r5")
     assert found == Value(1)

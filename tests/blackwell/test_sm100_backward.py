@@ -137,7 +137,7 @@ def test_kernels_of_a_b300() -> None:
 def test_wide_gradients_are_what_is_rounded_else(
     lengths_q: list[int], lengths_k: list[int], by_pairs: bool, options: dict[str, Any]
 ) -> None:
-    """As ``distributed`` asks for parts that it sums."""
+    """``distributed`` asks for such parts and sums them."""
     given = {"nheads": 2, "nheads_k": 1, "causal": True, "seqused": True, "dtype": torch.bfloat16, **options}
     call = random_call(lengths_q, lengths_k, **given)
     out, lse = oracle.attention(call.to(torch.float64))

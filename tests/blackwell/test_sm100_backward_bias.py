@@ -19,7 +19,7 @@ from tests.lib.tiers import tiered
 def with_extremes(call: Call, *, lowest: bool = True) -> Call:
     """The call with hidden keys and queries, and biases as large as additive masks have them.
 
-    ``lowest``: the least there is among them, too, of all but the first keys. A query that sees no others is blind.
+    ``lowest``: the least there is among them, too, of all but the first keys. Without others a query is fully masked.
     """
     assert call.bias is not None
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_shared_biases(case: str, fuzz_seconds: float) -> None:
 
 @pytest.mark.slow
 def test_schedules_give_the_same_bits() -> None:
-    """Of shared biases, split between CTAs or not: the same number of them each time."""
+    """Gradients of shared biases, split between CTAs or not, by the same number of CTAs each time."""
     for bias, num_sms in (((1, 1, 1), 1), ((1, 0, 1), 4)):
         call = drawn_call([140] * 2, [150] * 2, bias=bias)
         out, lse = oracle.attention(call.to(torch.float64))

@@ -56,7 +56,7 @@ def test_block_masks(case: str, fuzz_seconds: float) -> None:
 
 
 def test_keys_and_queries_that_see_nothing() -> None:
-    """Blocks of keys that nobody sees, of one head or of all; queries that see nothing."""
+    """Blocks of fully masked keys, of one head or of all; fully masked queries."""
     visible = torch.ones(2, 2, 3, dtype=torch.bool)
     visible[:, :, 1] = visible[1, :, 0] = visible[0, 1] = False
     call = random_call([140], [300], packed=False, nheads=2, nheads_k=1, head_dim=64, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def test_keys_and_queries_that_see_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "order"), [(64, "auto"), (192, "permutation")])
-def test_walks_that_do_not_ascend(head_dim: int, order: str) -> None:
+def test_block_orders_that_do_not_ascend(head_dim: int, order: str) -> None:
     """Tiles of keys take blocks of queries as others hand them over, whole ones, and halves above d = 128.
 
     Whichever CTA takes which tile, the bits are the same.
@@ -118,7 +118,7 @@ def with_blocks_of(call: Call, draw: random.Random) -> Call:
 
 @pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
 def test_masks(case: str, fuzz_seconds: float) -> None:
-    """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
+    """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
@@ -131,7 +131,7 @@ def test_masks(case: str, fuzz_seconds: float) -> None:
     ("queries", "keys", "head_dim", "kind"), [(100, 300, 64, "block_mask"), (20, 140, 192, "mask")]
 )
 def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, kind: str) -> None:
-    """Of a tile's lists, and of its turns, whichever CTA takes which tile, and whoever is late."""
+    """Lists and turns of a tile do not depend on which CTA takes which tile, or on which role is late."""
     options: dict[str, Any] = {"head_dim": head_dim, "nheads": 4, "nheads_k": 1, "dtype": torch.bfloat16}
     if kind == "mask":
         call = with_blocks_of(random_call([queries], [keys], packed=False, mask=(1, 1), **options), random.Random(0))
@@ -145,7 +145,7 @@ def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, ki
 
 @dataclass(frozen=True)
 class KernelsAhead(Pass):
-    """What makes tables of a mask, executed, in the place of the whole pass: it has to make what other tests take.
+    """Kernels that make tables of a mask, executed in the place of the whole pass: they make what other tests take.
 
     All but the order of additions, which preprocessing makes on any architecture.
     """

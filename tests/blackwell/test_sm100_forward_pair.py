@@ -43,7 +43,7 @@ def test_forward(case: str, fuzz_seconds: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (192, 128)])
 def test_references_that_rise_by_much(head_dim: int, head_dim_v: int) -> None:
-    """Of some rows, in either CTA, while others' do not: one CTA rescales its rows of O, and the other does not."""
+    """row_max of some rows rises, in either CTA: one CTA rescales its rows of O, and the other does not."""
     call = random_call(
         [200], [384], packed=False, nheads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16
     )

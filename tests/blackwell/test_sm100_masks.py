@@ -29,7 +29,7 @@ BLOCK_MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", tiered(BLOCK_MASKS, "d64-gqa"))
 def test_block_masks(case: str, fuzz_seconds: float) -> None:
-    """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or nobody."""
+    """Any kind of mask, first one that shows something, whose blocks both parts of a tile see, or one, or none."""
     lengths_q, lengths_k, options = BLOCK_MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
@@ -52,7 +52,7 @@ def test_parts_that_see_different_blocks() -> None:
 
 
 class KernelsAhead(Pass):
-    """What makes tables of a mask, executed, in the place of the whole pass: it has to make what other tests take."""
+    """Kernels that make tables of a mask, executed in the place of the whole pass: they make what other tests take."""
 
     def __call__(self, a: ForwardArguments) -> None:
         """Compares what the kernels make with ``tables_of_mask``."""
@@ -106,7 +106,7 @@ MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", tiered(MASKS, "d64-shared"))
 def test_masks(case: str, fuzz_seconds: float) -> None:
-    """Of some blocks all is hidden, of others nothing, beside windows and the ends of sequences."""
+    """Some blocks are EMPTY, others FULL, beside windows and the ends of sequences."""
     lengths_q, lengths_k, options = MASKS[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)
@@ -140,7 +140,7 @@ BIASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BIASES)
 def test_biases(case: str, fuzz_seconds: float) -> None:
-    """Of any layout and alignment, NaN behind it; -inf hides, and a row may have nothing but lowest numbers."""
+    """Biases of any layout and alignment, NaN behind them; -inf hides, and a row may have lowest numbers alone."""
     lengths_q, lengths_k, options = BIASES[case]
     for count, draw in drawn(case, fuzz_seconds):
         torch.manual_seed(count)

@@ -1,4 +1,4 @@
-"""The model of kernels' pipelines: its rules, what was measured and published, and the page that tells of it."""
+"""The model of kernels' pipelines: its rules, what was measured and published, and its page."""
 
 import sys
 from dataclasses import replace
@@ -53,7 +53,7 @@ def clocks_a_block(kernel: Kernel, blocks: int = 40) -> dict[str, float]:
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_units(make: Maker) -> None:
-    """No unit does two things at a time, or more than there is time for; and every walk ends."""
+    """No unit does two things at a time, or more than there is time for; and every tile ends."""
     kernel = make()
     sm = kernel.run([TileWork(5, 2), TileWork(4)] if kernel.persistent else [TileWork(9, 2)])
     end = sm.simulation.now
@@ -78,7 +78,7 @@ def test_units(make: Maker) -> None:
     ],
 )
 def test_clocks_a_block(kernel: Kernel, clocks: dict[str, float]) -> None:
-    """Those counted by hand from rates: operands, and behind the plus what TMA writes."""
+    """Clocks as counted by hand from rates: operands, and behind the plus what TMA writes."""
     found = clocks_a_block(kernel)
     of_a_tile = 4 * 2 * 128 * 192 / 128 / 40  # more than what Q and the results take
     for name, expected in clocks.items():
@@ -109,7 +109,7 @@ def test_shared_memory_of_blocks_of_64_queries(pair: bool, operands: int, dS: in
     ],
 )
 def test_clocks_of_two_passes(name: str, tensor: int, shared: int) -> None:
-    """As counted in the kernels' sources: operands, loads and stats, dS, dQ."""
+    """Clocks as counted in the kernels' sources: operands, loads and stats, dS, dQ."""
     clocks = clocks_a_block(MAKERS[f"backward {name}"](), blocks=160)
     assert clocks["tensor cores"] == pytest.approx(tensor)
     assert clocks["shared memory"] == pytest.approx(shared, rel=0.01)
@@ -145,8 +145,8 @@ def test_products_are_computed_in_order_of_issue_and_their_operands_are_read_ahe
     assert [i.what for i in tensor.busy] == ["A", "B"]
 
 
-def test_a_barrier_nobody_arrives_at() -> None:
-    """The control of all other tests that end: it is told who waits, and where."""
+def test_a_barrier_without_arrivals() -> None:
+    """The control of all other tests that end: the error says which role waits, and where."""
     simulation = Simulation()
     ring = Ring(simulation, "tiles", 2, full=2)
 
@@ -316,7 +316,7 @@ def test_pairs_are_chosen_where_they_pay(d: int, d_v: int, name: str, keys: int,
 @pytest.mark.parametrize("queries", [256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize(("d", "d_v", "name"), [(256, 256, "d = 256"), (192, 128, "(192, 128)")])
 def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, queries: int, causal: bool) -> None:
-    """As above, by queries."""
+    """Pairs are chosen by the number of queries."""
     cases = (Case(DESIGNS[f"forward {name}{n}"], causal, seqlen=queries) for n in ("", " 2-CTA"))
     alone, pair = (case.tflops(case.predict()) for case in cases)
     features = Features(right=causal)
@@ -362,7 +362,7 @@ def test_an_order_of_additions_costs_little(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("name", ["backward d = 64", "backward 2-CTA", "backward d = 192 2-CTA"])
 def test_backward_on_a_b300(name: str) -> None:
-    """As on a B200, within 4 %: exp2 does not bind."""
+    """Times are those of a B200, within 4 %: exp2 does not bind."""
     case = Case(DESIGNS[name], causal=True)
     assert case.tflops(case.predict(B300), B300) == pytest.approx(case.tflops(case.predict()), rel=0.04)
 
@@ -397,7 +397,7 @@ KERNELS: dict[str, ForwardConfig | BackwardConfig] = {
 
 
 def as_forward_design(c: ForwardConfig) -> ForwardDesign:
-    """What the model has of a kernel. No configuration tells of maxima and of P in two parts: all kernels are so."""
+    """The model's design of a kernel. Maxima and P in two parts are no choice: all kernels are so."""
     return ForwardDesign(
         d=c.tile_d,
         d_v=c.tile_dv,
@@ -415,7 +415,10 @@ def as_forward_design(c: ForwardConfig) -> ForwardDesign:
 
 
 def as_backward_design(c: BackwardConfig) -> BackwardDesign:
-    """The same. In all kernels a warp waits for turns, and the first overwrites; compute warpgroups do not meet."""
+    """The model's design of a backward kernel.
+
+    In all kernels a warp waits for turns, and the first overwrites; compute warpgroups do not meet.
+    """
     return BackwardDesign(
         d=c.tile_d,
         d_v=c.tile_dv,
@@ -438,7 +441,7 @@ def as_backward_design(c: BackwardConfig) -> BackwardDesign:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_designs_are_the_kernels(name: str) -> None:
-    """What the model and a kernel's configuration both have is the same, and so are sizes that each of them derives."""
+    """The model and a kernel's configuration agree in what both have, and in sizes that each of them derives."""
     design, config = DESIGNS[name], KERNELS[name]
     if isinstance(design, ForwardDesign):
         assert isinstance(config, ForwardConfig)

@@ -46,7 +46,7 @@ def ptxas() -> str:
 
 
 def assembled(translation: Translation, folder: Path) -> str:
-    """What the assembler for Hopper says of translated code; it has to take it."""
+    """Output of the assembler for Hopper, which has to take translated code."""
     source = folder / "kernel.ptx"
     head = ".version 8.6\n.target sm_90a\n.address_size 64\n"
     source.write_text(head + runtime_declarations() + translation.body)
@@ -148,7 +148,7 @@ def test_faults_have_the_numbers_of_the_runtime() -> None:
     assert f"{mailbox.ADDRESS:#x}" in (ROOT / "runtime.cu").read_text()
 
 
-def test_faults_are_told_once() -> None:
+def test_faults_are_reported_once() -> None:
     page = mailbox.mailbox()
     assert page.take_faults() == []
     record = struct.pack("<9I", 5, 1, 2, 3, 40, 77, 0x200010, 32, 0)
@@ -203,7 +203,7 @@ def descriptor(start: int, leading: int, stride: int, span: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """Of a product of 16 of K."""
+    """Form of a product of 16 of K."""
 
     m: int = 128
     n: int = 128
@@ -350,7 +350,7 @@ def test_planted_bugs(capfd: pytest.CaptureFixture[str]) -> None:
     assert "is replaced 1 times" in capfd.readouterr().err
 
 
-def test_a_product_without_a_commit_is_told(host: ctypes.CDLL) -> None:
+def test_a_product_without_a_commit_is_reported(host: ctypes.CDLL) -> None:
     page = mailbox.mailbox()
     page.configure()
     assert host.kernel(1, 1, 2, 0, 1, 0, Form().instruction, None) == 0

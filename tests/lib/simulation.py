@@ -44,7 +44,7 @@ class DeadlockError(Exception):
 
 
 class Run(NamedTuple):
-    """How it went."""
+    """Result of a simulated pass."""
 
     makespan: float
     added: dict[Hashable, list[int]]  # to every sum: the tickets, in the order in which they were added

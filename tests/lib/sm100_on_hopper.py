@@ -13,7 +13,7 @@ from tools.sm100_on_hopper.mailbox import Mailbox
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
+    """Adds the options of emulated runs."""
     group = parser.getgroup("SM100 kernels on a Hopper GPU")
     group.addoption("--sm100-jitter-us", type=float, default=0.0, help="longest random delay of what is asynchronous")
     group.addoption("--sm100-limit-s", type=float, default=20.0, help="how long a CTA may take")
@@ -46,11 +46,11 @@ def _no_faults(sm100_on_hopper: Mailbox) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:  # nothing more can run in this process
-        pytest.exit(f"{error}\n{_told(sm100_on_hopper)}", returncode=3)
-    told = _told(sm100_on_hopper)
-    if told:
-        pytest.fail(told, pytrace=False)
+        pytest.exit(f"{error}\n{_report(sm100_on_hopper)}", returncode=3)
+    reported = _report(sm100_on_hopper)
+    if reported:
+        pytest.fail(reported, pytrace=False)
 
 
-def _told(mailbox: Mailbox) -> str:
+def _report(mailbox: Mailbox) -> str:
     return "\n".join(dict.fromkeys(map(str, mailbox.take_faults())))

@@ -62,7 +62,7 @@ def bits_of(tiles: Tensor, config: Any) -> Tensor:
 
 
 def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor]:
-    """What the kernels ahead of the main one make of a mask: see ``common.key_lists``."""
+    """Tables of a mask, as the kernels ahead of the main one make them: see ``common.key_lists``."""
     config, n, packed = plan.config, plan.numbers, plan.config.features.packed
     codes, tiles = cut_mask(a, n, config.tile_m, config.tile_n, rows_are_keys=True)
     seen = codes != EMPTY
@@ -89,7 +89,7 @@ def tables_of_mask(a: BackwardArguments, plan: BackwardPlan) -> dict[str, Tensor
 
 @functools.cache
 def program(config: Any, kernel: str = "") -> ptx.Program:
-    """Of one of a configuration's kernels; else of the main one."""
+    """Program of one of a configuration's kernels; else of the main one."""
     kernels = {
         (1, 1): "BackwardCta",
         (2, 1): "BackwardTwoPass",
@@ -151,7 +151,7 @@ class Pass(Executed):
         assert not given["mNextTile"][:2].any(), "the counters of tiles are not left as they were"
 
     def parts(self, a: BackwardArguments) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-        """Of the workspace, but for what is made of a mask: their shapes, and where they are."""
+        """Shapes and places of the workspace's parts, but for tables of a mask."""
         n = self.plan.numbers
         parts = self.plan.config.parts(a.mQ.shape[-2], n.num_m_blocks, 1, a.mK.shape[-2], n.num_n_blocks, None)
         places, size = {}, 0
@@ -177,7 +177,7 @@ class Pass(Executed):
         return params
 
     def tables_of(self, a: BackwardArguments) -> dict[str, Tensor]:
-        """What the kernels ahead make of a mask, some of ``TABLES``."""
+        """Tables of a mask, some of ``TABLES``, as the kernels ahead make them."""
         if a.blocks.mTiles is not None:
             blocks = a.blocks
             return {
@@ -189,7 +189,7 @@ class Pass(Executed):
         return {} if a.mMask is None else tables_of_mask(a, self.plan)
 
     def prepare(self, a: BackwardArguments, parts: dict[str, tuple[int, ...]], places: dict[str, int]) -> None:
-        """What is in the workspace when the main kernel starts: lse, delta, and counters of 0; in gradients NaN."""
+        """Fills the workspace as the main kernel finds it: lse, delta, and counters of 0; in gradients NaN."""
         a.mWorkspace.fill_(255)
         for gradient in (a.mdQ, a.mdK, a.mdV):
             gradient.fill_(torch.nan)
@@ -256,7 +256,7 @@ class Interpreted(CuteBackend):
     def prepare(
         self, spec: AttentionSpec, q: Any, k: Any, num: int, longest: int, dlse: bool, layout: Any, _: Any
     ) -> Any:
-        """What ``_plan_backward`` does, without a GPU."""
+        """Plans as ``_plan_backward`` does, without a GPU."""
         plan = plan_backward(self.architecture, spec, Shapes(q, k, num, longest, dlse, layout), self.num_ctas)
         return cute_backend._Launch(
             Pass(plan, self.draw, self.changed, self.lagging, self.num_ctas), plan, takes_tiles=True

@@ -63,19 +63,19 @@ class Gradient(Executed):
         owners = self.owners(a)
         sums = [tensor_argument(places["mSums"], (owners * n.splits,), ())] if config.split else []
         scales = [struct.pack("<f", x) for x in (tanh, rest, LOG2_E)]
-        told = [table_argument(name, places[name], x) for name, x in tables.items()]
+        described = [table_argument(name, places[name], x) for name, x in tables.items()]
         everything = memory.bytes()
         if config.features.mask:
-            cut = [*arguments, *reversed(told)]  # codes, then bits
+            cut = [*arguments, *reversed(described)]  # codes, then bits
             self.run(program(config, CUT), cut, everything, {}, tables["codes"].numel())
-        self.run(code, [*params, *arguments, *told, stats, *sums, *scales], everything, tensors, owners * n.splits)
+        self.run(code, [*params, *arguments, *described, stats, *sums, *scales], everything, tensors, owners * n.splits)
         if config.split:
             self.run(program(config, ADD_UP), [*arguments, *sums], everything, {}, owners)
         assert a.mdBias.is_contiguous()
         a.mdBias.copy_(at(everything, places["mdBias"], a.mdBias))
 
     def tables(self, a: BiasGradientArguments) -> dict[str, Tensor]:
-        """Of a block mask what tells of it, or room for what a kernel ahead makes of a mask."""
+        """Tables of a block mask, or room for those that a kernel ahead makes of a mask."""
         config, n, blocks = self.plan.config, self.plan.numbers, a.blocks
         if blocks.mTiles is not None:
             tables = {"bits": blocks.mTiles.view(-1, 1, BLOCK, BLOCK // 32)}
@@ -100,10 +100,10 @@ class Gradient(Executed):
 
 
 class Ahead(Pass):
-    """Of a backward pass only what it leaves to others."""
+    """A backward pass that does only the work that it leaves to others."""
 
     def __call__(self, a: BackwardArguments) -> None:
-        """Runs no kernel."""
+        """Takes arguments and runs no kernel."""
         self.prepare(a, *self.parts(a))
 
 
@@ -135,7 +135,7 @@ class WithGradient(Interpreted):
         self._prepare_bias_gradient = self.prepare_gradient  # type: ignore[assignment]
 
     def prepare(self, *given: Any) -> Any:
-        """As of ``Interpreted``."""
+        """Prepares a call as ``Interpreted`` does."""
         launch = super().prepare(*given)
         if not self.is_alone:
             return launch
@@ -144,7 +144,7 @@ class WithGradient(Interpreted):
     def prepare_gradient(
         self, spec: AttentionSpec, q: Any, k: Any, num: int, layout: Any, backward: BackwardPlan, *given: Any
     ) -> Any:
-        """What ``_plan_bias_gradient`` does, without a GPU."""
+        """Plans as ``_plan_bias_gradient`` does, without a GPU."""
         slots, shape, _ = given
         shapes = Shapes(q, k, num, 0, scores=layout)
         plan = plan_bias_gradient(self.architecture, spec, shapes, backward, slots, shape, self.num_sms_split)

@@ -20,7 +20,7 @@ FULL, EMPTY = -1, -2  # as in ``common.block_lists``
 
 
 def sequences_of(a: Any) -> list[tuple[int, int, int, int]]:
-    """Of a pass: the first rows of sequences, of q and of k, counted over the batch, and how many each has."""
+    """First rows of sequences of q and of k, counted over the batch, and the number of rows of each."""
     if a.mCuSeqlensQ is None:
         num_q, num_k = a.mQ.shape[1], a.mK.shape[1]
         return [(b * num_q, b * num_k, num_q, num_k) for b in range(a.mQ.shape[0])]
@@ -69,13 +69,13 @@ class Memory:
         return place
 
     def put_last(self, x: Tensor) -> int:
-        """The same; memory ends with the 16 bytes that hold its last element, so that nothing is read behind them."""
+        """Puts a tensor last: memory ends with the 16 bytes of its last element, as nothing is to be read behind."""
         place = self.put(x)
         self.size = place + -(-x.numel() * x.element_size() // 16) * 16
         return place
 
     def bytes(self) -> Any:
-        """All of it."""
+        """All bytes of the memory."""
         memory = np.full(self.size, 0xFF, np.uint8)
         for place, content in self.parts:
             memory[place : place + len(content)] = np.frombuffer(content, np.uint8)
@@ -117,7 +117,7 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """What the backend launches in the place of a compiled pass: kernels, executed by the interpreter."""
+    """Kernels, executed by the interpreter, that the backend launches in the place of a compiled pass."""
 
     plan: Any
     draw: random.Random
@@ -125,7 +125,7 @@ class Executed:
     lagging: ptx.Lagging | None
 
     def arguments(self, given: dict[str, Tensor], places: dict[str, int]) -> list[bytes]:
-        """Those of the pass as each of its kernels gets them."""
+        """Arguments of the pass as each of its kernels gets them."""
         config, params = self.plan.config, []
         strided = {"mMask", "mContributors"}  # the last stride of others is known to be 1
         if config.pass_name == "backward" or config.features.strided_bias:
@@ -155,7 +155,7 @@ class Executed:
 
 
 def tensors_of(a: Any) -> dict[str, Tensor]:
-    """Those among the arguments, in their order."""
+    """Tensors among the arguments, in their order."""
     found: dict[str, Tensor] = {}
     for name, x in a._asdict().items():
         some = x._asdict() if name == "blocks" else {name: x}
@@ -169,7 +169,7 @@ def table_argument(name: str, place: int, x: Tensor) -> bytes:
 
 
 def at(memory: Any, place: int, x: Tensor) -> Tensor:
-    """What stands in the place of a tensor."""
+    """Contents of memory in the place of a tensor."""
     found = torch.from_numpy(memory[place : place + x.numel() * x.element_size()].copy())
     return found.view(x.dtype).view(x.shape)
 

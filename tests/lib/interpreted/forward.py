@@ -43,7 +43,7 @@ NUM_SMS = 2
 
 
 def tables_of_mask(a: ForwardArguments, n: ForwardNumbers, keys: int) -> dict[str, Tensor]:
-    """What the kernels ahead of the main one make of a mask (``common.mask_tiles``), in their order.
+    """Tables that the kernels ahead of the main one make of a mask (``common.mask_tiles``), in their order.
 
     ``keys`` are those of a block.
     """
@@ -134,7 +134,7 @@ class Pass(Executed):
 
 
 def by_pairs_of_ctas(architecture: Architecture) -> Architecture:
-    """The same, whose forward pass has the kernels of long sequences for all."""
+    """An architecture whose forward pass has the kernels of long sequences for all."""
     forward = architecture.passes["forward"]
     long = forward._replace(configure=lambda *given, **more: forward_paired(forward.configure(*given, **more)))
     return architecture._replace(passes=architecture.passes | {"forward": long})
@@ -151,7 +151,7 @@ class Interpreted(CuteBackend):
         self._prepare_forward = self.prepare  # type: ignore[assignment]
 
     def prepare(self, spec: AttentionSpec, q: Any, k: Any, num: int, few: bool, layout: Any, _: Any) -> Any:
-        """What ``_plan_forward`` does, without a GPU."""
+        """Plans as ``_plan_forward`` does, without a GPU."""
         shapes = cute_backend._forward_shapes(q, k, num, few, layout)
         plan = plan_forward(self.architecture, spec, shapes, NUM_SMS)
         return cute_backend._Launch(Pass(plan, **self.options), plan, takes_tiles=True)

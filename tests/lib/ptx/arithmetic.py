@@ -1,4 +1,4 @@
-"""Instructions on registers."""
+"""Instructions that compute with registers alone."""
 
 import functools
 import operator
@@ -16,7 +16,7 @@ def _plain(function: Callable[..., Array]) -> Callable[[Statement], Effect]:
 
 
 def _arithmetic(function: Callable[..., Array]) -> Callable[[Statement], Effect]:
-    """The same, or on pairs of float32."""
+    """Makes an effect of a function of numbers, or of pairs of float32."""
 
     def on_pairs(*pairs: Array) -> Array:
         flat = function(*(np.ascontiguousarray(x).view(np.float32) for x in pairs))

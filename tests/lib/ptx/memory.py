@@ -10,7 +10,7 @@ from tools.ptx import Operand
 
 
 def _words(s: Statement, operand: Operand, count: int) -> Callable[[Warp, Mask], tuple[Array, Array]]:
-    """What gives memory in words of the instruction's type, and which of them is the first of an access of some."""
+    """Makes a function that gives memory in words of the instruction's type, and the first word of an access."""
     is_global, size = "global" in s.instruction.parts, int(s.kind[1:]) // 8
     address = s.address(operand, "u64" if is_global else "u32")
     unaligned = size * count - 1

@@ -12,7 +12,7 @@ from tools import ptx
 
 
 def _nothing(s: Statement) -> Effect:
-    """What orders, or only matters to speed: here everything happens in some order, as if it were ordered so."""
+    """Does nothing for instructions that order others or are for speed: here everything happens in some order."""
     return lambda warp, mask: None
 
 
@@ -58,11 +58,11 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
 
 
 class Step(NamedTuple):
-    """An instruction."""
+    """An instruction as it is executed."""
 
     text: str
     kind: str  # "run", "poll" (which also ends the warp's turn), "branch", "return", or what is waited for
-    what: Any  # belongs to that: an ``Effect``, where a branch goes, what tells when a wait is over
+    what: Any  # belongs to that: an ``Effect``, where a branch goes, what shows when a wait is over
     predicate: tuple[str, bool] | None  # register, and whether it has to be false
 
 

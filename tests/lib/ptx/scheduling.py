@@ -1,4 +1,4 @@
-"""Whose turn it is: CTAs, their warps and their engines, at random."""
+"""Schedules of CTAs, their warps and their engines, at random."""
 
 import functools
 import random
@@ -12,7 +12,7 @@ from tests.lib.ptx.program import Program
 from tests.lib.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Name, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
-_MOST_IDLE = 1000  # rounds one after the other in which nobody does more than poll
+_MOST_IDLE = 1000  # rounds one after the other in which no warp does more than poll
 _MOST_BETWEEN_POLLS = 50  # instructions of a loop that does no more
 
 
@@ -23,7 +23,7 @@ class _Schedule:
     """A cluster of CTAs that run a program."""
 
     def __init__(self, program: Program, cluster: Cluster, draw: random.Random, lagging: Lagging | None):
-        """``lagging``: who goes on only when nobody else can; None: drawn, half of the time nobody."""
+        """``lagging``: what goes on only when nothing else can; None: drawn, half of the time nothing."""
         self.code, self.ctas, self.draw = program.code, cluster.ctas, draw
         self.meetings: dict[tuple[int, int], list[Warp]] = {}  # by CTA and number
         self.warps = {
@@ -75,7 +75,7 @@ class _Schedule:
             yield bool(working)
 
     def _end(self, cta: Cta) -> None:
-        """Of a CTA, if the last of its warps has returned."""
+        """Ends a CTA, if the last of its warps has returned."""
         if not all(warp.is_done for warp in self.warps.values() if warp.cta is cta):
             return
         if cta.columns:
@@ -118,7 +118,7 @@ class _Schedule:
                     raise FaultError(f"warp {warp.index}, {text}: {error}") from error
                 if kind == "poll" or ("mbarrier.arrive" in text and (warp.cta.rank, warp.index) in self.lagging):
                     warp.polls = kind == "poll"
-                    break  # somebody else may be able to go on now
+                    break  # another warp may be able to go on now
             elif kind == "branch":
                 self._put(warp, what, chosen)
                 if count < np.count_nonzero(lanes):
@@ -200,7 +200,7 @@ def run(
         num_ctas: how many.
         draw: decides whose turn it is.
         bytes_shared: shared memory of a CTA.
-        lagging: those that go on only when nobody else of their cluster can, but for polling; None: drawn.
+        lagging: those that go on only when nothing else of their cluster can, but for polling; None: drawn.
         ctas_a_cluster: how many CTAs follow each other in a cluster.
 
     Raises:

@@ -58,7 +58,7 @@ def lanes_of(mask: Mask) -> Array:
 
 @dataclass
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier in shared memory."""
 
     count: int
     pending: int
@@ -89,7 +89,7 @@ class Barrier:
 
 
 def within_cta(address: Any) -> Any:
-    """An address in shared memory, or several, without what tells whose it is."""
+    """An address in shared memory, or several, without the bits that say whose it is."""
     return address % RANK_PITCH
 
 
@@ -103,7 +103,7 @@ class Cluster:
     phase: int = 0  # of its barrier
 
     def arrive(self) -> None:
-        """By a warp."""
+        """Counts the arrival of a warp."""
         self.arrived += 1
         if self.arrived == self.num_warps:
             self.arrived, self.phase = 0, self.phase + 1
@@ -111,7 +111,7 @@ class Cluster:
 
 @dataclass
 class Cta:
-    """What the threads of a CTA have in common."""
+    """State that the threads of a CTA have in common."""
 
     cluster: Cluster
     rank: int  # in it

@@ -32,7 +32,7 @@ class Statement:
 
     @property
     def name(self) -> str:
-        """With all modifiers."""
+        """The opcode with all modifiers."""
         return self.instruction.opcode
 
     @property
@@ -42,17 +42,17 @@ class Statement:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """As they are written."""
+        """Operands as they are written."""
         return self.instruction.operands
 
     def register(self, operand: Operand) -> str | None:
-        """The name of a register, told from those of the same name in other scopes; None: it is none."""
+        """The name of a register, distinct from those of the same name in other scopes; None: it is none."""
         scope = self.instruction.scope
         is_one = operand.text.startswith("%") or scope.holder(operand.text) is not None
         return self.instruction.register(operand.text) if is_one and not operand.parts else None
 
     def source(self, operand: Operand, kind: str) -> Read:
-        """What reads an operand: a register, a number, a parameter's address or that of shared memory."""
+        """Reader of an operand: a register, a number, a parameter's address or that of shared memory."""
         name = self.register(operand)
         if name is not None:
             if kind == "pred":
@@ -73,7 +73,7 @@ class Statement:
 
     @staticmethod
     def constant(value: int, kind: str) -> Read:
-        """The same for all lanes."""
+        """Reader of a number that is equal for all lanes."""
         if kind == "pred":
             constant: Array = np.full(32, bool(value))
         else:
@@ -83,7 +83,7 @@ class Statement:
         return lambda warp: constant
 
     def target(self, operand: Operand) -> Write:
-        """What writes a register, in some lanes."""
+        """Writer of a register, in some lanes."""
         name = self.register(operand)
         if name is None:
             if operand.text != "_":
@@ -99,7 +99,7 @@ class Statement:
         return write
 
     def address(self, operand: Operand, kind: str = "u32") -> Read:
-        """What reads an address: ``[register + offset]``."""
+        """Reader of an address: ``[register + offset]``."""
         if operand.marks != "[" or len(operand.parts) != 1:
             raise FaultError(f"not an address: {operand.text}")
         base, offset = base_and_offset(operand.parts[0])
@@ -114,7 +114,7 @@ class Statement:
 
 
 def base_and_offset(operand: Operand) -> tuple[Operand, int]:
-    """Of what stands in an address."""
+    """Base and offset of an address."""
     if operand.marks != "+":
         return operand, 0
     base, offset = operand.parts
@@ -124,5 +124,5 @@ def base_and_offset(operand: Operand) -> tuple[Operand, int]:
 
 
 def vector(operand: Operand) -> tuple[Operand, ...]:
-    """What is in braces, or the operand alone."""
+    """Operands in braces, or the operand alone."""
     return operand.parts if operand.marks == "{" else (operand,)

@@ -176,7 +176,7 @@ _ROW_BYTES = {2: 128, 4: 64}  # of a swizzled layout, by its kind in descriptors
 
 
 def _floats(bits: Array, kind: int) -> Array:
-    """Numbers of 16 bits in float32, of a kind as instruction descriptors tell it."""
+    """Numbers of 16 bits in float32, of the kind that instruction descriptors give."""
     if kind == 0:
         return bits.view(np.float16).astype(np.float32)
     if kind == 1:  # bfloat16
