@@ -119,7 +119,6 @@ ALLOWED: dict[str, int] = {
     "flash_attn_cute/integrations": 12,
     "flash_attn_cute/kernels/sm90": 6,
     "tests/host": 10,
-    "tests/lib": 5,
 }
 
 

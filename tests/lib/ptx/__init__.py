@@ -4,8 +4,8 @@ The 32 lanes of a warp are numpy arrays. CTAs and warps take turns at random, so
 cores are engines that do what they have been asked for at some later time, copies in any order, products in the order
 in which they were issued; so a kernel that does not wait for something sooner or later misses it. It is sooner where
 something lags: an engine, or some warps, that go on only when nothing else of the cluster can. Shared and tensor memory
-start with NaN. Instructions that are not known are refused when a program is read, addresses outside of memory when it
-runs, as are those in a CTA that is over, and where no warp can go on ``FaultError`` says what each waits for.
+start with NaN. Unknown instructions are refused when a program is read, addresses outside of memory, or in a CTA that
+is over, when it runs. Where no warp can go on ``FaultError`` says what each waits for.
 
 CTAs of a cluster run side by side, and reach each other's shared memory; those of a pair compute products together.
 

@@ -1,8 +1,8 @@
 """A kernel's PTX, searched by what instructions do, and changed.
 
-Instructions are found by what they are, by the warp that executes them and by the barrier that they are about, so that
-what is said of them stays true where the compiler numbers registers otherwise. How many there are of a kind is part of
-it: what no longer fits where it did is an error.
+Instructions are found by what they are, by the warp that executes them and by the barrier that they are about. So a
+description stays true where the compiler numbers registers otherwise. How many there are of a kind is part of it: a
+description that no longer fits where it did is an error.
 """
 
 import re

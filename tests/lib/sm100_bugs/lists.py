@@ -11,7 +11,7 @@ _FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
 # Iteration over lists: of each part the next entry, set when a pass begins, moved on behind a window; twice, as there
 # are two passes.
 _NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
-_TOLD = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
+_PUBLISHED = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
 
 
 LISTS: Bugs = {
@@ -29,8 +29,8 @@ LISTS: Bugs = {
         Bug("the producer waits as if stages began full", waits(PRODUCER, "entries.empty").flipped(PARITY), "lists"),
     ),
     "wrong stage": (
-        Bug("an entry is put a stage further than it is read", _TOLD.further(0, 12), "lists"),
-        Bug("the parts' entries change places", _TOLD[1].further(0, 4), "lists"),
+        Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12), "lists"),
+        Bug("the parts' entries change places", _PUBLISHED[1].further(0, 4), "lists"),
     ),
     "wrong count": (
         Bug(
