@@ -224,7 +224,8 @@ def test_ci_runs_each_test_once(request: pytest.FixtureRequest, ci_commands: lis
 
 def test_all_files_of_tests_are_collected(request: pytest.FixtureRequest) -> None:
     """Below the files and folders that this run was asked for; in CI these are all."""
-    asked = [ROOT / argument.partition("::")[0] for argument in request.config.args]
+    here = request.config.invocation_params.dir
+    asked = [here / argument.partition("::")[0] for argument in request.config.args]
     below = {path for each in asked for path in ([each] if each.is_file() else each.rglob("test_*.py"))}
     assert below == request.config.stash[tiers.COLLECTED]
 
