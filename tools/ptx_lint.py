@@ -23,7 +23,7 @@ mbarrier or a named barrier, for which other threads wait.
     scope            loads of a loop that waits: acquire.gpu; integer red: release.gpu, or behind fence.acq_rel.gpu;
                      arrivals at another CTA's mbarrier: release.cluster (of Blackwell's kernels)
     cluster          CTAs meet; one reaches another one's memory and mbarriers; they meet again; a CTA ends
-    offset           32-bit products of sizes reach no address in global memory (of Blackwell's kernels)
+    offset           32-bit products of sizes reach no address in global memory
 
 Not seen: which barrier guards which memory, beyond what fence-after needs; bytes that a tensor map moves; phases and
 stages. Emulation (``tools.sm100_on_hopper``) sees those.
@@ -44,7 +44,7 @@ from tools.ptx_threads import WARP, Program, Thread, Value
 MOST_REGION = 32768  # bytes behind an address that TMA or tensor cores read, unless something else begins before
 _STEP = 8  # of setmaxnreg, and bytes of an mbarrier
 _CTAS = 2  # of a cluster
-_NOT_OF_HOPPER = ("scope", "offset")
+_NOT_OF_HOPPER = ("scope",)
 _ByRing = dict[tuple[int, int], dict[tuple[int, int], set[int]]]  # by CTA and ring, and by CTA and warp: arrivals
 
 

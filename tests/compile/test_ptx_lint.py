@@ -328,6 +328,20 @@ def test_hopper_kernels_under_masks(config: Any) -> None:
     assert rules(counts.sub(r"\1, 13", text, count=1)) == {"arrivals"}
 
 
+# Kernels that find their place in sums of more than 2^31 numbers.
+LARGE_SUMS = {
+    "backward": backward_config("bfloat16", 128, 128, Features()),
+    "backward of clusters": backward_config("bfloat16", 256, 256, Features(packed=True, right=True, grouped=True)),
+    "gradient of a bias": bias_gradient_config("bfloat16", 128, 128, Features(bias=True), split=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", LARGE_SUMS.values(), ids=LARGE_SUMS)
+def test_hopper_offsets_have_64_bits(config: Any) -> None:
+    assert lint(code_for(config).ptx) == []
+
+
 BLACKWELL = {
     "proxy": r"fence\.proxy\.async[^;]*;",
     "load-wait": r"tcgen05\.wait::ld[^;]*;",

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, MaskSizes
 from flash_attn_cute.kernels.common import tiles
@@ -85,7 +85,8 @@ def launched(config: Any, a: BackwardArguments, batch: Int32, head_k: Int32, blo
     """
     n, blocks = a.numbers, _blocks_of_keys(config, a)
     rank = blocks - 1 - block
-    return a.mLaunchOrder[(batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads) * blocks + rank]
+    sets_before = batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads
+    return a.mLaunchOrder[Int64(sets_before) * blocks + rank]
 
 
 def _blocks_of_keys(config: Any, a: BackwardArguments) -> Int32:

@@ -258,7 +258,7 @@ class BiasGradientSm90:
             pieces.release(i)
         if const_expr(c.split):
             index, _, _ = cute.arch.block_idx()
-            part = partial_sums[index, None, cute.arch.thread_idx()[0] - 128, None]
+            part = partial_sums[Int64(index), None, cute.arch.thread_idx()[0] - 128, None]
             numbers = cute.make_tensor(acc_dB.iterator, cute.make_layout((c.tile_n // 8, 4), stride=(4, 1)))
             for i in cutlass.range_constexpr(c.tile_n // 8):
                 cute.autovec_copy(numbers[i, None], part[i, None])
@@ -277,7 +277,7 @@ class BiasGradientSm90:
         four = cute.make_rmem_tensor(4, Float32)
         index, _, _ = cute.arch.block_idx()
         for split in cutlass.range(a.numbers.splits, unroll=1):
-            part = partial_sums[split * cute.arch.grid_dim()[0] + index, None, thread, None]
+            part = partial_sums[Int64(split * cute.arch.grid_dim()[0] + index), None, thread, None]
             for i in cutlass.range_constexpr(c.tile_n // 8):
                 cute.autovec_copy(part[i, None], four)
                 for j in cutlass.range_constexpr(4):

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
@@ -426,7 +426,7 @@ class BackwardClusterSm90:
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
-            block = ws.mdQaccum[tile.head, tile.first_block + m_block, None]
+            block = ws.mdQaccum[tile.head, Int64(tile.first_block + m_block), None]
             is_first = None
             if const_expr(c.features.deterministic):
                 is_first = shared.order.wait(step)
@@ -450,7 +450,7 @@ class BackwardClusterSm90:
         if tile.blocks.num > 0:
             semaphore = semaphores.at(ws.mSemaphoresK, 2 * shared.rank + which, tile.head_k, tile.block)
             is_first = tile.wait_turn(c, semaphore, barrier)
-            block = ws.mdKVaccum[which, tile.head_k, tile.block, None]
+            block = ws.mdKVaccum[which, tile.head_k, Int64(tile.block), None]
             columns = (c.tile_d, c.tile_dv)[which]
             own = cute.local_tile(block, (64 * columns,), (shared.rank,))
             for part, acc in enumerate(accs):

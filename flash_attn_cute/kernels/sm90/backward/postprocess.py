@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn_cute.kernels.common import tiles
 from flash_attn_cute.kernels.common.lengths import SeqRows
@@ -58,7 +58,7 @@ class Postprocess:
             at_once = self.tile_m * self.tile_d // 16 // _THREADS
             at_once = at_once // 2 if const_expr(at_once > 4) else at_once  # more registers, fewer CTAs
             round_block(
-                a.mdXaccum[work.head, work.block, None],
+                a.mdXaccum[work.head, Int64(work.block), None],
                 gdX,
                 work.first_row,
                 SeqRows(rows.start, length),
