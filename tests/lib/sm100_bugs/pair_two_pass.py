@@ -47,7 +47,7 @@ PAIR_TWO_PASS: Bugs = {
         Bug(
             "dQ is begun before the leader's dS has come to the second CTA",
             waits(MMA, "exchange.empty").left_out(),
-            "one",
+            "tiles",
             LOADS_LAG,
         ),
         Bug(
