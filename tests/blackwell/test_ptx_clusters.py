@@ -61,7 +61,8 @@ def run(body: str, seed: int = 0, num_ctas: int = 4) -> list[int]:
     memory = np.zeros(1024, np.uint8)
     params = [ptx.address_of(0).to_bytes(8, "little")]
     program = ptx.Program(HEAD + body + "ret;\n}\n")
-    ptx.run(program, params, memory, {}, num_ctas, random.Random(seed), 2048, ctas_a_cluster=2)
+    launch = ptx.Launch(params, (num_ctas, 1, 1), (32, 1, 1), (2, 1, 1))
+    ptx.run(program, launch, memory, random.Random(seed))
     found: list[int] = memory.view(np.uint32)[:num_ctas].tolist()
     return found
 
@@ -123,8 +124,8 @@ SWIZZLES = {128: 2, 64: 4}  # bytes of its rows: what its descriptor says
 def pair() -> list[Cta]:
     cluster, draw = Cluster(), random.Random(0)
     for rank in range(2):
-        shared = np.zeros(1 << 17, np.uint8)
-        cluster.ctas.append(Cta(cluster, rank, rank, 2, [], np.zeros(16, np.uint8), shared, {}, draw, columns=512))
+        memory, shared = np.zeros(16, np.uint8), np.zeros(1 << 17, np.uint8)
+        cluster.ctas.append(Cta(cluster, rank, rank, 2, [], memory, [], shared, draw, columns=512))
     return cluster.ctas
 
 

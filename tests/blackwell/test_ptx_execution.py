@@ -28,8 +28,8 @@ setp.ge.u32 %p1, %r1, 32;
 def run(first: str, second: str, seed: int) -> None:
     """Two warps, each with code of its own."""
     program = ptx.Program(f"{HEAD}{first}\nret;\nSECOND:\n{second}\nret;\n}}\n")
-    params = [ptx.address_of(0).to_bytes(8, "little")]
-    ptx.run(program, params, np.zeros(1024, np.uint8), {}, 1, random.Random(seed), 2048)
+    launch = ptx.Launch([ptx.address_of(0).to_bytes(8, "little")], (1, 1, 1), (64, 1, 1))
+    ptx.run(program, launch, np.zeros(1024, np.uint8), random.Random(seed))
 
 
 def registers(direction: str, count: int) -> str:

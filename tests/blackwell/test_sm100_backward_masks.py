@@ -1,7 +1,7 @@
 """Gradients under masks and block masks in the Blackwell backward kernels, executed on the CPU from their PTX."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +9,10 @@ import torch
 
 from flash_attn_cute import BlockMask
 from flash_attn_cute.dq_order import launch_orders
-from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.sparsity import column_tables
 from tests.lib import oracle
 from tests.lib.checks import bitwise_equal, drawn, poisoned_dout, random_call
-from tests.lib.interpreted import backward
-from tests.lib.interpreted.backward import NO_ENTRY, NO_LIST, Interpreted, Pass, check, execute, program
-from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensor_argument, tensors_of
+from tests.lib.interpreted.backward import Interpreted, check, execute
 from tests.lib.masks import with_block_mask
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
@@ -141,59 +138,3 @@ def test_schedules_give_the_same_bits(queries: int, keys: int, head_dim: int, ki
     dout = poisoned_dout(call, out.to(call.q.dtype))
     first, other = (execute(call, Interpreted(random.Random(n), n), lse.detach().float(), dout, None) for n in (1, 3))
     assert all(bitwise_equal(first[name], other[name]) for name in first)
-
-
-@dataclass(frozen=True)
-class KernelsAhead(Pass):
-    """Kernels that make tables of a mask, executed in the place of the whole pass: they make what other tests take.
-
-    All but the order of additions, which preprocessing makes on any architecture.
-    """
-
-    def __call__(self, a: BackwardArguments) -> None:
-        """Compares what the kernels make with ``tables_of``."""
-        expected, given, memory = self.tables_of(a), tensors_of(a), Memory()
-        unwritten = {name: x if name in ("order", "adding") else torch.full_like(x, -3) for name, x in expected.items()}
-        places = {name: memory.put(spread(x)) for name, x in (given | unwritten).items()}
-        everything, config = memory.bytes(), self.plan.config
-        if a.blocks.mTiles is not None:
-            num_tiles = a.blocks.mTiles.numel() // (BLOCK * BLOCK // 32)
-            tiles = tensor_argument(places["mTiles"], (num_tiles,), ())
-            params = [tiles, table_argument("bits", places["bits"], expected["bits"])]
-            self.run(program(config, "BlockTiles"), params, everything, {}, num_tiles)
-            assert torch.equal(at(everything, places["bits"], expected["bits"]), expected["bits"])
-            return
-        rows, blocks = expected["codes"].shape
-        if a.mCuSeqlensQ is not None:
-            rows = a.mQ.shape[0] // config.tile_m + len(a.mCuSeqlensQ) + 1
-        arguments, tables = self.arguments(given, places), self.workspace(a, unwritten, places)
-        codes_and_bits = [table_argument(name, places[name], unwritten[name]) for name in ("codes", "bits")]
-        self.run(program(config, "MaskTiles"), arguments + codes_and_bits, everything, {}, rows * blocks)
-        self.run(program(config, "KeyLists"), arguments + tables, everything, {}, 1)
-        made = {name: at(everything, places[name], x) for name, x in unwritten.items()}
-        real = (expected["codes"] != EMPTY).any(1)  # rows of no queries hold anything
-        assert real.sum() > 1
-        assert torch.equal(made["codes"][real], expected["codes"][real])
-        coded = expected["codes"][expected["codes"] >= 0].long()
-        assert torch.equal(made["bits"][coded], expected["bits"][coded])
-        is_list = expected["lists"][:, 0] != NO_LIST
-        assert torch.equal(made["lists"][is_list], expected["lists"][is_list])
-        is_entry = expected["entries"][:, 0] != NO_ENTRY
-        assert torch.equal(made["entries"][is_entry], expected["entries"][is_entry])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "head_dim"), [("packed", 64), ("dense", 192), ("blocks", 64), ("blocks", 192)])
-def test_tables(kind: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden blocks, whole ones, and bits; of a window, and of ends of sequences."""
-    lengths = ([140, 20], [130, 200]) if kind == "packed" else ([200], [270])
-    options: dict[str, Any] = {} if kind == "blocks" else {"mask": (1, 1), "window_size": (250, 90)}
-    call = random_call(*lengths, packed=kind == "packed", nheads=1, dtype=torch.bfloat16, head_dim=head_dim, **options)
-    if call.mask is None:
-        call = with_block_mask(call, random.Random(0), "causal")
-    else:
-        call.mask[..., 20:128, 64:128] = False
-        call.mask[:, :64] = True
-    monkeypatch.setattr(backward, "Pass", KernelsAhead)
-    out, lse = oracle.attention(call.to(torch.float64))
-    execute(call, Interpreted(random.Random(0)), lse.detach().float(), torch.zeros_like(out, dtype=call.q.dtype), None)

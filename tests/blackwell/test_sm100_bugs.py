@@ -22,7 +22,7 @@ from tests.lib.interpreted import backward, common, forward
 from tests.lib.interpreted.backward import Interpreted, execute
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
 from tests.lib.oracle import Call
-from tests.lib.sm100_bugs import TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
+from tests.lib.sm100_bugs import LAUNCHES, TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
 from tools.ptx_lint import lint
 
 SEEDS = 8  # schedules, at most, under which a bug is to show
@@ -317,7 +317,7 @@ def test_the_tables() -> None:
     assert min(len([bug for each, _, bug in PLANTED if each == kernel]) for kernel in KERNELS) >= 10
     assert len({(kernel, bug.text) for kernel, _, bug in PLANTED}) == len(PLANTED)
     old = sm100_bugs.PAGE.read_text()
-    assert page(old, *TABLES.values()) == old, "python -m tests.lib.sm100_bugs writes it"
+    assert page(old, *TABLES.values(), LAUNCHES) == old, "python -m tests.lib.sm100_bugs writes it"
 
 
 def test_what_does_not_fit_is_an_error() -> None:

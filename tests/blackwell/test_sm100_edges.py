@@ -35,7 +35,9 @@ def exp2_by_polynomials(x: Array) -> Array:
         kernel = cute.compile[options](Exponentials(), numbers, numbers, stream, no_jit_engine=True)
     memory = np.concatenate([x, np.zeros_like(x)]).view(np.uint8)
     params = [ptx.address_of(place).to_bytes(8, "little") for place in (0, 2048)]
-    ptx.run(ptx.Program(kernel.artifacts.PTX), params, memory, {}, 1, random.Random(0), 1024)
+    program = ptx.Program(kernel.artifacts.PTX)
+    launch = ptx.Launch(params, (1, 1, 1), (32 * program.num_warps, 1, 1))
+    ptx.run(program, launch, memory, random.Random(0))
     return memory.view(np.float32)[512:]
 
 

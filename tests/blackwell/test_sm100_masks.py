@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.kernels.arguments import BLOCK, ForwardArguments
 from tests.lib.checks import drawn, random_call
-from tests.lib.interpreted import forward
-from tests.lib.interpreted.common import EMPTY, Memory, at, spread, table_argument, tensors_of
-from tests.lib.interpreted.forward import Pass, check, execute, program
+from tests.lib.interpreted.forward import check
 from tests.lib.masks import with_block_mask
 from tests.lib.tiers import tiered
 
@@ -49,50 +46,6 @@ def test_parts_that_see_different_blocks() -> None:
     shown[130:140] = False
     call = replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
     check(call, random.Random(0))
-
-
-class KernelsAhead(Pass):
-    """Kernels that make tables of a mask, executed in the place of the whole pass: they make what other tests take."""
-
-    def __call__(self, a: ForwardArguments) -> None:
-        """Compares what the kernels make with ``tables_of_mask``."""
-        expected, given, memory = self.tables_of(a), tensors_of(a), Memory()
-        unwritten = {name: torch.full_like(x, -3) for name, x in expected.items()}
-        places = {name: memory.put(spread(x)) for name, x in (given | unwritten).items()}
-        tables = {name: table_argument(name, places[name], x) for name, x in unwritten.items()}
-        everything, blocks = memory.bytes(), expected["codes"].shape[1]
-        cut, list_rows = (program(self.plan.config, name) for name in ("MaskTiles", "RowLists"))
-        num_rows = len(expected["codes"])
-        if a.mCuSeqlensQ is not None:
-            num_rows = a.mQ.shape[0] // BLOCK + len(a.mCuSeqlensQ) + 1
-        params = [*self.arguments(given, places), tables["codes"], tables["bits"]]
-        self.run(cut, params, everything, {}, num_rows * blocks)
-        self.run(list_rows, [tables[name] for name in ("codes", "lists", "entries")], everything, {}, 1)
-        made = {name: at(everything, places[name], x) for name, x in unwritten.items()}
-        assert len(expected["codes"]) <= list_rows.num_warps
-        real = (expected["codes"] != EMPTY).any(1)  # rows of no queries hold anything
-        assert real.sum() > 1
-        for name in ("codes", "lists"):
-            assert torch.equal(made[name][real], expected[name][real])
-        for (first, num), bits in zip(expected["lists"][real].tolist(), expected["codes"][real], strict=True):
-            assert torch.equal(made["entries"][first : first + num], expected["entries"][first : first + num])
-            coded = bits[bits >= 0].long()
-            assert torch.equal(made["bits"][coded], expected["bits"][coded])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
-def test_tables_of_masks(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden blocks, whole ones, and bits; of a window, of ends of sequences, and of what is neither True nor False."""
-    lengths = ([140, 20], [130, 200]) if packed else ([200], [270])
-    call = random_call(
-        *lengths, packed=packed, nheads=1, mask=(1, 1), window_size=(250, 90), dtype=torch.bfloat16, head_dim=192
-    )
-    assert call.mask is not None
-    call.mask[..., 20:128, 64:128] = False
-    call.mask[:, :64] = True
-    monkeypatch.setattr(forward, "Pass", KernelsAhead)
-    execute(call, random.Random(0))
 
 
 MASKS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {

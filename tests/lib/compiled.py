@@ -20,10 +20,11 @@ FOLDER = Path(os.environ["FLASH_ATTN_CUTE_CACHE_DIR"]) / "texts"
 
 
 class Code(NamedTuple):
-    """The kernels of a configuration."""
+    """The kernels of a configuration, and the code that launches them, with their cubin in it, as an object file."""
 
     ptx: str
     cubin: bytes
+    host: bytes
 
 
 @functools.cache
@@ -39,20 +40,22 @@ def code_for(config: Any) -> Code:
         if stored is None:
             stored = _compile(config)
             folder.write(name, identity, stored)
-    text, _, cubin = stored.partition(b"\0")
-    return Code(text.decode(), cubin)
+    text, size, rest = stored.split(b"\0", 2)
+    return Code(text.decode(), rest[: int(size)], rest[int(size) :])
 
 
 def _compile(config: Any) -> bytes:
-    """PTX, a byte of 0, and the cubin."""
+    """PTX, the number of bytes of the cubin, the cubin, and the object file; with a byte of 0 behind the first two."""
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir
 
+    from flash_attn_cute.jit.code import export
     from flash_attn_cute.jit.compile import compile_kernel
 
     with tempfile.TemporaryDirectory() as folder:
-        made = compile_kernel(config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(folder)).artifacts
-    return bytes(made.PTX.rstrip("\0").encode() + b"\0" + made.CUBIN)
+        kernel = compile_kernel(config, cute.KeepCUBIN, cute.KeepPTX, DumpDir(folder))
+        made, host = kernel.artifacts, export(kernel)
+    return bytes(made.PTX.rstrip("\0").encode() + f"\0{len(made.CUBIN)}\0".encode() + made.CUBIN + host)
 
 
 def machine_code(config: Any, folder: Path, spilled: int = 0) -> dict[str, list[str]]:

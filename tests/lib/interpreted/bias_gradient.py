@@ -1,110 +1,18 @@
 """The pass that computes a bias's gradient, executed by the interpreter of PTX, and compared with the oracle."""
 
-import functools
 import random
-import struct
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
-from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments, BiasGradientArguments
 from flash_attn_cute.spec import AttentionSpec
 from tests.lib import oracle, ptx
 from tests.lib.checks import assert_close, gradients, poisoned_dout, rounding_over_keys
-from tests.lib.compiled import code_for
-from tests.lib.interpreted.backward import LOG2_E, Interpreted, Pass, execute
-from tests.lib.interpreted.common import Executed, Memory, at, spread, table_argument, tensor_argument, tensors_of
+from tests.lib.interpreted.backward import Interpreted, execute
+from tests.lib.interpreted.common import Executed
 from tests.lib.oracle import Call
-
-
-@functools.cache
-def program(config: Any, kernel: str) -> ptx.Program:
-    return ptx.Program(code_for(config).ptx, kernel)
-
-
-MAIN, ADD_UP, CUT = "BiasGradientSm100_object_at__TiledMMA", "cutlass_add_up", "PieceTiles"  # parts of kernels' names
-
-
-@dataclass(frozen=True)
-class Gradient(Executed):
-    """The pass that computes a bias's gradient, with all its kernels."""
-
-    plan: BiasGradientPlan
-
-    def __call__(self, a: BiasGradientArguments) -> None:
-        """Runs its kernels on the arguments."""
-        config, n = self.plan.config, self.plan.numbers
-        code, packed, memory = self.changed or program(config, MAIN), config.features.packed, Memory()
-        given, tables = tensors_of(a), self.tables(a)
-        places = {name: memory.put(spread(x)) for name, x in (given | tables).items() if name != "mBias"}
-        places["mBias"] = memory.put_last(spread(a.mBias))
-        params: list[bytes] = [bytes(32)]
-        tensors: dict[int, ptx.Rows] = {}
-        for name, rows in (("mQ", config.tile_m), ("mK", config.tile_n), ("mdO", config.tile_m), ("mV", config.tile_n)):
-            x = given[name]
-            batch, strides = (0, x.stride()) if packed else (x.stride(0), x.stride()[1:])
-            tensors[len(params)] = ptx.Rows(
-                places[name] // 2, x.shape[-3], x.shape[-1], x.shape[-2], strides[0], strides[1], batch, rows
-            )
-            params += [bytes(128), bytes(code.param_sizes[len(params) + 1])]
-        arguments = self.arguments(given, places)
-        heads = a.mQ.shape[-2]
-        stats = tensor_argument(
-            places["mWorkspace"],
-            (heads, n.num_m_blocks),
-            (heads * n.num_m_blocks * config.stats_m, n.num_m_blocks * config.stats_m),
-        )
-        rest = n.softcap or n.softmax_scale
-        tanh = n.softmax_scale / n.softcap if n.softcap else 1.0
-        owners = self.owners(a)
-        sums = [tensor_argument(places["mSums"], (owners * n.splits,), ())] if config.split else []
-        scales = [struct.pack("<f", x) for x in (tanh, rest, LOG2_E)]
-        described = [table_argument(name, places[name], x) for name, x in tables.items()]
-        everything = memory.bytes()
-        if config.features.mask:
-            cut = [*arguments, *reversed(described)]  # codes, then bits
-            self.run(program(config, CUT), cut, everything, {}, tables["codes"].numel())
-        self.run(code, [*params, *arguments, *described, stats, *sums, *scales], everything, tensors, owners * n.splits)
-        if config.split:
-            self.run(program(config, ADD_UP), [*arguments, *sums], everything, {}, owners)
-        assert a.mdBias.is_contiguous()
-        a.mdBias.copy_(at(everything, places["mdBias"], a.mdBias))
-
-    def tables(self, a: BiasGradientArguments) -> dict[str, Tensor]:
-        """Tables of a block mask, or room for those that a kernel ahead makes of a mask."""
-        config, n, blocks = self.plan.config, self.plan.numbers, a.blocks
-        if blocks.mTiles is not None:
-            tables = {"bits": blocks.mTiles.view(-1, 1, BLOCK, BLOCK // 32)}
-            return tables | {"lists": blocks.mSpans.view(-1, 2), "entries": blocks.mEntries.view(-1, 2)}
-        if a.mMask is None:
-            return {}
-        codes = torch.full((n.lists_batch * n.lists_heads * n.lists_tiles, -(-a.mMask.shape[3] // config.tile_n)), -3)
-        bits = torch.full((codes.numel(), 1, config.tile_m, config.mask_tile.words), -3)
-        return {"bits": bits.int(), "codes": codes.int()}
-
-    def owners(self, a: BiasGradientArguments) -> int:
-        """Tiles of the gradient."""
-        config, n = self.plan.config, self.plan.numbers
-        entries, blocks = a.mQ.shape[0], -(-a.mQ.shape[-3] // config.tile_m)
-        if config.features.packed:
-            assert a.mCuSeqlensQ is not None
-            entries, blocks = 1, a.mQ.shape[0] // config.tile_m + len(a.mCuSeqlensQ) + 1
-            if n.entries:
-                entries, blocks = n.entries, -(-n.rows_a_slot // config.tile_m)
-        entries, blocks = 1 if n.sums_batch else entries, 1 if n.sums_queries else blocks
-        return int(entries * blocks * a.mdBias.shape[1] * -(-a.mdBias.shape[3] // config.tile_n))
-
-
-class Ahead(Pass):
-    """A backward pass that does only the work that it leaves to others."""
-
-    def __call__(self, a: BackwardArguments) -> None:
-        """Takes arguments and runs no kernel."""
-        self.prepare(a, *self.parts(a))
 
 
 class WithGradient(Interpreted):
@@ -139,7 +47,7 @@ class WithGradient(Interpreted):
         launch = super().prepare(*given)
         if not self.is_alone:
             return launch
-        return launch._replace(kernel=Ahead(launch.plan, self.draw, None, None, self.num_ctas))
+        return launch._replace(kernel=Executed(launch.plan, self.draw, only="Preprocess"))
 
     def prepare_gradient(
         self, spec: AttentionSpec, q: Any, k: Any, num: int, layout: Any, backward: BackwardPlan, *given: Any
@@ -149,7 +57,7 @@ class WithGradient(Interpreted):
         shapes = Shapes(q, k, num, 0, scores=layout)
         plan = plan_bias_gradient(self.architecture, spec, shapes, backward, slots, shape, self.num_sms_split)
         self.plans.append(plan)
-        launched = Gradient(plan, self.draw, self.changed_gradient, self.lagging_gradient)
+        launched = Executed(plan, self.draw, self.changed_gradient, self.lagging_gradient)
         return cute_backend._Launch(launched if self.launches else lambda a: None, plan, takes_tiles=False)
 
 

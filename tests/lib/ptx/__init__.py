@@ -23,7 +23,6 @@ It cannot see what only hardware's memory model asks for: a missing proxy fence,
 
 from tests.lib.ptx.program import Program
 from tests.lib.ptx.scheduling import run
-from tests.lib.ptx.state import FaultError, Lagging, address_of
-from tests.lib.ptx.tma import Rows
+from tests.lib.ptx.state import FaultError, Lagging, Launch, address_of
 
-__all__ = ["FaultError", "Lagging", "Program", "Rows", "address_of", "run"]
+__all__ = ["FaultError", "Lagging", "Launch", "Program", "address_of", "run"]

@@ -159,7 +159,7 @@ def _select(s: Statement) -> Effect:
 
 def _shuffle(s: Statement) -> Effect:
     def shuffle(x: Array, lane: Array) -> Array:
-        return x[lane & 31]
+        return x[(LANES ^ lane if ".bfly." in s.name else lane) & 31]
 
     return s.compute(s.operands[:3], ["b32", "u32"], shuffle)
 
@@ -198,7 +198,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "mul": _multiply,
     "mad": _plain(lambda a, b, c: a * b + c),
     **dict.fromkeys(("div.s32", "div.s64", "div.u32"), _plain(_divide)),
-    "rem.s32": _plain(lambda a, b: a - _divide(a, b) * b),
+    **dict.fromkeys(("rem.s32", "rem.u32"), _plain(lambda a, b: a - _divide(a, b) * b)),
     "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
     "neg": _plain(operator.neg),
     "abs": _plain(np.abs),
@@ -223,7 +223,7 @@ INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "lg2.approx": _plain(lambda x: np.log2(x).astype(np.float32)),
     "rcp.approx": _plain(lambda x: (np.float32(1) / x).astype(np.float32)),
     "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
-    "shfl.sync.idx": _shuffle,
+    **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
     "vote.sync": _vote,
     "elect.sync": _elect,
 }

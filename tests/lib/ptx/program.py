@@ -76,6 +76,7 @@ class Program:
             FaultError: an instruction that is not known.
         """
         (function,) = (f for f in ptx.parse(text).functions if f.is_entry and kernel in f.name)
+        self.name = function.name
         head = text[function.start : text.index("{", function.start)]
         declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (\w+)(?:\[(\d+)\])?", head)
         self.param_sizes = [int(count or int(bits) // 8) for bits, _, count in declared]

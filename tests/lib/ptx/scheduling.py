@@ -1,18 +1,20 @@
 """Schedules of CTAs, their warps and their engines, at random."""
 
 import functools
+import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
 from tests.lib.ptx import tensor, tma
 from tests.lib.ptx.program import Program
-from tests.lib.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Name, Warp, converged
+from tests.lib.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Launch, Name, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
-_MOST_IDLE = 1000  # rounds one after the other in which no warp does more than poll
+_MOST_IDLE = 1000  # rounds one after the other in which nobody does more than poll
+_MOST_RESIDENT = 8  # clusters; others of a launch begin as these end
 _MOST_BETWEEN_POLLS = 50  # instructions of a loop that does no more
 
 
@@ -181,48 +183,58 @@ class _Schedule:
 
 def run(
     program: Program,
-    params: Sequence[bytes],
+    launch: Launch,
     memory: Array,
-    tensors: Mapping[int, tma.Rows],
-    num_ctas: int,
     draw: random.Random,
-    bytes_shared: int,
     lagging: Lagging | None = None,
-    ctas_a_cluster: int = 1,
+    tensors: Sequence[slice] = (),
 ) -> None:
     """Runs all CTAs of a launch, by turns.
 
     Args:
         program: what they run.
-        params: of the kernel.
+        launch: how it is launched.
         memory: global memory, in bytes, which they change.
-        tensors: of the parameters that are descriptors of TMA, by their numbers.
-        num_ctas: how many.
         draw: decides whose turn it is.
-        bytes_shared: shared memory of a CTA.
-        lagging: those that go on only when nothing else of their cluster can, but for polling; None: drawn.
-        ctas_a_cluster: how many CTAs follow each other in a cluster.
+        lagging: those that go on only when nobody else of their cluster can, but for polling; None: drawn.
+        tensors: where tensors are in global memory: a box of TMA is of one of them. None: anywhere.
 
     Raises:
         FaultError: something that no GPU would do, a deadlock, or a loop that does not seem to end.
     """
-    clusters = []
-    for first in range(0, num_ctas, ctas_a_cluster):
-        cluster = Cluster()
-        for rank in range(ctas_a_cluster):
-            shared = np.full(bytes_shared, 0xFF, np.uint8)
-            cluster.ctas.append(Cta(cluster, rank, first + rank, num_ctas, params, memory, shared, tensors, draw))
-        clusters.append(_Schedule(program, cluster, draw, lagging).run())
+    _check_launch(program, launch)
+    num_ctas, ctas_a_cluster = launch.grid[0], launch.cluster[0]
+
+    def clusters() -> Iterator[Iterator[bool]]:
+        for first in range(0, num_ctas, ctas_a_cluster):
+            cluster = Cluster()
+            for rank in range(ctas_a_cluster):
+                shared = np.full(launch.shared, 0xFF, np.uint8)
+                cta = Cta(cluster, rank, first + rank, num_ctas, launch.params, memory, tensors, shared, draw)
+                cluster.ctas.append(cta)
+            yield _Schedule(program, cluster, draw, lagging).run()
+
+    waiting = clusters()
+    resident = list(itertools.islice(waiting, _MOST_RESIDENT))
     rounds = idle = 0
-    while clusters:
-        running = draw.choice(clusters)
+    while resident:
+        running = draw.choice(resident)
         for _ in range(draw.choice((1, 20, 400))):
             works = next(running, None)
             if works is None:
-                clusters.remove(running)
+                resident.remove(running)
+                resident += itertools.islice(waiting, 1)
                 break
             rounds, idle = rounds + 1, 0 if works else idle + 1
             if not works:
                 break
         if rounds > _MOST_ROUNDS or idle > _MOST_IDLE:
             raise FaultError("no end: some threads wait in a loop for what does not come")
+
+
+def _check_launch(program: Program, launch: Launch) -> None:
+    """Refuses what kernels are not written for, or CUDA does not launch."""
+    (ctas, *rest), (ctas_a_cluster, *others) = launch.grid, launch.cluster
+    is_known = ctas and not ctas % ctas_a_cluster and {1} == {*rest, *others}
+    if not is_known or launch.block != (32 * program.num_warps, 1, 1):
+        raise FaultError(f"a launch of {launch.grid} CTAs of {launch.block} threads, in clusters of {launch.cluster}")

@@ -2,16 +2,16 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from tests.lib.ptx.tensor import Commit, Product
-    from tests.lib.ptx.tma import Copy, Rows
+    from tests.lib.ptx.tma import Copy
 
 Array = npt.NDArray[Any]
 Mask = Array | None  # of lanes; None: all
@@ -27,6 +27,17 @@ RANK_PITCH = 1 << 24  # from an address in shared memory to the same of the next
 LANES = np.arange(32)
 ALL = np.ones(32, bool)
 COLUMNS = 512  # of tensor memory
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel: its parameters, and the sizes of all."""
+
+    params: Sequence[bytes]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared: int = 2048  # bytes of a CTA's shared memory
+    name: str = ""  # the kernel's
 
 
 class FaultError(Exception):
@@ -119,8 +130,8 @@ class Cta:
     num_ctas: int  # of the grid
     params: Sequence[bytes]
     memory: Array  # global memory, in bytes
+    tensors: Sequence[slice]  # where tensors are in it; none: anywhere
     shared: Array  # in bytes
-    tensors: Mapping[int, "Rows"]  # of the parameters that are descriptors of TMA
     draw: random.Random  # decides whose turn it is
     tensor_memory: Array = field(default_factory=lambda: np.full((128, COLUMNS), 0x7FC0DEAD, np.uint32))
     columns: int = 0  # of tensor memory that are allocated

@@ -52,7 +52,13 @@ class Statement:
         return self.instruction.register(operand.text) if is_one and not operand.parts else None
 
     def source(self, operand: Operand, kind: str) -> Read:
-        """Reader of an operand: a register, a number, a parameter's address or that of shared memory."""
+        """Reads an operand: a register, a number, a parameter's address or that of shared memory.
+
+        Numbers of bfloat16 become float32.
+        """
+        if kind == "bf16":
+            read = self.source(operand, "u16")
+            return lambda warp: (read(warp).astype(np.uint32) << 16).view(np.float32)
         name = self.register(operand)
         if name is not None:
             if kind == "pred":

@@ -1,6 +1,9 @@
 """Copies between global and shared memory, of boxes of rows and of bytes: the instructions, and the engine."""
 
 import abc
+import functools
+import math
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,43 +26,54 @@ from tests.lib.ptx.state import (
 )
 from tests.lib.ptx.statement import Statement, vector
 
-_WRAP = 1 << 30  # of a ragged view (``kernels.common.tma``)
+_ENCODING = struct.Struct("<QI5I5I3s5B")  # address, kind, strides / 16, sizes - 1, element strides - 1, box - 1
+_PLAIN = 0x40002  # of the kind: tiles, of elements that follow each other, with zeros where there are none
+_IS_LARGE = 1 << 21  # of the kind: a tensor of more than 128 KB
+_OF_16_BITS = {6, 10}  # float16 and bfloat16, as the kind says
 
 
-class Rows(NamedTuple):
-    """Descriptor of TMA of a tensor of rows, as far as these kernels need it; in elements of 16 bits."""
+class TensorMap(NamedTuple):
+    """A tensor map, read from its 128 bytes; its tensor has elements of 16 bits."""
 
-    offset: int  # of its first element in global memory
-    rows: int
-    columns: int
-    heads: int
-    row_stride: int
-    head_stride: int
-    batch_stride: int
-    box: int  # rows of a copy
-    box_columns: int = 64  # of each, which are what a row has in shared memory
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    box: tuple[int, ...]  # elements of a copy in each dimension
+    swizzle: int  # bytes within which chunks of 16 change places
+
+    @classmethod
+    @functools.cache
+    def of(cls, encoded: bytes) -> "TensorMap":
+        """The map that a kernel gets, as the driver encodes it.
+
+        Raises:
+            FaultError: it is of another kind than these kernels use.
+        """
+        address, kind, *rest = _ENCODING.unpack_from(encoded)
+        strides, sizes, (steps, *box) = rest[:5], rest[5:10], rest[10:]
+        rank, element, swizzle = (kind >> 4 & 7) + 1, kind >> 7 & 15, 16 << (kind >> 13 & 3)
+        is_plain = kind & ~(_IS_LARGE | 7 << 4 | 15 << 7 | 3 << 13) == _PLAIN and not any(steps)
+        if not is_plain or element not in _OF_16_BITS or rank > 5 or 2 * (box[0] + 1) > swizzle:
+            raise FaultError(f"a tensor map of another kind: {encoded.hex()}")
+        in_bytes = 2, *(16 * stride for stride in strides[: rank - 1])
+        all_sizes, boxes = (tuple(x + 1 for x in some[:rank]) for some in (sizes, box))
+        return cls(address, all_sizes, in_bytes, boxes, swizzle)
 
     def elements(self, coordinates: list[int]) -> tuple[Array, Array]:
-        """Where the elements of a box are in global memory, and which of them there are."""
-        column, row, head, *rest = coordinates
-        rows, columns = row + np.arange(self.box), column + np.arange(self.box_columns)
-        if len(rest) == 1:
-            inside = rows < self.rows
-            first = rest[0] * self.batch_stride
-        else:
-            stop, wrap = rest
-            inside = rows < _WRAP
-            rows, first = rows + stop - _WRAP, 0
-            if wrap != _WRAP or ((rows < 0) | (rows >= self.rows))[inside].any():
-                raise FaultError(f"rows outside of a tensor: {coordinates}")
-        if not 0 <= head < self.heads:
-            raise FaultError(f"a head outside of a tensor: {coordinates}")
-        first += self.offset + head * self.head_stride
-        return first + rows[:, None] * self.row_stride + columns, inside[:, None] & (columns < self.columns)
+        """The addresses of a box's elements, a row for each of its rows, and which of them the tensor has."""
+        addresses, inside = np.array(self.address), np.array(True)
+        for first, size, stride, count in zip(coordinates, self.sizes, self.strides, self.box, strict=True):
+            if count == 1 and not 0 <= first < size:
+                raise FaultError(f"a box outside of a tensor: {coordinates}")
+            at = first + np.arange(count, dtype=np.int64)
+            # Dimensions are those of arrays in reverse. Sums wrap around, as views of ragged rows have it.
+            addresses = np.add.outer(at * np.int64(stride), addresses)
+            inside = np.logical_and.outer((at >= 0) & (at < size), inside)
+        return addresses.reshape(-1, self.box[0]), inside.reshape(-1, self.box[0])
 
 
 def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
-    """Which number of 16 bits of shared memory is at addresses of a swizzled tile, of rows of 128 or 64 bytes."""
+    """Which number of 16 bits of shared memory is at addresses of a swizzled tile, of rows of 128 bytes or fewer."""
     return ((addresses ^ (addresses >> 7 & row_bytes // 16 - 1) << 4) - SHARED) // 2
 
 
@@ -98,29 +112,26 @@ class Copy(abc.ABC):
 class Box(Copy):
     """Copy of a box of a tensor."""
 
-    tensor: Rows
-    coordinates: list[int]
-    shared: Array  # where its elements are, as numbers of 16 bits
+    at: Array  # where its elements are in global memory, as numbers of 16 bits
+    inside: Array  # which of them the tensor has
+    shared: Array  # where they are in shared memory, likewise
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole box, behind the end of the tensor too."""
-        return 2 * self.tensor.box * self.tensor.box_columns
+        """Those behind the end of the tensor included."""
+        return 2 * self.at.size
 
     def load(self, cta: Cta) -> None:
         """With zeros behind the end of the tensor."""
-        at, is_there = self.tensor.elements(self.coordinates)
-        data = np.where(is_there, cta.memory.view("u2")[np.where(is_there, at, 0)], 0)
-        cta.shared.view("u2")[self.shared] = data
+        cta.shared.view("u2")[self.shared] = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
 
     def read(self, cta: Cta) -> Array:
         """Reads the whole box."""
         return cta.shared.view("u2")[self.shared]
 
     def write(self, cta: Cta, data: Array) -> None:
-        """Writes the elements that are within the tensor."""
-        at, is_there = self.tensor.elements(self.coordinates)
-        cta.memory.view("u2")[at[is_there]] = data[is_there]
+        """What is in the tensor."""
+        cta.memory.view("u2")[self.at[self.inside]] = data[self.inside]
 
 
 @dataclass(kw_only=True)
@@ -215,24 +226,36 @@ def copy_box(s: Statement) -> Effect:
         if is_store:  # written as the whole warp's, which issues one
             converged(mask)
         lane = 0 if is_store else only(mask)
-        tensor = warp.cta.tensors[(int(which(warp)[lane]) - PARAMS) // PARAM_PITCH]
-        address = int(shared(warp)[lane])
+        number, offset = divmod(int(which(warp)[lane]) - PARAMS, PARAM_PITCH)
+        tensor = TensorMap.of(warp.cta.params[number][offset : offset + 128])
+        address, pitch = int(shared(warp)[lane]), 2 * tensor.box[0]
+        rows = math.prod(tensor.box[1:])
         if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
             raise FaultError(f"a box at {address}")
-        row_bytes = 2 * tensor.box_columns
-        rows = within_cta(address) + np.arange(tensor.box)[:, None] * row_bytes
         at_barrier = None if barrier is None else int(barrier(warp)[lane])
         if at_barrier is not None:  # either CTA of a pair may get the signal
             warp.cta.barrier(at_barrier, of_cluster="cta_group::2" in s.instruction.parts)
+        at, inside = tensor.elements([int(c(warp)[lane]) for c in coordinates])
+        _check_in_a_tensor(warp.cta, at[inside] - GLOBAL)
+        places = within_cta(address) + np.arange(rows)[:, None] * pitch + np.arange(tensor.box[0]) * 2
         box = Box(
-            tensor=tensor,
-            coordinates=[int(c(warp)[lane]) for c in coordinates],
-            shared=swizzled(rows + np.arange(tensor.box_columns) * 2, row_bytes),
+            at=np.where(inside, at - GLOBAL, 0) // 2,
+            inside=inside,
+            shared=swizzled(places, tensor.swizzle),
             barrier=at_barrier or 0,
         )
         _ask(warp, box, is_store=is_store)
 
     return ask
+
+
+def _check_in_a_tensor(cta: Cta, places: Array) -> None:
+    if not places.size:
+        return
+    first, last = places.min(), places.max()
+    tensors = cta.tensors or [slice(0, len(cta.memory))]
+    if not any(tensor.start <= first and last < tensor.stop for tensor in tensors):
+        raise FaultError(f"a box from {first} to {last}, outside of tensors")
 
 
 def _copy_within_cluster(s: Statement) -> Effect:

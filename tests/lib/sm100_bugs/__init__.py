@@ -12,6 +12,7 @@
     two_pass      bugs of that of two passes, where it is another
     pair_two_pass  bugs of that of pairs of CTAs of two passes
     bias          bugs of the kernel of a bias's gradient
+    launches      bugs of the code that launches the kernels
 
 ``python -m tests.lib.sm100_bugs`` writes the tables of the page.
 """
@@ -22,6 +23,7 @@ from tests.lib.sm100_bugs.code import Code, arrivals, find, waits, where_barrier
 from tests.lib.sm100_bugs.columns import COLUMNS
 from tests.lib.sm100_bugs.forward import FORWARD
 from tests.lib.sm100_bugs.forward_pair import FORWARD_PAIR
+from tests.lib.sm100_bugs.launches import LAUNCHES
 from tests.lib.sm100_bugs.lists import LISTS
 from tests.lib.sm100_bugs.pair import PAIR
 from tests.lib.sm100_bugs.pair_two_pass import PAIR_TWO_PASS
@@ -44,6 +46,7 @@ TABLES: dict[str, Bugs] = {
 }
 
 __all__ = [
+    "LAUNCHES",
     "PAGE",
     "TABLES",
     "Bug",

@@ -1,5 +1,5 @@
 """Writes the tables of the page."""
 
-from tests.lib.sm100_bugs import PAGE, TABLES, page
+from tests.lib.sm100_bugs import LAUNCHES, PAGE, TABLES, page
 
-PAGE.write_text(page(PAGE.read_text(), *TABLES.values()))
+PAGE.write_text(page(PAGE.read_text(), *TABLES.values(), LAUNCHES))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tests.lib.ptx import Lagging
 from tests.lib.sm100_bugs.code import SECOND, Change
+from tests.lib.sm100_bugs.launches import LaunchBug
 
 PAGE = Path(__file__).parents[3] / "docs" / "blackwell-checks.md"
 LOADS_LAG, STORES_LAG, PRODUCTS_LAG = (frozenset({name}) for name in ("loads", "stores", "products"))
@@ -25,10 +26,11 @@ class Bug(NamedTuple):
 
 
 Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
+AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
 
 
-def table(bugs: Bugs) -> str:
-    """Table of bugs and of the checks that find each, for the page."""
+def table(bugs: AnyBugs) -> str:
+    """What finds what, for the page."""
     none = "\N{EM DASH}"
     lines = ["| bug | | lint | execution |", "|---|---|---|---|"]
     for kind, some in bugs.items():
@@ -38,7 +40,7 @@ def table(bugs: Bugs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(old: str, *tables: Bugs) -> str:
+def page(old: str, *tables: AnyBugs) -> str:
     """The page with tables in the place of those that it has, each from its first line to its last."""
     new = iter([table(bugs) for bugs in tables])
     return re.sub(r"^\| bug \|.*?\n(?=\n)", lambda _: next(new), old, flags=re.MULTILINE | re.DOTALL)
