@@ -1,4 +1,4 @@
-"""The interpreter of PTX (``tests.lib.ptx``): clusters of two CTAs, and products that both compute together."""
+"""The interpreter of PTX (``tests.lib.ptx``): clusters of two CTAs, products of both, and effects that come late."""
 
 import random
 from collections.abc import Iterator
@@ -56,12 +56,12 @@ add.s64 %rd3, %rd1, %rd2;
 """
 
 
-def run(body: str, seed: int = 0, num_ctas: int = 4) -> list[int]:
+def run(body: str, seed: int = 0, num_ctas: int = 4, ctas_a_cluster: int = 2) -> list[int]:
     """Numbers that CTAs leave in global memory, one each."""
     memory = np.zeros(1024, np.uint8)
     params = [ptx.address_of(0).to_bytes(8, "little")]
     program = ptx.Program(HEAD + body + "ret;\n}\n")
-    launch = ptx.Launch(params, (num_ctas, 1, 1), (32, 1, 1), (2, 1, 1))
+    launch = ptx.Launch(params, (num_ctas, 1, 1), (32, 1, 1), (ctas_a_cluster, 1, 1))
     ptx.run(program, launch, memory, random.Random(seed))
     found: list[int] = memory.view(np.uint32)[:num_ctas].tolist()
     return found
@@ -132,7 +132,7 @@ def pair() -> list[Cta]:
 def put(cta: Cta, place: int, x: Array, row_bytes: int = 128) -> int:
     """Rows of 16 numbers into shared memory; returns their descriptor."""
     addresses = SHARED + place + np.arange(len(x))[:, None] * row_bytes + np.arange(16) * 2
-    cta.shared.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
+    cta.shown.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
     return (SHARED + place) >> 4 | 1 << 16 | (8 * row_bytes >> 4) << 32 | 1 << 46 | SWIZZLES[row_bytes] << 61
 
 
@@ -141,7 +141,7 @@ def put_columns(cta: Cta, place: int, x: Array, row_bytes: int) -> int:
     contiguous = row_bytes // 2
     row, k = np.arange(len(x))[:, None], np.arange(16)
     addresses = SHARED + place + row // contiguous * 16 * row_bytes + k * row_bytes + row % contiguous * 2
-    cta.shared.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
+    cta.shown.view("u2")[swizzled(addresses, row_bytes)] = x.astype(np.float16).view("u2")
     leading, stride = 16 * row_bytes, 8 * row_bytes
     return (SHARED + place) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[row_bytes] << 61
 
@@ -204,4 +204,59 @@ def test_commits_to_both(ranks: tuple[int, ...]) -> None:
         cta.barriers[cta.first_shared + 8] = Barrier(1, 1)
     ctas[0].products.append(Commit(SHARED + 8, ranks))
     tensor.advance(ctas[0], 1)
+    for _ in ranks:
+        tensor.arrive(ctas[0])
     assert [cta.barrier(cta.first_shared + 8).phase for cta in ctas] == [1, int(1 in ranks)]
+
+
+# The first CTA leaves 7 for the second one, which polls a counter, and stays until that has read it.
+SIGNAL = """setp.ne.s32 %p3, %r2, 0;
+@%p3 bra $POLL;
+mov.b32 %r5, 7;
+@%p1 st.global.b32 [%rd1+64], %r5;
+mov.b32 %r6, 1;
+@%p1 red.release.gpu.global.add.s32 [%rd1+128], %r6;
+$STAY:
+ld.acquire.gpu.global.b32 %r7, [%rd1+192];
+setp.eq.s32 %p3, %r7, 0;
+@%p3 bra $STAY;
+bra $END;
+$POLL:
+ld.acquire.gpu.global.b32 %r7, [%rd1+128];
+setp.eq.s32 %p3, %r7, 0;
+@%p3 bra $POLL;
+ld.global.b32 %r8, [%rd1+64];
+@%p1 st.global.b32 [%rd1], %r8;
+mov.b32 %r6, 1;
+@%p1 red.relaxed.gpu.global.add.s32 [%rd1+192], %r6;
+$END:
+"""
+TENSOR = """tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3+8], 32;
+mov.b32 %r5, 0;
+mov.b32 %r6, 7;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r6};
+tcgen05.wait::st.sync.aligned;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r7}, [%r5];
+tcgen05.wait::ld.sync.aligned;
+@%p1 st.global.b32 [%rd1], %r7;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+"""
+COPY = INIT.replace(", 2;", ", 1;") + SEND + WAIT + KEEP + MEET
+
+
+@pytest.mark.parametrize(
+    ("body", "ordered", "unordered", "ctas", "found"),
+    [
+        (SIGNAL, "red.release.gpu", "red.relaxed.gpu", (2, 1), 7),
+        (SIGNAL, "red.release.gpu", "red.release.cluster", (2, 1), 7),
+        (TENSOR, "tcgen05.wait::st.sync.aligned;", "", (1, 1), 7),
+        (TENSOR, "tcgen05.wait::ld.sync.aligned;", "", (1, 1), 7),
+        (COPY, "fence.proxy.async.shared::cta;", "", (2, 2), 2),
+        (COPY, "fence.proxy.async.shared::cta;", "fence.proxy.async.global;", (2, 2), 2),
+    ],
+)
+def test_what_orders(body: str, ordered: str, unordered: str, ctas: tuple[int, int], found: int) -> None:
+    """With what orders them, effects are there under all schedules; without, they are missing under some."""
+    assert ordered in body
+    assert {run(body, seed, *ctas)[0] for seed in range(20)} == {found}
+    assert {run(body.replace(ordered, unordered), seed, *ctas)[0] for seed in range(20)} > {found}

@@ -136,7 +136,7 @@ class BiasGradient:
         """Configuration of a call's kernel."""
         backend = WithGradient(random.Random(0), num_sms=1, is_alone=True)
         backend.launches = False
-        execute(call, backend, torch.zeros(call.q.shape[:-1]).mT, torch.zeros_like(call.v), None)
+        execute(call, backend, torch.zeros(call.q.shape[:-1]).mT.contiguous(), torch.zeros_like(call.v), None)
         (plan,) = backend.plans
         return plan.config
 

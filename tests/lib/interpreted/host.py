@@ -7,11 +7,11 @@ are put into the object file's empty section ``.text``, as a jump each, under th
 
 import ctypes
 import itertools
+import platform
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
@@ -26,16 +26,20 @@ _ON_CUDA = 2  # of DLPack
 
 _SECTION, _SYMBOL = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")  # of ELF's tables
 _SYMBOLS = 2  # the type of a section
-_RETURN_0 = b"\x31\xc0\xc3"
+# By processors: code that jumps to an address, which follows the first part, and code that returns 0.
+_CODE = {
+    "x86_64": (b"\x48\xb8", b"\xff\xe0", b"\x31\xc0\xc3"),
+    "aarch64": (b"\x50\x00\x00\x58\x00\x02\x1f\xd6", b"", b"\x00\x00\x80\x52\xc0\x03\x5f\xd6"),
+}
 
 
 class Host:
     """The launching code of a configuration, and its kernels."""
 
     def __init__(self, code: Code):
-        tvm_ffi = pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
         from cutlass.cute.export import _BinaryExecutionEngine
         from cutlass.cute.runtime import find_runtime_libraries
+        from cutlass.cutlass_dsl.tvm_ffi_provider import tvm_ffi
 
         self._text, self._from_dlpack = code.ptx, tvm_ffi.from_dlpack
         self._programs: dict[str, ptx.Program] = {}
@@ -55,7 +59,7 @@ class Host:
         self._functions = {name: self._in_c(function) for name, function in functions.items()}
         stubs = {name: _jump_to(function) for name, function in self._functions.items()}
         # Called when the code is unloaded, which may be after Python has ended.
-        stubs["cuda_dialect_unload_library_once"] = _RETURN_0
+        stubs["cuda_dialect_unload_library_once"] = _CODE[platform.machine()][2]
         libraries = find_runtime_libraries(enable_tvm_ffi=True)
         for library in libraries:
             ctypes.CDLL(library)
@@ -174,10 +178,11 @@ def _write(form: str, address: int, *values: int) -> None:
 
 
 def _jump_to(function: Any) -> bytes:
-    """mov rax, function; jmp rax."""
+    """Code that goes on with a function."""
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    return b"\x48\xb8" + address.to_bytes(8, "little") + b"\xff\xe0"
+    ahead, behind, _ = _CODE[platform.machine()]
+    return ahead + address.to_bytes(8, "little") + behind
 
 
 def _linked(code: bytes, stubs: Mapping[str, bytes]) -> bytes:

@@ -9,11 +9,13 @@ is over, when it runs. Where no warp can go on ``FaultError`` says what each wai
 
 CTAs of a cluster run side by side, and reach each other's shared memory; those of a pair compute products together.
 
-It cannot see what only hardware's memory model asks for: a missing proxy fence, ``tcgen05.fence`` or ``wait::ld``.
+Effects come as late as hardware may show them: behind a proxy fence, ``tcgen05.wait`` or a release (``weak``). Not seen
+are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquire.
 
     state         a CTA: its memory, barriers and warps; clusters
     statement     one instruction of ``tools.ptx``: how its operands are read and written
     arithmetic    instructions on registers
+    weak          effects that come later than their instruction
     memory        loads, stores, atomics and mbarriers
     tma           copies: instructions, and the engine
     tensor        tensor memory and products: instructions, and the engine

@@ -132,9 +132,9 @@ def _float16(x: Array) -> Array:
 
 
 def _bfloat16(x: Array) -> Array:
-    bits = x.view(np.uint32).astype(np.uint64)
-    even = bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)
-    return np.where(np.isnan(x), np.uint64(0x7FFF), even).astype(np.uint32)
+    bits = x.view(np.uint32)
+    even = bits + (0x7FFF + (bits >> 16 & 1)) >> 16  # which wraps around for some NaN only
+    return np.where(np.isnan(x), np.uint32(0x7FFF), even)
 
 
 _COMPARE: dict[str, Callable[..., Array]] = {

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.lib.ptx import weak
 from tests.lib.ptx.state import GLOBAL, Array, Barrier, Effect, FaultError, Mask, Warp, converged, lanes_of
 from tests.lib.ptx.statement import TYPES, Statement, base_and_offset, vector
 from tools.ptx import Operand
@@ -42,7 +43,7 @@ def load(s: Statement) -> Effect:
                 write(warp, np.full(32, word), mask)
 
         return load_parameter
-    place = _words(s, s.operands[1], len(targets))
+    place, is_global = _words(s, s.operands[1], len(targets)), "global" in s.instruction.parts
     is_signed = s.kind[0] == "s"
     wider: type | None = None
     if is_wide and s.kind[1:] == "32":
@@ -54,6 +55,8 @@ def load(s: Statement) -> Effect:
 
     def load_words(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)
+        if is_global:
+            weak.read_global(warp, at[lanes_of(mask)] * words.itemsize, words.itemsize * len(targets))
         for i, write in enumerate(targets):
             value = words[at + i]
             write(warp, value if wider is None else value.view(TYPES[s.kind]).astype(wider), mask)
@@ -64,13 +67,30 @@ def load(s: Statement) -> Effect:
 def store(s: Statement) -> Effect:
     """Into global or shared memory."""
     reads = [s.source(x, s.kind) for x in vector(s.operands[1])]
-    place = _words(s, s.operands[0], len(reads))
+    place, is_global = _words(s, s.operands[0], len(reads)), "global" in s.instruction.parts
+    following = np.arange(len(reads))
 
     def store_words(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)
         lanes = lanes_of(mask)
-        for i, read in enumerate(reads):
-            words[at[lanes] + i] = read(warp)[lanes].view(words.dtype)
+        values = [read(warp)[lanes].view(words.dtype) for read in reads]
+
+        def write() -> None:
+            for i, value in enumerate(values):
+                words[at[lanes] + i] = value
+
+        def show(chosen: Array) -> None:
+            places = at[chosen][:, None] + following
+            warp.cta.shown.view(words.dtype)[places] = words[places]
+
+        if is_global:
+            weak.write_global(warp, at[lanes] * words.itemsize, words.itemsize * len(reads), write)
+            return
+        write()
+        if weak.is_late(warp.cta.draw):
+            warp.late.to_async.append((lanes, show))
+        else:
+            show(lanes)
 
     return store_words
 
@@ -83,6 +103,7 @@ def atomic_add(s: Statement) -> Effect:
     def add(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)
         before, added = np.zeros(32, words.dtype), read(warp).view(words.dtype)
+        weak.read_global(warp, at[lanes_of(mask)] * words.itemsize, words.itemsize)
         for lane in np.nonzero(lanes_of(mask))[0]:
             before[lane] = words[at[lane]]
             words[at[lane]] += added[lane]
@@ -94,15 +115,43 @@ def atomic_add(s: Statement) -> Effect:
 def reduce_add(s: Statement) -> Effect:
     """To words, one lane after the other."""
     reads = [s.source(x, s.kind) for x in vector(s.operands[1])]
-    place = _words(s, s.operands[0], len(reads))
+    place, releases = _words(s, s.operands[0], len(reads)), _releases(s)
 
     def add(warp: Warp, mask: Mask) -> None:
         words, at = place(warp, mask)
         lanes = lanes_of(mask)
-        for i, read in enumerate(reads):
-            np.add.at(words.view(TYPES[s.kind]), at[lanes] + i, read(warp)[lanes])
+        values = [read(warp)[lanes] for read in reads]
+
+        def write() -> None:
+            for i, value in enumerate(values):
+                np.add.at(words.view(TYPES[s.kind]), at[lanes] + i, value)
+
+        if releases:
+            weak.release(warp)
+        if s.kind == "f32":
+            weak.write_global(warp, at[lanes] * words.itemsize, words.itemsize * len(reads), write)
+        else:  # a counter, which overtakes what it is not ordered behind
+            write()
 
     return add
+
+
+def fence(s: Statement) -> Effect:
+    """Shows what the thread has written: to TMA and tensor cores, or to all."""
+    to_async, releases = "proxy" in s.instruction.parts and "global" not in s.instruction.parts, _releases(s)
+
+    def show(warp: Warp, mask: Mask) -> None:
+        if to_async:
+            weak.show_to_async(warp, lanes_of(mask))
+        if releases:
+            weak.release(warp)
+
+    return show
+
+
+def _releases(s: Statement) -> bool:
+    parts = set(s.instruction.parts)
+    return bool(parts & {"release", "acq_rel", "sc"}) and bool(parts & {"gpu", "sys"})
 
 
 def test_barrier(s: Statement) -> Effect:
@@ -132,6 +181,7 @@ def arrive_at_barrier(s: Statement) -> Effect:
     of_cluster = "shared::cluster" in s.instruction.parts
 
     def arrive(warp: Warp, at: int, n: int) -> None:
+        weak.arrive(warp)
         barrier = warp.cta.barrier(at, of_cluster=of_cluster)
         if ".expect_tx." in s.name:
             barrier.expect(n)
@@ -149,6 +199,7 @@ def arrive_in_cluster(s: Statement) -> Effect:
         converged(mask)
         if warp.meeting is not None:
             raise FaultError("arrives twice at the cluster's barrier")
+        weak.arrive(warp)
         warp.meeting = warp.cta.cluster.phase
         warp.cta.cluster.arrive()
 

@@ -52,8 +52,10 @@ _INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
     "tcgen05.dealloc": tensor.deallocate,
     "tcgen05.commit": tensor.commit,
     "tcgen05.mma": tensor.multiply,
-    **dict.fromkeys(("tcgen05.wait", "tcgen05.fence", "tcgen05.relinquish_alloc_permit"), _nothing),
-    **dict.fromkeys(("fence", "bar.warp.sync", "prefetch.tensormap", "nanosleep"), _nothing),
+    "tcgen05.wait": tensor.wait,
+    "fence": memory.fence,
+    **dict.fromkeys(("tcgen05.fence", "tcgen05.relinquish_alloc_permit"), _nothing),
+    **dict.fromkeys(("bar.warp.sync", "prefetch.tensormap", "nanosleep"), _nothing),
 }
 
 
@@ -75,7 +77,7 @@ class Program:
         Raises:
             FaultError: an instruction that is not known.
         """
-        (function,) = (f for f in ptx.parse(text).functions if f.is_entry and kernel in f.name)
+        (function,) = (f for f in _parsed(text).functions if f.is_entry and kernel in f.name)
         self.name = function.name
         head = text[function.start : text.index("{", function.start)]
         declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (\w+)(?:\[(\d+)\])?", head)
@@ -110,6 +112,9 @@ class Program:
             return "is_read" if "read" in s.instruction.parts else "is_written", operands[0].number
         # Loops that wait for what others write would otherwise take all of a warp's turn.
         return "poll" if is_a("ld.acquire", "nanosleep") else "run", _decoder(s.name)(s)
+
+
+_parsed = functools.lru_cache(maxsize=1)(ptx.parse)  # kernels of a module follow each other
 
 
 @functools.cache

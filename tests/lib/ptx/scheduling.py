@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.lib.ptx import tensor, tma
+from tests.lib.ptx import tensor, tma, weak
 from tests.lib.ptx.program import Program
 from tests.lib.ptx.state import ALL, Array, Cluster, Cta, FaultError, Lagging, Launch, Name, Warp, converged
 
 _MOST_ROUNDS = 100_000  # of warps and engines, in a launch: many times what any test takes
-_MOST_IDLE = 1000  # rounds one after the other in which nobody does more than poll
+_MOST_IDLE = 1000  # rounds one after the other in which no warp does more than poll
 _MOST_RESIDENT = 8  # clusters; others of a launch begin as these end
 _MOST_BETWEEN_POLLS = 50  # instructions of a loop that does no more
 
@@ -33,7 +33,7 @@ class _Schedule:
         }
         cluster.num_warps = len(self.warps)
         groups = [frozenset(range(first, first + 4)) for first in range(0, program.num_warps, 4)]
-        some: list[Lagging] = [*(frozenset({name}) for name in ("loads", "stores", "products")), *groups]
+        some: list[Lagging] = [*(frozenset({name}) for name in ("loads", "stores", "products", "arrivals")), *groups]
         drawn = draw.choice((draw.choice(some), frozenset()))
         ranks = [[cta.rank] for cta in self.ctas] + [[cta.rank for cta in self.ctas]]
         slow = draw.choice(ranks) if lagging is None and len(self.ctas) > 1 else ranks[-1]  # one's, or those of all
@@ -46,6 +46,7 @@ class _Schedule:
             self.engines[cta.rank, "loads"] = functools.partial(tma.load, cta), cta.loads
             self.engines[cta.rank, "stores"] = functools.partial(tma.store, cta), cta.stores
             self.engines[cta.rank, "products"] = advance, cta.products
+            self.engines[cta.rank, "arrivals"] = functools.partial(tensor.arrive, cta), cta.arrivals
 
     def run(self) -> Iterator[bool]:
         """Until all warps have returned; others may come between. Says each time whether there was more than polling.
@@ -86,6 +87,11 @@ class _Schedule:
             raise FaultError("ends while copies are under way")
         while cta.stores:
             tma.store(cta)
+        while cta.arrivals:
+            tensor.arrive(cta)
+        for warp in self.warps.values():
+            if warp.cta is cta:
+                weak.release(warp)
         cta.is_over = True
 
     def _advance_products(self, cta: Cta) -> None:
@@ -105,11 +111,13 @@ class _Schedule:
         """Some instructions of a warp; of lanes at different places those that are furthest behind."""
         code = self.code
         place, lanes = self._furthest_behind(warp)
+        counted, count = lanes, np.count_nonzero(lanes)
         for _ in range(instructions):
             text, kind, what, predicate = code[place]
             place += 1
             chosen = lanes if predicate is None else lanes & (warp.registers[predicate[0]] != predicate[1])
-            count = np.count_nonzero(chosen)
+            if chosen is not counted:
+                counted, count = chosen, np.count_nonzero(chosen)
             mask = None if count == len(chosen) else chosen
             if not count:
                 pass
@@ -166,6 +174,8 @@ class _Schedule:
             warp.waits_for = (kind, 0, warp.meeting)
             warp.meeting = None
             return
+        if kind == "meet":
+            weak.arrive(warp)
         first, second = (int(read(warp)[0]) for read in what[:2])
         warp.waits_for = (kind, first, second)
         if kind == "wait":
@@ -196,7 +206,7 @@ def run(
         launch: how it is launched.
         memory: global memory, in bytes, which they change.
         draw: decides whose turn it is.
-        lagging: those that go on only when nobody else of their cluster can, but for polling; None: drawn.
+        lagging: those that go on only when nothing else of their cluster can, but for polling; None: drawn.
         tensors: where tensors are in global memory: a box of TMA is of one of them. None: anywhere.
 
     Raises:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tests.lib.ptx.weak import Late, Written
+
 if TYPE_CHECKING:
     from tests.lib.ptx.tensor import Commit, Product
     from tests.lib.ptx.tma import Copy
@@ -18,7 +20,7 @@ Mask = Array | None  # of lanes; None: all
 Read = Callable[["Warp"], Array]
 Write = Callable[["Warp", Array, Mask], None]
 Effect = Callable[["Warp", Mask], None]  # of an instruction
-Name = int | str  # a warp's number, or of an engine "loads", "stores" or "products"
+Name = int | str  # a warp's number, or of an engine "loads", "stores", "products" or "arrivals"
 Lagging = frozenset[Name | tuple[int, Name]]  # of every CTA, or with a rank in a cluster of one
 
 GLOBAL, SHARED, PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
@@ -112,6 +114,7 @@ class Cluster:
     num_warps: int = 0  # of all of them
     arrived: int = 0  # warps, at its barrier
     phase: int = 0  # of its barrier
+    to_global: list[Written] = field(default_factory=list)  # by warps that have arrived at barriers since
 
     def arrive(self) -> None:
         """Counts the arrival of a warp."""
@@ -133,6 +136,7 @@ class Cta:
     tensors: Sequence[slice]  # where tensors are in it; none: anywhere
     shared: Array  # in bytes
     draw: random.Random  # decides whose turn it is
+    shown: Array = field(init=False)  # shared memory as TMA and tensor cores see it
     tensor_memory: Array = field(default_factory=lambda: np.full((128, COLUMNS), 0x7FC0DEAD, np.uint32))
     columns: int = 0  # of tensor memory that are allocated
     barriers: dict[int, Barrier] = field(default_factory=dict)
@@ -140,8 +144,12 @@ class Cta:
     loads: list["Copy"] = field(default_factory=list)
     stores: list["Copy"] = field(default_factory=list)
     products: "deque[Product | Commit]" = field(default_factory=deque)
+    arrivals: list[int] = field(default_factory=list)  # of commits, at mbarriers
     is_over: bool = False  # all its warps have returned
     free_registers: int = 0  # a thread of a warp, that some warps have given back and no others have got
+
+    def __post_init__(self) -> None:
+        self.shown = self.shared.copy()
 
     @property
     def first_shared(self) -> int:
@@ -182,6 +190,7 @@ class Warp:
     polls: bool = False  # whether it does no more than look for what others write
     open_group: list["Copy"] = field(default_factory=list)  # of stores
     groups: list[list["Copy"]] = field(default_factory=list)
+    late: Late = field(default_factory=Late)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
 
     @property

@@ -52,7 +52,7 @@ class Statement:
         return self.instruction.register(operand.text) if is_one and not operand.parts else None
 
     def source(self, operand: Operand, kind: str) -> Read:
-        """Reads an operand: a register, a number, a parameter's address or that of shared memory.
+        """Reader of an operand: a register, a number, a parameter's address or that of shared memory.
 
         Numbers of bfloat16 become float32.
         """

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.lib.ptx import weak
 from tests.lib.ptx.state import RANK_PITCH, Array, Cta, Effect, FaultError, Mask, Warp, converged, only, within_cta
 from tests.lib.ptx.statement import Statement, vector
 from tests.lib.ptx.tma import swizzled
@@ -33,7 +34,8 @@ def access(s: Statement) -> Effect:
     is_load = s.instruction.is_a("tcgen05.ld")
     of_memory, of_registers = (1, 0) if is_load else (0, 1)
     address, names = s.address(s.operands[of_memory]), vector(s.operands[of_registers])
-    targets, reads = [s.target(x) for x in names] if is_load else [], [s.source(x, "b32") for x in names]
+    targets = [s.target(x) for x in names] if is_load else []
+    reads = [] if is_load else [s.source(x, "b32") for x in names]
 
     def move(warp: Warp, mask: Mask) -> None:
         converged(mask)
@@ -41,14 +43,40 @@ def access(s: Statement) -> Effect:
         lane, column = int(at[0]) >> 16, int(at[0]) & 0xFFFF
         if (at != at[0]).any() or lane != 32 * (warp.index % 4) or column + len(names) > warp.cta.columns:
             raise FaultError(f"{s.name} by warp {warp.index} at lane {lane}, column {column}")
-        rows = warp.cta.tensor_memory[lane : lane + 32]
-        for i, write in enumerate(targets):
-            write(warp, rows[:, column + i].copy(), mask)
-        if not is_load:
-            for i, read in enumerate(reads):
-                rows[:, column + i] = read(warp)
+        rows, is_late = warp.cta.tensor_memory[lane : lane + 32], weak.is_late(warp.cta.draw)
+        values = [read(warp) for read in reads]
+
+        def load() -> None:
+            for i, write in enumerate(targets):
+                write(warp, rows[:, column + i].copy(), None)
+
+        def store() -> None:
+            for i, value in enumerate(values):
+                rows[:, column + i] = value
+
+        if is_load and is_late:
+            for write in targets:
+                write(warp, weak.NOT_LOADED, None)
+            warp.late.loads.append(load)
+        elif is_load:
+            load()
+        elif is_late or warp.late.stores:
+            warp.late.stores.append(store)
+        else:
+            store()
 
     return move
+
+
+def wait(s: Statement) -> Effect:
+    """The end of a warp's loads, or stores."""
+    of_loads = s.instruction.is_a("tcgen05.wait::ld")
+
+    def end(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        weak.show(warp.late.loads if of_loads else warp.late.stores)
+
+    return end
 
 
 def allocate(s: Statement) -> Effect:
@@ -116,10 +144,15 @@ def advance(cta: Cta, at_most: int) -> None:
     for _ in range(min(len(cta.products), at_most)):
         product = cta.products.popleft()
         if isinstance(product, Commit):
-            for rank in product.ranks:
-                cta.barrier(product.barrier + rank * RANK_PITCH, of_cluster=True).arrive()
+            cta.arrivals += [product.barrier + rank * RANK_PITCH for rank in product.ranks]
         else:
             _multiply(cta, product)
+
+
+def arrive(cta: Cta) -> None:
+    """The next arrival of a commit, any of those that are due."""
+    place = cta.arrivals.pop(cta.draw.randrange(len(cta.arrivals)))
+    cta.barrier(place, of_cluster=True).arrive()
 
 
 def _multiply(cta: Cta, p: Product) -> None:
@@ -167,7 +200,7 @@ def _operand(cta: Cta, descriptor: int, rows: int, *, is_transposed: bool) -> Ar
         offsets = row % contiguous * 2 + row // contiguous * leading + k % 8 * row_bytes + k // 8 * stride
     else:
         offsets = row % 8 * row_bytes + row // 8 * stride + k * 2
-    return cta.shared.view("u2")[swizzled(start + offsets, row_bytes)]
+    return cta.shown.view("u2")[swizzled(start + offsets, row_bytes)]
 
 
 _UNUSED = 0b1110_0000_1000_0000_0110_0000_0100_1111  # bits of an instruction's descriptor

@@ -4,11 +4,12 @@ import abc
 import functools
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from tests.lib.ptx import weak
 from tests.lib.ptx.state import (
     GLOBAL,
     PARAM_PITCH,
@@ -81,6 +82,7 @@ def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
 class Copy(abc.ABC):
     """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
 
+    warp: Warp  # that has asked for it
     barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
     data: Array | None = None  # what one to global memory has read
     is_written: bool = False
@@ -94,6 +96,10 @@ class Copy(abc.ABC):
     @abc.abstractmethod
     def num_bytes(self) -> int:
         """Bytes that a copy to shared memory signals."""
+
+    @abc.abstractmethod
+    def halves(self) -> list["Copy"]:
+        """The copy in two, which are done at different times; what is too small for that stays whole."""
 
     @abc.abstractmethod
     def load(self, cta: Cta) -> None:
@@ -118,20 +124,30 @@ class Box(Copy):
 
     @property
     def num_bytes(self) -> int:
-        """Those behind the end of the tensor included."""
+        """Bytes of the whole box, behind the end of the tensor too."""
         return 2 * self.at.size
+
+    def halves(self) -> list[Copy]:
+        """Some of its rows, and the others."""
+        rows = len(self.at) // 2
+        parts = [slice(None, rows), slice(rows, None)] if rows else [slice(None)]
+        return [replace(self, at=self.at[x], inside=self.inside[x], shared=self.shared[x]) for x in parts]
 
     def load(self, cta: Cta) -> None:
         """With zeros behind the end of the tensor."""
-        cta.shared.view("u2")[self.shared] = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
+        data = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
+        for memory in (cta.shared, cta.shown):
+            memory.view("u2")[self.shared] = data
 
     def read(self, cta: Cta) -> Array:
-        """Reads the whole box."""
-        return cta.shared.view("u2")[self.shared]
+        """Reads the box, as TMA sees it."""
+        return cta.shown.view("u2")[self.shared]
 
     def write(self, cta: Cta, data: Array) -> None:
-        """What is in the tensor."""
-        cta.memory.view("u2")[self.at[self.inside]] = data[self.inside]
+        """Writes the elements that are within the tensor."""
+        words, at, values = cta.memory.view("u2"), self.at[self.inside], data[self.inside]
+        if len(at):
+            weak.write_global(self.warp, 2 * at, 2, lambda: words.__setitem__(at, values))
 
 
 @dataclass(kw_only=True)
@@ -147,21 +163,29 @@ class Bytes(Copy):
         """Bytes of the range."""
         return int(self.shared.stop - self.shared.start)
 
+    def halves(self) -> list[Copy]:
+        """Some of its bytes, and the others."""
+        return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
+
     def load(self, cta: Cta) -> None:
-        """Copies the whole range."""
-        cta.shared[self.shared] = cta.memory[self.whole]
+        """All."""
+        cta.shared[self.shared] = cta.shown[self.shared] = cta.memory[self.whole]
 
     def read(self, cta: Cta) -> Array:
-        """Reads the whole range."""
-        return cta.shared[self.shared].copy()
+        """All."""
+        return cta.shown[self.shared].copy()
 
     def write(self, cta: Cta, data: Array) -> None:
         """In place of what is there, or added to it."""
         place = cta.memory[self.whole]
-        if self.adds:
-            place.view(np.float32)[:] += data.view(np.float32)
-        else:
-            place[:] = data
+
+        def write() -> None:
+            if self.adds:
+                place.view(np.float32)[:] += data.view(np.float32)
+            else:
+                place[:] = data
+
+        weak.write_global(self.warp, np.array([self.whole.start]), len(place), write)
 
 
 @dataclass(kw_only=True)
@@ -177,9 +201,13 @@ class BetweenCtas(Copy):
         """Bytes of the range."""
         return int(self.shared.stop - self.shared.start)
 
+    def halves(self) -> list[Copy]:
+        """Some of its bytes, and the others."""
+        return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
+
     def load(self, cta: Cta) -> None:
-        """Copies the whole range."""
-        self.target.shared[self.whole] = cta.shared[self.shared]
+        """All."""
+        self.target.shared[self.whole] = self.target.shown[self.whole] = cta.shown[self.shared]
 
     def read(self, cta: Cta) -> Array:
         """There are no such stores."""
@@ -188,6 +216,12 @@ class BetweenCtas(Copy):
     def write(self, cta: Cta, data: Array) -> None:
         """There are no such stores."""
         raise NotImplementedError
+
+
+def _halves(whole: slice) -> list[slice]:
+    """Pieces of 16 bytes each, the first half of them and the others; one of them alone."""
+    middle = whole.start + (whole.stop - whole.start) // 32 * 16
+    return [slice(whole.start, middle), slice(middle, whole.stop)] if middle > whole.start else [whole]
 
 
 def commit_group(s: Statement) -> Effect:
@@ -206,11 +240,12 @@ def _is_store(s: Statement) -> bool:
 
 
 def _ask(warp: Warp, copy: Copy, *, is_store: bool) -> None:
+    halves = copy.halves()
     if is_store:
-        warp.open_group.append(copy)
-        warp.cta.stores.append(copy)
+        warp.open_group += halves
+        warp.cta.stores += halves
     else:
-        warp.cta.loads.append(copy)
+        warp.cta.loads += halves
 
 
 def copy_box(s: Statement) -> Effect:
@@ -239,6 +274,7 @@ def copy_box(s: Statement) -> Effect:
         _check_in_a_tensor(warp.cta, at[inside] - GLOBAL)
         places = within_cta(address) + np.arange(rows)[:, None] * pitch + np.arange(tensor.box[0]) * 2
         box = Box(
+            warp=warp,
             at=np.where(inside, at - GLOBAL, 0) // 2,
             inside=inside,
             shared=swizzled(places, tensor.swizzle),
@@ -274,7 +310,11 @@ def _copy_within_cluster(s: Statement) -> Effect:
             if start < 0 or start + num_bytes > len(owner.shared) or start % 16 or num_bytes % 16:
                 raise FaultError(f"{num_bytes} bytes from {source} to {target}")
             places.append(slice(start, start + num_bytes))
-        _ask(warp, BetweenCtas(target=owner, whole=places[0], shared=places[1], barrier=barrier), is_store=False)
+        _ask(
+            warp,
+            BetweenCtas(warp=warp, target=owner, whole=places[0], shared=places[1], barrier=barrier),
+            is_store=False,
+        )
 
     return ask
 
@@ -297,6 +337,7 @@ def copy_bytes(s: Statement) -> Effect:
                 raise FaultError(f"{size} bytes between {first} and {begin}")
             places.append(slice(start, start + size))
         copy = Bytes(
+            warp=warp,
             whole=places[0],
             shared=places[1],
             adds=s.instruction.is_a("cp.reduce"),

@@ -296,21 +296,18 @@ BACKWARD: Bugs = {
             arrivals(_COMPUTE, "dp.empty").ahead("fence.proxy.async").left_out(),
             "d64",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "a piece of dQ is added by TMA without fence.proxy.async",
             arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("fence.proxy.async").left_out(),
             "d64",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "dV in shared memory is stored by TMA without fence.proxy.async",
             arrivals(_COMPUTE, "dv.empty").ahead("fence.proxy.async").left_out(),
             "d64",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "dQ is added by TMA to what other proxies have stored, without fence.proxy.async.global",
@@ -403,21 +400,18 @@ BACKWARD: Bugs = {
             waits(_COMPUTE, "dp.full").behind("tcgen05.wait::ld").left_out(),
             "d64",
             lint="load-wait",
-            shows=False,
         ),
         Bug(
             "dQ is given back before it is in registers",
             waits(_DRAIN, "dq.full").behind("tcgen05.wait::ld").left_out(),
             "d64",
             lint="load-wait",
-            shows=False,
         ),
         Bug(
             "weights are handed over before they are in tensor memory",
             _WEIGHTS_STORED[1].behind("tcgen05.wait::st").left_out(),
-            "d64",
+            "steps",
             lint="store-wait",
-            shows=False,
         ),
     ),
     "missing barrier": (
@@ -505,14 +499,12 @@ BACKWARD: Bugs = {
             find(_ADD, "red.release").rewritten("release", "relaxed"),
             "turns",
             lint="scope",
-            shows=False,
         ),
         Bug(
             "a turn is passed on at the scope of the CTA",
             find(_ADD, "red.release").rewritten("gpu", "cta"),
             "turns",
             lint="scope",
-            shows=False,
         ),
     ),
     "offset": (
@@ -546,7 +538,6 @@ BACKWARD: Bugs = {
             find(_ADD, "setmaxnreg").moved_behind(waits(_ADD, "tiles.full")),
             "d64",
             lint="registers",
-            shows=False,
         ),
     ),
     "missing store": (

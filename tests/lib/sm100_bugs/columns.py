@@ -69,14 +69,12 @@ COLUMNS: Bugs = {
             find(PRODUCER, "mbarrier.init", 8, "entries.empty").rewritten(r", %r\d+", ", 4"),
             "many",
             lint="arrivals",
-            shows=False,
         ),
         Bug(
             "a turn is said to be read when one adding warp has read it",
             find(PRODUCER, "mbarrier.init", 8, "turns.empty").rewritten(r", %r\d+", ", 1"),
             "many",
             lint="arrivals",
-            shows=False,
         ),
         Bug(
             "all threads of a warp say that they have read an entry",

@@ -272,7 +272,6 @@ FORWARD: Bugs = {
             find(_EPILOGUE, "fence.proxy.async").left_out(),
             "one",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "mbarriers are not made known to TMA and tensor cores",
@@ -327,31 +326,28 @@ FORWARD: Bugs = {
     "missing tcgen05.wait": (
         Bug(
             "scores are computed with before they are in registers",
-            _LOADS[4].behind("tcgen05.wait::ld").left_out(),
+            _LOADS[0].behind("tcgen05.wait::ld").left_out(),
             "one",
             lint="load-wait",
-            shows=False,
         ),
         Bug(
             "O is computed with before it is in registers",
             find(_EPILOGUE, "tcgen05.ld", 4)[-1].behind("tcgen05.wait::ld").left_out(),
             "one",
             lint="load-wait",
-            shows=False,
         ),
         Bug(
             "weights are handed over before they are in tensor memory",
             _END_OF_MOST[0].behind("tcgen05.wait::st").left_out(),
-            "one",
+            "long",
+            _SOFTMAX_LAGS,
             lint="store-wait",
-            shows=False,
         ),
         Bug(
             "O that has been rescaled is handed over before it is in tensor memory",
             find(_SOFTMAX, "tcgen05.st", 14)[-3].behind("tcgen05.wait::st").left_out(),
-            "one",
+            "d64",
             lint="store-wait",
-            shows=False,
         ),
     ),
     "missing barrier": (

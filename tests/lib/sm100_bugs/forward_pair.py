@@ -19,7 +19,7 @@ from tests.lib.sm100_bugs.code import (
     meetings,
     waits,
 )
-from tests.lib.sm100_bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
+from tests.lib.sm100_bugs.table import ARRIVALS_LAG, FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
 
 _SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
 _SECOND_SOFTMAX_LAGS, _SECOND_EPILOGUE_LAGS = (
@@ -79,6 +79,14 @@ FORWARD_PAIR: Bugs = {
             waits(PRODUCER, "tiles.empty", 4).left_out(),
             "tiles",
             _SECOND_EPILOGUE_LAGS,
+        ),
+    ),
+    "leaving": (
+        Bug(
+            "the second CTA ends before the last commit arrives there",
+            waits(SECOND + PRODUCER, "v.empty", 2)[-1:].left_out(),
+            "d256",
+            ARRIVALS_LAG,
         ),
     ),
     "wrong phase": (
@@ -171,7 +179,6 @@ FORWARD_PAIR: Bugs = {
             PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
             "d256",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "no tcgen05.fence::before_thread_sync between the weights and their arrival in the other CTA",

@@ -213,14 +213,12 @@ PAIR: Bugs = {
             _SENT.ahead("fence.proxy.async").left_out(),
             "one",
             lint="proxy",
-            shows=False,
         ),
         Bug(
             "what a tile is is sent without fence.proxy.async",
             PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
             "one",
             lint="proxy",
-            shows=False,
         ),
     ),
     "missing barrier": (

@@ -10,7 +10,9 @@ from tests.lib.sm100_bugs.code import SECOND, Change
 from tests.lib.sm100_bugs.launches import LaunchBug
 
 PAGE = Path(__file__).parents[3] / "docs" / "blackwell-checks.md"
-LOADS_LAG, STORES_LAG, PRODUCTS_LAG = (frozenset({name}) for name in ("loads", "stores", "products"))
+LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG = (
+    frozenset({name}) for name in ("loads", "stores", "products", "arrivals")
+)
 FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
 
 
@@ -30,7 +32,7 @@ AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
 
 
 def table(bugs: AnyBugs) -> str:
-    """What finds what, for the page."""
+    """Table of bugs and of the checks that find each, for the page."""
     none = "\N{EM DASH}"
     lines = ["| bug | | lint | execution |", "|---|---|---|---|"]
     for kind, some in bugs.items():

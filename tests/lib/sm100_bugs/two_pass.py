@@ -134,7 +134,6 @@ TWO_PASS: Bugs = {
             arrivals(_COMPUTE, "scores.empty", 3)[2].ahead("fence.proxy.async").left_out(),
             "one",
             lint="proxy",
-            shows=False,
         ),
     ),
     "registers": (
