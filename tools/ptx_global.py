@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tools.ptx import Function, Instruction, Operand
-from tools.ptx_threads import Program, resolve
+from tools.ptx_threads import Program, Resolved, resolve
 
 # By sizes: a tile's number times its rows is a row, times its elements an offset; of all heads' tiles there are more.
-MOST_SCALE = (2.0**64, 4096, 1024)
+MOST_SCALE = (2.0**64, 4096, 512)
 _MOST_SIZES = 2  # more make no difference
 _MOST = 2.0**64
 WIDE_SCOPES = {"gpu", "sys", "gl"}  # words of instructions that reach other CTAs' threads
@@ -96,6 +96,40 @@ def _loads(x: Instruction) -> bool:
     return x.is_a("ld") and "global" in x.parts
 
 
+def _remainders(function: Function, resolved: list[Resolved]) -> Iterator[tuple[int, Operand]]:
+    """Subtractions ``a - a / b * b``, each with ``b``, which its result is less than.
+
+    Division, product and subtraction follow each other on one path, on which nothing writes ``a`` or ``b``.
+    """
+    starts = {x.scope.label(x.operands[0].text) for x in function.instructions if x.is_a("bra")}
+    quotients: dict[str, Instruction] = {}  # by register, of the path so far
+    products: dict[str, Instruction] = {}  # of a quotient and its divisor: the division
+    for number, (x, one) in enumerate(zip(function.instructions, resolved, strict=True)):
+        if number in starts:
+            quotients, products = {}, {}
+        texts = [operand.text for operand in x.operands]
+        division = product = None
+        if x.is_a("sub.s32", "sub.u32") and x.register(texts[2]) in products:
+            of = products[x.register(texts[2])]
+            if x.register(texts[1]) == of.register(of.operands[1].text):
+                yield number, of.operands[2]
+        elif x.is_a("div.s32", "div.u32") and x.guard is None:
+            division = x
+        elif x.is_a("mul.lo.s32", "mul.lo.u32") and x.guard is None:
+            for quotient, other in (texts[1:], texts[:0:-1]):
+                found = quotients.get(x.register(quotient))
+                if found is not None and x.register(other) == found.register(found.operands[2].text):
+                    product = found
+        for known, new in ((quotients, division), (products, product)):
+            for register in one.results:
+                known.pop(register, None)
+            if new is not None:
+                known[one.results[0]] = new
+            for register, of in tuple(known.items()):
+                if {of.register(operand.text) for operand in of.operands[1:]} & set(one.results):
+                    del known[register]
+
+
 class _Analysis:
     """Sizes of all registers, and of those of 64 bits where they were widened."""
 
@@ -103,6 +137,7 @@ class _Analysis:
         self.sizes: dict[str, Size] = {}
         self.wrapped: dict[str, set[int]] = defaultdict(set)  # instructions that widened what may have wrapped
         self.resolved = [resolve(x) for x in function.instructions]
+        self.divisors = dict(_remainders(function, self.resolved))
         changed = True
         while changed:
             changed = False
@@ -119,6 +154,8 @@ class _Analysis:
             return changed
         origins = set().union(*(self.wrapped[source] for source in one.sources))
         size = self._size(x)
+        if number in self.divisors:
+            size = min(self._of(x, x.operands[1]), self._of(x, self.divisors[number]))
         is_wide = bool(x.parts & {"s64", "u64", "b64"}) or "wide" in x.parts
         if x.is_a("mul.wide", "mad.wide") or (x.is_a("cvt") and is_wide):
             narrow = x.operands[1:3] if "wide" in x.parts else x.operands[1:2]

@@ -246,6 +246,46 @@ def test_what_is_released_and_wide_enough() -> None:
     assert rules(changed(KERNEL, r"(@%p18 bra END;)", r"\1 " + _MEET + _REMOTE + _MEET)) == set()
 
 
+# Rows of 512 elements: as many as a size, if the remainder is known to be less than what it is of.
+_REMAINDER = """{
+    .reg .b32 %rx<9>;
+    ld.param.u32 %rx0, [map];
+    ld.param.u32 %rx1, [map+4];
+    ld.param.u32 %rx2, [map+8];
+    mul.lo.s32 %rx3, %rx0, %rx1;
+    shl.b32 %rx4, %rx3, 3;
+    div.s32 %rx5, %rx4, %rx1;
+    mul.lo.s32 %rx6, %rx5, %rx1;
+    sub.s32 %rx7, %rx4, %rx6;
+    shl.b32 %rx8, %rx7, 9;
+    mul.wide.s32 %rd6, %rx8, 4;
+    add.s64 %rd6, %rd8, %rd6;
+    st.global.b32 [%rd6], %r9;
+    }
+    """
+NO_REMAINDERS = {
+    "of another divisor": (r"(%rx6, %rx5), %rx1", r"\1, %rx2"),
+    "of another dividend": (r"(%rx7), %rx4", r"\1, %rx3"),
+    "of a dividend that is written behind the division": (r"(div[^;]*;)", r"\1 add.s32 %rx4, %rx4, %rx2;"),
+    "of a divisor that is written behind the division": (r"(div[^;]*;)", r"\1 add.s32 %rx1, %rx1, %rx2;"),
+    "of a divisor that the product is written to": (
+        r"%rx6, %rx5, %rx1;(\s+)sub.s32 %rx7, %rx4, %rx6",
+        r"%rx1, %rx5, %rx1;\1sub.s32 %rx7, %rx4, %rx1",
+    ),
+    "of a division that is left out at times": (r"(div\.s32)", r"@%p18 \1"),
+    "of a division that is jumped over": (r"(div[^;]*;)", r"@%p18 bra OVER; \1 OVER:"),
+}
+
+
+def test_a_remainder_is_less_than_its_divisor() -> None:
+    """Also where it is computed as ``a - a / b * b``, and only where that is what is computed."""
+    assert rules(changed(KERNEL, r"(red\.release)", _REMAINDER + r"\1")) == set()
+    for name, change in NO_REMAINDERS.items():
+        wrong = re.sub(*change, _REMAINDER, count=1)
+        assert wrong != _REMAINDER, name
+        assert rules(changed(KERNEL, r"(red\.release)", wrong + r"\1")) == {"offset"}, name
+
+
 def test_a_commit_publishes_stores() -> None:
     """Stores of the warp that commits are complete by then only behind ``tcgen05.wait::st``."""
     store, wait = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r24};", "tcgen05.wait::st.sync.aligned;"
