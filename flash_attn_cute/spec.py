@@ -86,8 +86,8 @@ class AttentionInputs(NamedTuple):
 class Options(NamedTuple):
     """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
 
-    ``in_turn``: tiles of the block mask wait so little for each other that additions to dQ have an order even if nobody
-    asks for one. ``walks``: they take blocks of queries in orders that have been found for them.
+    ``low_contention``: tiles of the block mask wait so little for each other that additions to dQ have an order even
+    without ``deterministic``. ``has_m_block_order``: tiles take blocks of queries in orders found for them.
     """
 
     softmax_scale: float | None
@@ -96,8 +96,8 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
     zero_padding: bool
-    in_turn: bool = False
-    walks: bool = False
+    low_contention: bool = False
+    has_m_block_order: bool = False
 
 
 class AttentionSpec(NamedTuple):
@@ -126,8 +126,8 @@ class AttentionSpec(NamedTuple):
     softcap: float
     deterministic: bool
     zero_padding: bool
-    in_turn: bool = False
-    walks: bool = False
+    low_contention: bool = False
+    has_m_block_order: bool = False
     wide: bool = False
 
     @classmethod
@@ -154,8 +154,8 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
-            in_turn=options.in_turn,
-            walks=options.walks,
+            low_contention=options.low_contention,
+            has_m_block_order=options.has_m_block_order,
         )
 
     @property

@@ -51,7 +51,7 @@ _TENSORS = (
 # ``flat_options``
 OPTIONS = (
     "float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, bool deterministic, "
-    "bool zero_padding, bool in_turn, bool walks, {backend}, Tensor? any_scale, Tensor? any_softcap"
+    "bool zero_padding, bool low_contention, bool has_m_block_order, {backend}, Tensor? any_scale, Tensor? any_softcap"
 )
 _NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, " + OPTIONS.format(backend="str backend")
 _FIELDS = AttentionInputs._fields

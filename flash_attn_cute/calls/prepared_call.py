@@ -110,7 +110,7 @@ def with_turns(block_mask: BlockMask | None, options: Options) -> Options:
     if block_mask is None:
         return options
     validate.check_type_of_block_mask(block_mask)
-    return options._replace(in_turn=block_mask.low_contention, walks=block_mask.has_m_block_order)
+    return options._replace(low_contention=block_mask.low_contention, has_m_block_order=block_mask.has_m_block_order)
 
 
 def check(

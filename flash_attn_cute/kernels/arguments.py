@@ -82,11 +82,7 @@ _TABLE = Argument(INTS, when="features.block_mask")
 class BlockArguments(NamedTuple):
     """Tables of a block mask (``block_tables.BlockTables``), flattened.
 
-    A forward pass reads rows, a backward pass columns.
-
-    rows for a forward pass, columns for a backward pass.
-
-    Forward, and for the gradient of a bias, those of its rows; backward those of its columns.
+    Forward passes and those of a bias's gradient read rows, backward passes columns.
     """
 
     mSpans: Annotated[Any, _TABLE]  # (lists, first entry and how many)

@@ -85,8 +85,6 @@ def words() -> dict[str, str]:
     """Words that ``Features.parse`` reads, with their meanings.
 
     Each is a flag, or ``no_`` and a flag that is on by default.
-
-    a flag's name, or ``no_`` and a flag that is on by default.
     """
     return {
         f"no_{f.name}" if f.default else f.name: f"not: {f.metadata['meaning']}" if f.default else f.metadata["meaning"]

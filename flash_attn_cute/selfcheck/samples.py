@@ -260,7 +260,7 @@ def draw(sample: Sample, device: torch.device, *, is_dry: bool = False) -> Drawn
         shown = _blocks_shown(full[-2], full[-1], generator, device)
         block_mask = BlockMask.from_dense(shown)
         tables = block_mask.tables(device, backward=True)
-        turns = {"in_turn": block_mask.low_contention, "walks": block_mask.has_m_block_order}
+        turns = {"low_contention": block_mask.low_contention, "has_m_block_order": block_mask.has_m_block_order}
     longest = max(lengths[0], default=0), max(lengths[1], default=0)
     if not sample.packed:
         longest = rows[0][1], rows[1][1]

@@ -244,7 +244,7 @@ class Prefix(Node):
 
     @property
     def batch(self) -> int:
-        """Number of lengths."""
+        """Number of batch entries that differ."""
         return 1 if isinstance(self.lengths, int) else len(self.lengths)
 
     @property
@@ -431,7 +431,7 @@ class Combination(Node):
 
     @property
     def is_real(self) -> bool:
-        """Whether both are."""
+        """Whether both expressions are real."""
         return self.a.is_real and self.b.is_real
 
     def use(self, *, checked: bool = True) -> None:
@@ -443,7 +443,7 @@ class Combination(Node):
 
     @property
     def is_regular(self) -> bool:  # type: ignore[override]
-        """Whether both are."""
+        """Whether both expressions are regular."""
         return self.a.is_regular and self.b.is_regular
 
     @property

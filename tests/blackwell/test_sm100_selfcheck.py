@@ -25,7 +25,7 @@ class Forward(forward.Interpreted):
     """Blackwell's forward pass, without a GPU."""
 
     def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        """Needs no device."""
+        """Runs the pass on the CPU, whatever the current device."""
         return self._forward(*given)
 
 
@@ -33,7 +33,7 @@ class Backward(backward.Interpreted):
     """Blackwell's backward pass, without a GPU."""
 
     def backward(self, *given: Any, need_dbias: bool, need_dsink: bool) -> Gradients:
-        """Needs no device."""
+        """Runs the pass on the CPU, whatever the current device."""
         spec, inputs, out, lse, dout, dlse = given
         return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
 

@@ -174,16 +174,17 @@ def test_order_and_blocks_of_a_backward_pass(
 def test_the_model_of_launch_orders_has_as_many_heads_in_flight(seqlen: int) -> None:
     """And as many sums."""
     shapes = Shapes((64, seqlen, 16, 128), (64, seqlen, 16, 128), num_sequences=0, max_seqlen_q=seqlen)
-    for has_block_mask, in_turn, walks, sums in (
+    for has_block_mask, low_contention, has_order, sums in (
         (False, False, False, 1),
         (True, True, False, 1),
         (True, False, True, 1),
         (True, False, False, SUMS),
     ):
-        asked: dict[str, bool] = {"deterministic": True, "in_turn": in_turn, "walks": walks}
+        asked = {"deterministic": True, "low_contention": low_contention, "has_m_block_order": has_order}
         spec = spec_of(nheads=16, nheads_k=16, has_block_mask=has_block_mask, **asked)
         planned = plan_backward(SM90, spec, shapes, 132).numbers
-        assert machine_of(seqlen, in_turn or not has_block_mask, walks).section == min(planned.heads_in_cache, 132)
+        machine = machine_of(seqlen, low_contention or not has_block_mask, has_order)
+        assert machine.section == min(planned.heads_in_cache, 132)
         assert planned.sums == (sums if has_block_mask else None)
 
 

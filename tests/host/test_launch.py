@@ -27,7 +27,7 @@ def last_first(visible: Tensor) -> Tensor:
 
 
 def spt(visible: Tensor) -> Tensor:
-    """(batch, heads, blocks_k)."""
+    """Launch order of columns by length, the shortest first: (batch, heads, blocks_k)."""
     return shortest_first(visible.sum(2))
 
 
@@ -247,9 +247,10 @@ def test_masks_know_whether_an_m_block_order_is_worth_it() -> None:
             assert not mask.low_contention
             for _ in range(2):
                 tensors = (q, q, q, *[None] * 7)
-                chosen, told, tables = prepared_call.with_tables(tensors, (), mask, options, None, backward=True)
-                assert chosen.spec.walks == told.walks == mask.has_m_block_order == worth
-                assert chosen.spec.in_turn == told.in_turn == mask.low_contention == (order == "auto" and not worth)
+                chosen, found, tables = prepared_call.with_tables(tensors, (), mask, options, None, backward=True)
+                assert chosen.spec.has_m_block_order == found.has_m_block_order == mask.has_m_block_order == worth
+                is_low = order == "auto" and not worth
+                assert chosen.spec.low_contention == found.low_contention == mask.low_contention == is_low
                 assert tables is mask.tables(q.device, backward=True)
         assert mask.with_order("permutation").has_m_block_order
         assert not mask.with_order("spt").has_m_block_order
@@ -265,10 +266,10 @@ def test_a_search_holds_for_its_own_call_and_all_behind_it(monkeypatch: pytest.M
         flash_attn_func(q, q, q, block_mask=mask)
     for call in made.call_args_list:
         _, options, spec, _ = call.args
-        assert spec.in_turn
-        assert options.in_turn
-        assert not spec.walks
-        assert not options.walks
+        assert spec.low_contention
+        assert options.low_contention
+        assert not spec.has_m_block_order
+        assert not options.has_m_block_order
     assert made.call_count == 2
 
 

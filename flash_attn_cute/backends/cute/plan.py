@@ -121,7 +121,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
         # Regular block masks have an order up to d = 128; clusters are faster without.
-        deterministic=spec.deterministic or (spec.in_turn and max(spec.head_dim, spec.head_dim_v) <= 128),
+        deterministic=spec.deterministic or (spec.low_contention and max(spec.head_dim, spec.head_dim_v) <= 128),
         wide=spec.wide,
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},
@@ -175,11 +175,12 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
     )
     longest = max(1, shapes.max_seqlen_q)
     group = spec.nheads // spec.nheads_k
-    sums = SUMS if config.spreads_sums and spec.has_block_mask and not (spec.in_turn or spec.walks) else 1
+    waits = not (spec.low_contention or spec.has_m_block_order)
+    sums = SUMS if config.spreads_sums and spec.has_block_mask and waits else 1
     heads_a_tile = math.gcd(group, _HEADS_A_TILE) if config.sums_heads else 1
     bytes_a_head = heads_a_tile * longest * (2 * (spec.head_dim + spec.head_dim_v) + 4 * sums * config.tile_d)
-    in_walks = config.features.deterministic and spec.walks
-    heads_in_cache = max(1, (BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if in_walks else BYTES_IN_FLIGHT) // bytes_a_head)
+    has_order = config.features.deterministic and spec.has_m_block_order
+    heads_in_cache = max(1, (BYTES_IN_FLIGHT_WITH_M_BLOCK_ORDER if has_order else BYTES_IN_FLIGHT) // bytes_a_head)
     if config.features.deterministic and (spec.window_right is None or config.reverses_last):
         # Where all tiles of a head start with the same queries, one is best begun when the one before has passed its
         # first turn on, two and a half steps later. Of all that are under way, one a head begins in so many steps.

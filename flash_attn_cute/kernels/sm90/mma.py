@@ -91,9 +91,7 @@ def store_rows(
 ) -> None:
     """Stores all rows of this thread to gX.
 
-    The accumulator's row 0 goes to row ``first``; rows from ``stop`` on are dropped.
-
-    the accumulator's row 0 goes to row ``first`` of gX; rows from ``stop`` on are dropped.
+    The accumulator's row 0 goes to row ``first`` of gX; rows from ``stop`` on are dropped.
     """
     for r in cutlass.range_constexpr(2):
         row = first + thread // 32 * 16 + thread % 32 // 4 + 8 * r
