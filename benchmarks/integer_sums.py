@@ -19,6 +19,7 @@ largest element are above its grid, of the worst row and of the median one.
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,101 +30,74 @@ BLOCK = 128  # keys of a block
 BITS = 31
 MARGIN = 1.05  # P and dS are rounded
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+class Data(NamedTuple):
+    """Tensors of one head: q and dout (QUERIES, HEAD_DIM), k and v (keys, HEAD_DIM)."""
+
+    q: Tensor
+    dout: Tensor
+    k: Tensor
+    v: Tensor
 
 
-def _normal(keys: int) -> Tensors:
-    q, dout = torch.randn(2, QUERIES, HEAD_DIM)
-    k, v = torch.randn(2, keys, HEAD_DIM)
-    return q, k, v, dout
+def _few(x: Data) -> Tensor:
+    return torch.randperm(len(x.k))[: max(1, len(x.k) // 2048)]
 
 
-def _few(keys: int) -> Tensor:
-    return torch.randperm(keys)[: max(1, keys // 2048)]
+def _put_sink(x: Data) -> None:
+    x.q[:, 0] += 8
+    x.k[0] = 0
+    x.k[0, 0] = 20
+    x.v[0] *= 0.05
 
 
-def _scaled(q: float = 1.0, k: float = 1.0, v: float = 1.0, dout: float = 1.0) -> Callable[[int], Tensors]:
-    def make(keys: int) -> Tensors:
-        return tuple(x * scale for x, scale in zip(_normal(keys), (q, k, v, dout), strict=True))  # type: ignore[return-value]
-
-    return make
+def _shift_means(x: Data) -> None:
+    x.k.add_(2)
+    x.v.add_(3)
 
 
-def _with(change: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> Callable[[int], Tensors]:
-    def make(keys: int) -> Tensors:
-        tensors = _normal(keys)
-        change(*tensors)
-        return tensors
-
-    return make
+def _scale_key_channel(x: Data) -> None:
+    x.k[:, 5] *= 50
+    x.q[:, 5] /= 50
 
 
-def _sink(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del dout
-    q[:, 0] += 8
-    k[0] = 0
-    k[0, 0] = 20
-    v[0] *= 0.05
+def _scale_value_channel(x: Data) -> None:
+    x.v[:, 7] *= 50
 
 
-def _means(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, dout
-    k += 2
-    v += 3
+def _scale_key_rows(x: Data) -> None:
+    x.k[_few(x)] *= 5
 
 
-def _key_channel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del v, dout
-    k[:, 5] *= 50
-    q[:, 5] /= 50
+def _scale_value_rows(x: Data) -> None:
+    x.v[_few(x)] *= 50
 
 
-def _value_channel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, k, dout
-    v[:, 7] *= 50
+def _scale_both_rows(x: Data) -> None:
+    few = _few(x)
+    x.k[few] *= 8
+    x.v[few] *= 50
 
 
-def _value_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, k, dout
-    v[_few(len(v))] *= 50
+def _repeat_tokens(x: Data) -> None:
+    for rows in (x.k, x.v):
+        rows.copy_(rows[:16].repeat(len(rows) // 16, 1))
 
 
-def _key_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, v, dout
-    k[_few(len(k))] *= 5
-
-
-def _both_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, dout
-    few = _few(len(k))
-    k[few] *= 8
-    v[few] *= 50
-
-
-def _spread_values(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, k, dout
-    v *= torch.exp(2 * torch.randn(len(v), 1))
-
-
-def _repeated(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    del q, dout
-    for x in (k, v):
-        x.copy_(x[:16].repeat(len(x) // 16, 1))
-
-
-KINDS: dict[str, Callable[[int], Tensors]] = {
-    "normal": _scaled(),
-    "peaked": _scaled(q=6),
-    "tiny gradients": _scaled(dout=1e-7),
-    "means that are not zero": _with(_means),
-    "a sink": _with(_sink),
-    "an outlier channel of k": _with(_key_channel),
-    "an outlier channel of v": _with(_value_channel),
-    "outlier rows of k": _with(_key_rows),
-    "outlier rows of v": _with(_value_rows),
-    "outlier rows of both": _with(_both_rows),
-    "rows of v of all sizes": _with(_spread_values),
-    "repeated tokens": _with(_repeated),
+# By the kind of data, what is done to normal ones.
+KINDS: dict[str, Callable[[Data], object]] = {
+    "normal": lambda x: None,
+    "peaked": lambda x: x.q.mul_(6),
+    "tiny gradients": lambda x: x.dout.mul_(1e-7),
+    "means that are not zero": _shift_means,
+    "a sink": _put_sink,
+    "an outlier channel of k": _scale_key_channel,
+    "an outlier channel of v": _scale_value_channel,
+    "outlier rows of k": _scale_key_rows,
+    "outlier rows of v": _scale_value_rows,
+    "outlier rows of both": _scale_both_rows,
+    "rows of v of all sizes": lambda x: x.v.mul_(torch.exp(2 * torch.randn(len(x.v), 1))),
+    "repeated tokens": _repeat_tokens,
 }
 
 
@@ -145,7 +119,9 @@ def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, f
     Raises:
         AssertionError: a sum does not fit 32 bits, so a bound is none.
     """
-    q, k, v, dout = (x.bfloat16().float() for x in KINDS[kind](keys))
+    data = Data(*torch.randn(2, QUERIES, HEAD_DIM), *torch.randn(2, keys, HEAD_DIM))
+    KINDS[kind](data)
+    q, dout, k, v = (x.bfloat16().float() for x in data)
     scale = 1 / math.sqrt(HEAD_DIM)
     wide_q, wide_k, wide_v, wide_dout = (x.double() for x in (q, k, v, dout))
     true_p = torch.softmax(wide_q @ wide_k.T * scale, -1)
@@ -162,22 +138,22 @@ def errors(kind: str, keys: int) -> tuple[float, dict[str, tuple[float, float, f
         rounded = (sums * scale).float().bfloat16().double()
         return ((rounded - truth).square().mean() / truth.square().mean()).sqrt().item()
 
-    in_float = torch.zeros_like(parts[0])
+    sums = torch.zeros_like(parts[0])
     for part in parts:
-        in_float += part
-    by_bound = {}
+        sums += part
+    in_float, by_bound = error(sums.double()), {}
     for name, bound in bounds(p, k, v, out, dout).items():
         grid = torch.exp2(torch.ceil(torch.log2(bound.double())) - BITS)
         integers = torch.round(parts.double() / grid)
         total = integers.sum(0)
         assert integers.abs().sum(0).max() < 2**BITS, f"{kind}, {name}: a sum is larger than its bound"
         bits = total.abs().amax(-1).clamp_min(1).log2()
-        by_bound[name] = error(total * grid) / error(in_float.double()), bits.min().item(), bits.median().item()
-    return error(in_float.double()), by_bound
+        by_bound[name] = error(total * grid) / in_float, bits.min().item(), bits.median().item()
+    return in_float, by_bound
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
+    """Prints the errors of each kind of data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", nargs="+", type=int, default=[4096], help="of a sequence; multiples of 128")
     chosen = parser.parse_args(arguments)

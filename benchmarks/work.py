@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from flash_attn_cute.kernels.registry import architecture_for
+
 Passes: TypeAlias = Literal["forward", "backward", "both"]
 
 _PASS_FACTORS: dict[Passes, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -31,8 +33,8 @@ class Ceiling(NamedTuple):
 
 def gpu_backend() -> str:
     """The backend with kernels for this machine's GPU; Hopper's, where there is no GPU that has any."""
-    is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
-    return "sm100" if is_blackwell else "sm90"
+    found = architecture_for(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return found or "sm90"
 
 
 def causal_area(lengths: Iterable[int]) -> int:

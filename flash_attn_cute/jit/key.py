@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,18 @@ def sources_unchanged() -> bool:
     return _hash_sources() == _SOURCES
 
 
-def _hash_sources() -> str:
+def hash_of(files: Iterable[Path]) -> str:
+    """A digest of files of the package: their paths within it and what is in them."""
     total = hashlib.sha256()
-    files = [*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / "jit" / f"{part}.py" for part in ("compile", "code"))]
     for path in sorted(files):
         content = path.read_bytes()
         total.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
     return total.hexdigest()
+
+
+def _hash_sources() -> str:
+    parts = (_PACKAGE / "jit" / f"{part}.py" for part in ("compile", "code"))
+    return hash_of([*(_PACKAGE / "kernels").rglob("*.py"), *parts])
 
 
 # Taken when the package is imported: what is edited later is not what the modules in memory were made from.

@@ -90,6 +90,11 @@ ARCHITECTURES = {
 }
 
 
+def architecture_for(capability: tuple[int, int]) -> str | None:
+    """Name of the architecture with kernels for GPUs of a compute capability; None if there is none."""
+    return next((name for name, each in ARCHITECTURES.items() if capability in each.targets), None)
+
+
 def architecture_of(config: Any) -> Architecture:
     """Architecture that a configuration belongs to."""
     return ARCHITECTURES[config.architecture]

@@ -23,7 +23,7 @@ import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.jit.disk import UnsafeFolderError
-from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.registry import ARCHITECTURES, architecture_for
 from flash_attn_cute.selfcheck import report, verdict
 from flash_attn_cute.selfcheck.verdict import Check, Gpu, Verdict
 
@@ -37,7 +37,7 @@ def gpu_of(index: int) -> Gpu:
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device: expected one of {torch.cuda.device_count()} GPUs, got {index}")
     capability = torch.cuda.get_device_capability(index)
-    name = next((name for name, each in ARCHITECTURES.items() if capability in each.targets), None)
+    name = architecture_for(capability)
     if name is None:
         known = sorted(target for each in ARCHITECTURES.values() for target in each.targets)
         raise ValueError(f"--device: expected a GPU of compute capability {known}, got {capability}")

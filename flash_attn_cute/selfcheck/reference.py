@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute.lengths import read_sequences
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
@@ -39,15 +40,8 @@ class Sequence(NamedTuple):
 
 def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
     """The sequences of a call; reads offsets and lengths from the device."""
-    used_q, used_k = (None if x is None else x.tolist() for x in (inputs.seqused_q, inputs.seqused_k))
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    starts_q, starts_k = (None if x is None else x.tolist() for x in offsets)
-    for b in range(inputs.q.shape[0] if starts_q is None else len(starts_q) - 1):
-        slices = []
-        for x, starts, used in ((inputs.q, starts_q, used_q), (inputs.k, starts_k, used_k)):
-            start, stop = (0, x.shape[1]) if starts is None else starts[b : b + 2]
-            slices.append(slice(start, stop if used is None else start + used[b]))
-        yield Sequence(b if starts_q is None else None, *slices)
+    for b, (q, k) in enumerate(zip(*read_sequences(inputs), strict=True)):
+        yield Sequence(None if inputs.packed else b, slice(q.start, q.stop), slice(k.start, k.stop))
 
 
 def attention(

@@ -7,7 +7,6 @@ user's, for none.
 """
 
 import functools
-import hashlib
 import json
 import os
 import random
@@ -70,11 +69,7 @@ def _driver() -> str:
 @functools.cache
 def _host_code() -> str:
     """A hash of the code that plans and launches kernels, and that checks them."""
-    total = hashlib.sha256()
-    for path in sorted(path for room in ("backends", "selfcheck") for path in (_PACKAGE / room).rglob("*.py")):
-        content = path.read_bytes()
-        total.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
-    return total.hexdigest()
+    return key.hash_of(path for room in ("backends", "selfcheck") for path in (_PACKAGE / room).rglob("*.py"))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.calls import dispatch
-from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.registry import architecture_for
 from tests.lib import oracle
 from tests.lib.oracle import Call
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 # Of this machine's GPU, if there are kernels for it.
-GPU_ARCHITECTURE = next((name for name, each in ARCHITECTURES.items() if CAPABILITY in each.targets), None)
+GPU_ARCHITECTURE = None if CAPABILITY is None else architecture_for(CAPABILITY)
 if GPU_ARCHITECTURE is not None:
     # What tests call sm90 are the kernels of this GPU, and calls that name no backend get them. That is here and not in
     # conftest, which processes that tests start do not import.

@@ -8,7 +8,7 @@ sums, they are added first, in order.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores, tiles
@@ -70,10 +70,10 @@ def round_blocks(
                     semaphores.wait_for_all_parts(
                         ws.mSemaphoresQ, work.head, first + i, cute.ceil_div(num_adding - i, sums)
                     )
-                round_block(ws.mdQaccum[work.head, Int64(first), None], *place, num_sums=num_sums)
+                round_block(ws.dQ_sums(work.head, first), *place, num_sums=num_sums)
             else:
                 semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, num_adding)
-                round_block(ws.mdQaccum[work.head, Int64(work.block), None], *place)
+                round_block(ws.dQ_sums(work.head, work.block), *place)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)
             zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
@@ -100,7 +100,7 @@ class Preprocess:
         if const_expr(self.zeroes_sums):
             zeros = cute.make_rmem_tensor(4, Float32)
             zeros.fill(0.0)
-            sums = ws.mdQaccum[work.head, Int64(work.block), None]
+            sums = ws.dQ_sums(work.head, work.block)
             for i in cutlass.range(thread, sums.shape[0] // 4, _THREADS):
                 cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
         if const_expr(ws.mSemaphoresK is not None):

@@ -64,6 +64,10 @@ class Workspace(NamedTuple):
     mSemaphoresQ: cute.Tensor | None
     mSemaphoresK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 
+    def dQ_sums(self, head: Int32, block: Int32) -> cute.Tensor:
+        """Sums of a block of dQ; a head may have more than 2^31 numbers, so a block's place takes 64 bits."""
+        return self.mdQaccum[head, Int64(block), None]
+
     @staticmethod
     def of(config: Any, a: BackwardArguments, sizes: MaskSizes | None) -> "Workspace":
         """Workspace of a pass; ``sizes`` are those of a mask's tables."""

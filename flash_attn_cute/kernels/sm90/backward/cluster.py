@@ -426,7 +426,7 @@ class BackwardClusterSm90:
             gemm(mma_dQ, acc_dQ, tQrdS_now[None, None, None, 1], tQrK[1], False)
             warpgroup.wait_group(0)
             shared.ds.release_in_both(step)  # to warpgroups 2
-            block = ws.mdQaccum[tile.head, Int64(tile.first_block + m_block), None]
+            block = ws.dQ_sums(tile.head, tile.first_block + m_block)
             is_first = None
             if const_expr(c.features.deterministic):
                 is_first = shared.order.wait(step)

@@ -215,7 +215,7 @@ class Transfers:
         while index < num_blocks:
             work, _ = row_tile(index, a.mQ, heads, a.mCuSeqlensQ, a.mSeqUsedQ, c.tile_m, order)
             if work.block >= 0 and work.block < blocks:
-                sums = ws.mdQaccum[work.head, Int64(work.block), None]
+                sums = ws.dQ_sums(work.head, work.block)
                 for i in cutlass.range(lane, sums.shape[0] // 4, 32, unroll=8):
                     cute.autovec_copy(zeros, cute.local_tile(sums, (4,), (i,)))
                 cute.arch.sync_warp()
