@@ -9,7 +9,7 @@ Ranks take turns together; a turn takes as long as the slowest rank. Rank 0 prin
 ``context_parallel-DEVICE-DTYPE.json`` and ``.png``. With ``--alone`` one process does what each of so many ranks would,
 one after the other, without messages: ratios are what ranks that never wait would gain, rates those of all together.
 With ``--model`` nothing is run: balance, traffic and waiting of 8, 64 and 512 ranks follow from lengths, and from the
-speeds that ``flash_attn_cute.distributed.model`` supposes.
+speeds that ``flash_attn_cute.distributed.cost_model`` supposes.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from benchmarks import harness, plot, report
 from benchmarks.harness import Case, Contender, Results, Run, Suite, Unavailable
 from benchmarks.work import Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_varlen_func
-from flash_attn_cute.distributed import Sharding, attention, context_parallel_attn_varlen_func, model
-from flash_attn_cute.distributed.layout import Layout
-from flash_attn_cute.distributed.passes import Context, Given
+from flash_attn_cute.distributed import Sharding, attention, context_parallel_attn_varlen_func, cost_model
+from flash_attn_cute.distributed.call_passes import Context, Given
+from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.spec import Options
 
 ONE, PYTORCH = "one GPU", "PyTorch, cuDNN"
@@ -251,13 +251,13 @@ def modelled(tokens: int, heads: tuple[int, int, int]) -> list[dict[str, Any]]:
     """A row for each corpus, number of ranks and method that can serve it."""
     rows = []
     nheads, nheads_k, d = heads
-    shape = model.Shape(nheads, nheads_k, d, d, 2)
+    shape = cost_model.Shape(nheads, nheads_k, d, d, 2)
     for (name, lengths), ranks in ((corpus, ranks) for corpus in corpora(tokens).items() for ranks in RANKS):
         sharding = Sharding.balanced([0, *accumulate(lengths)], ranks, causal=True)
         areas = [sharding.area(rank, causal=True) for rank in range(ranks)]
         layout = Layout.of(sharding, sharding, lengths, lengths, (None, 0))
-        computing = model.computing(layout, shape)
-        found = model.estimates(layout, shape)
+        computing = cost_model.computing(layout, shape)
+        found = cost_model.estimates(layout, shape)
         if ranks > HOST:
             found[MIX] = _mixed(layout, shape)
         for method, estimate in found.items():
@@ -279,13 +279,13 @@ def modelled(tokens: int, heads: tuple[int, int, int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _mixed(layout: Layout, shape: model.Shape) -> model.Estimate:
+def _mixed(layout: Layout, shape: cost_model.Shape) -> cost_model.Estimate:
     """Rows for heads within a host, then keys from other hosts."""
     hosts = layout.queries.merged(HOST)
     beyond = Layout.of(hosts, hosts, layout.lengths_q, layout.lengths_k, (None, 0))
     part = shape._replace(nheads=shape.nheads // HOST, nheads_k=max(1, shape.nheads_k // HOST))
-    both = zip(model.trading(layout, shape, HOST), model.estimates(beyond, part)["all_gather"], strict=True)
-    return model.Estimate(*(within + between for within, between in both))
+    both = zip(cost_model.trading(layout, shape, HOST), cost_model.estimates(beyond, part)["all_gather"], strict=True)
+    return cost_model.Estimate(*(within + between for within, between in both))
 
 
 def draw_model(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -313,7 +313,7 @@ def draw_model(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     below[0].set_ylabel("part of the time in which a rank computes")
     below[0].set_ylim(0, 1)
     below[0].legend()
-    figure.suptitle(f"a model, not measured: {HEADS}/{HEADS_K} heads of {D}, {model.LINK / 1e9:.0f} GB/s a rank")
+    figure.suptitle(f"a model, not measured: {HEADS}/{HEADS_K} heads of {D}, {cost_model.LINK / 1e9:.0f} GB/s a rank")
     plot.save(path, figure)
 
 

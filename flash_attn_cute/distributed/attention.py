@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flash_attn_cute.calls import validate
-from flash_attn_cute.distributed import heads, model, passes
+from flash_attn_cute.distributed import call_passes, cost_model, head_trade
 from flash_attn_cute.distributed.all_gather import AllGather
-from flash_attn_cute.distributed.groups import Place, Ranks, connect, weakly
-from flash_attn_cute.distributed.layout import Layout
+from flash_attn_cute.distributed.process_groups import Place, Ranks, connect, weakly
+from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.distributed.ring import Ring
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
 from flash_attn_cute.spec import Options
@@ -29,13 +29,13 @@ class Method(Protocol):
     """A way in which queries of a rank come to see keys of others."""
 
     def forward(
-        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries."""
         ...
 
     def backward(
-        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+        self, context: call_passes.Context, given: call_passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values."""
         ...
@@ -51,14 +51,14 @@ class Question(NamedTuple):
     seqused_k: tuple[int, ...] | None
     window: validate.Window
     method: str
-    shape: model.Shape
+    shape: cost_model.Shape
 
 
 class Plan(NamedTuple):
     """How a rank attends: by which method, and what it trades for heads before and after, if anything."""
 
     method: Method
-    trade: heads.Trade | None
+    trade: head_trade.Trade | None
 
     def groups(self, ranks: Ranks) -> Ranks:
         """Among whom keys are moved, and who trades rows for heads."""
@@ -89,11 +89,11 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> Plan:
             place = Place(place.rank, 1, place.size)
     trade, size = None, place.inner_size
     if size > 1:
-        refusal = heads.refusal(shape.nheads, shape.nheads_k, size)
+        refusal = head_trade.refusal(shape.nheads, shape.nheads_k, size)
         if refusal is not None:
             raise ValueError(f"method: expected one that exchanges no heads ({refusal}), got {question.method!r}")
-        rows = of_both(queries, keys, lambda x: heads.Rows(x, x.merged(size), place.rank, device))
-        trade = heads.Trade.of(*rows, shape.nheads_k)
+        rows = of_both(queries, keys, lambda x: head_trade.Rows(x, x.merged(size), place.rank, device))
+        trade = head_trade.Trade.of(*rows, shape.nheads_k)
         queries, keys = of_both(queries, keys, lambda x: x.merged(size))
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, question.window)
@@ -109,14 +109,14 @@ def of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) 
     return changed, changed if keys is queries else change(keys)
 
 
-def _best(layout: Layout, shape: model.Shape, *, by_heads: bool = True) -> str:
+def _best(layout: Layout, shape: cost_model.Shape, *, by_heads: bool = True) -> str:
     """The method of "auto"; of one rank, any that moves nothing."""
     if layout.num_ranks == 1:
         return "ring"
-    found = model.estimates(layout, shape)
+    found = cost_model.estimates(layout, shape)
     if not by_heads:
         found.pop("all_to_all", None)
-    return model.best(found)
+    return cost_model.best(found)
 
 
 Result: TypeAlias = tuple[Tensor, Tensor]
@@ -135,7 +135,7 @@ def attend(
     """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
     outer, inner = chosen.groups(ranks)
     connect(outer, q.device)
-    return _Attention.apply(q, k, v, sink, chosen, passes.Context(options, backend, outer), inner)
+    return _Attention.apply(q, k, v, sink, chosen, call_passes.Context(options, backend, outer), inner)
 
 
 class _Attention(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         chosen: Plan,
-        context: passes.Context,
+        context: call_passes.Context,
         inner: ProcessGroup | None,
     ) -> Result:
         """Out and lse of all keys."""
@@ -173,13 +173,13 @@ class _Attention(torch.autograd.Function):
         if chosen.trade is not None:
             dout = None if dout is None else chosen.trade.part_of(dout, inner)
             dlse = None if dlse is None else chosen.trade.part_of_lse(dlse, inner)
-        given = passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        given = call_passes.Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         sink = sink if ctx.needs_input_grad[3] else None
         return *_gradients(chosen, context._replace(group=outer), inner, given, k, v, sink), None, None, None
 
 
 def gradients(
-    given: passes.Given,
+    given: call_passes.Given,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
@@ -198,15 +198,17 @@ def gradients(
         q, k, v, sink = trade.split(given.q, k, v, sink, inner)
         out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
         lse = trade.part_of_lse(given.lse, inner)
-        given = passes.Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
-    return _gradients(chosen, passes.Context(options, backend, outer), inner, given, k, v, sink)
+        given = call_passes.Given(
+            q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner)
+        )
+    return _gradients(chosen, call_passes.Context(options, backend, outer), inner, given, k, v, sink)
 
 
 def _gradients(
     chosen: Plan,
-    context: passes.Context,
+    context: call_passes.Context,
     inner: ProcessGroup | None,
-    given: passes.Given,
+    given: call_passes.Given,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
@@ -214,7 +216,7 @@ def _gradients(
     """Those of q, k, v and the sink of this rank's rows, from all that its heads got and gave."""
     dtype, trade = given.q.dtype, chosen.trade
     dq, dk, dv = chosen.method.backward(context, given, k, v)
-    dsink = None if sink is None else passes.sink_gradient(sink, given)
+    dsink = None if sink is None else call_passes.sink_gradient(sink, given)
     if trade is None:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
     dsink = None if dsink is None else trade.join_sink_gradient(dsink)

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import ops, validate
-from flash_attn_cute.distributed import agreement, attention, block_masks, model, passes
-from flash_attn_cute.distributed.groups import Place, Ranks
+from flash_attn_cute.distributed import attention, block_mask_method, call_passes, cost_model, rank_agreement
+from flash_attn_cute.distributed.process_groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Options
@@ -72,10 +72,10 @@ def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> t
         run = _planned(call, question, ranks, options, backend)
     except (TypeError, ValueError) as error:
         if settings.check_data():
-            agreement.check(Ranks.over(call.groups), error)
+            rank_agreement.check(Ranks.over(call.groups), error)
         raise
     if settings.check_data():
-        agreement.check(Ranks.over(call.groups), _statement(call, question, options, backend))
+        rank_agreement.check(Ranks.over(call.groups), _statement(call, question, options, backend))
     out, lse = run()
     if not call.dense:
         return out, lse
@@ -91,7 +91,7 @@ def _planned(
     if call.block_mask is None:
         chosen = attention.plan(*where)
     else:
-        chosen = block_masks.plan(*where).under(call.block_mask, question.batch if call.dense else None)
+        chosen = block_mask_method.plan(*where).under(call.block_mask, question.batch if call.dense else None)
     return partial(attention.attend, *call.packed, call.sink, chosen, ranks, options, backend)
 
 
@@ -106,7 +106,7 @@ def gradients(
         out, dout = out.flatten(0, 1), dout.flatten(0, 1)
         lse = lse.transpose(0, 1).flatten(1)
         dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-    given = passes.Given(q, out, lse, dout, dlse)
+    given = call_passes.Given(q, out, lse, dout, dlse)
     dq, dk, dv, dsink = attention.gradients(given, k, v, call.sink, chosen, ranks, options, backend)
     return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
 
@@ -151,7 +151,7 @@ def _question(call: Call, options: Options, place: Place) -> attention.Question:
         *_lengths_on_host(call, queries, keys),
         (options.window_left, options.window_right),
         call.method,
-        model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
+        cost_model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
     )
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flash_attn_cute.calls import ops
 from flash_attn_cute.distributed import calls
+from flash_attn_cute.distributed.call_passes import wide
 from flash_attn_cute.distributed.calls import Call, Lengths
-from flash_attn_cute.distributed.groups import named
-from flash_attn_cute.distributed.passes import wide
+from flash_attn_cute.distributed.process_groups import named
 from flash_attn_cute.distributed.sharding import of_handle
 from flash_attn_cute.spec import Options
 

@@ -9,11 +9,11 @@ added in the order of the ring.
 import torch
 from torch import Tensor
 
-from flash_attn_cute.distributed import passes
-from flash_attn_cute.distributed.groups import Transfer
-from flash_attn_cute.distributed.key_values import KeyValues
-from flash_attn_cute.distributed.layout import Layout, side_by_side
-from flash_attn_cute.distributed.parts import calls_of, is_shared, parts_of
+from flash_attn_cute.distributed import call_passes
+from flash_attn_cute.distributed.key_value_rows import KeyValues
+from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
+from flash_attn_cute.distributed.process_groups import Transfer
+from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
 
 
 class Ring:
@@ -39,24 +39,24 @@ class Ring:
         self._sums_parts = shares_heads or self._size > 1 or len(self._calls[0]) > 1  # of gradients
 
     def forward(
-        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
-        merged = passes.Merged(q, v.shape[-1], shared=self._shares_queries)
+        merged = call_passes.Merged(q, v.shape[-1], shared=self._shares_queries)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
             transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             for call in calls:
-                merged.add(call, *passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
+                merged.add(call, *call_passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
             transfer.wait()
             block = coming
         return merged.result(sink, self._padding)
 
     def backward(
-        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+        self, context: call_passes.Context, given: call_passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
-        sums = passes.wide(k.dtype)
+        sums = call_passes.wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         block = KeyValues.of(k, v)
         own = total = block.zeros(k.shape[0], sums)
@@ -66,7 +66,7 @@ class Ring:
             transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
             parts = []
             for call in calls:
-                dq_part, dk, dv = passes.backward(context, call, given, block.k, block.v, is_part=self._sums_parts)
+                dq_part, dk, dv = call_passes.backward(context, call, given, block.k, block.v, is_part=self._sums_parts)
                 dq[call.q_start : call.q_stop] += dq_part
                 parts.append((call.k_start, dk, dv))
             following.wait()
@@ -88,12 +88,12 @@ class Ring:
         """Whether a block goes to another rank after step t."""
         return t < self._hops[owner]
 
-    def _pass_on(self, context: passes.Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
+    def _pass_on(self, context: call_passes.Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends this step's block, and receives that of the next step."""
         return self._exchange(context, t, block, [], [])
 
     def _hand_on(
-        self, context: passes.Context, t: int, total: KeyValues, home: KeyValues
+        self, context: call_passes.Context, t: int, total: KeyValues, home: KeyValues
     ) -> tuple[Transfer, KeyValues]:
         """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
         owner = self._owner(t)
@@ -104,7 +104,7 @@ class Ring:
 
     def _exchange(
         self,
-        context: passes.Context,
+        context: call_passes.Context,
         t: int,
         x: KeyValues,
         sends: list[tuple[Tensor, int]],

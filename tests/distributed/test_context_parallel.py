@@ -12,16 +12,12 @@ import torch
 from benchmarks import work
 from benchmarks.suites import context_parallel as suite
 from flash_attn_cute.calls import dispatch
-from flash_attn_cute.distributed import (
-    Sharding,
-    attention,
-    model,
-)
-from flash_attn_cute.distributed.groups import Place
-from flash_attn_cute.distributed.key_values import KeyValues
-from flash_attn_cute.distributed.layout import Layout
-from flash_attn_cute.distributed.parts import Call, Run, calls_of, parts_of
-from flash_attn_cute.distributed.passes import Context, Given, Merged, backward, forward, prepared
+from flash_attn_cute.distributed import Sharding, attention, cost_model
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
+from flash_attn_cute.distributed.key_value_rows import KeyValues
+from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
+from flash_attn_cute.distributed.process_groups import Place
+from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
 from tests.lib import checks, oracle, ranks
@@ -253,7 +249,7 @@ def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
 
 
-SHAPE = model.Shape(32, 8, 128, 128, 2)
+SHAPE = cost_model.Shape(32, 8, 128, 128, 2)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +265,10 @@ SHAPE = model.Shape(32, 8, 128, 128, 2)
 def test_auto_chooses_what_waits_least(documents: list[int], num_ranks: int, by_heads: bool, expected: str) -> None:
     sharding = Sharding.balanced([0, *accumulate(documents)], num_ranks, causal=True)
     layout = Layout.of(sharding, sharding, tuple(documents), tuple(documents), (None, 0))
-    found = model.estimates(layout, SHAPE)
+    found = cost_model.estimates(layout, SHAPE)
     if not by_heads:
         found.pop("all_to_all")
-    assert model.best(found) == expected
+    assert cost_model.best(found) == expected
 
 
 def test_a_plan_is_made_once_for_all_layers() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flash_attn_cute.distributed import Segment, Sharding, gather
-from flash_attn_cute.distributed.layout import Layout
-from flash_attn_cute.distributed.parts import Run
+from flash_attn_cute.distributed.packed_calls import Run
+from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.distributed.sharding import of_handle
 from tests.lib import oracle
 

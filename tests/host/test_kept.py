@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from flash_attn_cute import BlockMask, flash_attn_func, graphs, kept
 from flash_attn_cute.calls import prepared_call
-from flash_attn_cute.distributed import Sharding, context
+from flash_attn_cute.distributed import Sharding, context_manager
 from flash_attn_cute.jit import cache
 from tests.lib.checks import needs_kernels
 from tests.lib.kept_things import (
@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
     """The sharding of context_parallel has no other owner than the process."""
-    context._balanced.cache_clear()
+    context_manager._balanced.cache_clear()
 
 
 # Situations. Each is given a thing and a device.
@@ -374,7 +374,7 @@ def second_stream(thing: Thing, device: str) -> None:
             out = thing.call(made, x)
             found = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
         del made, out
-        context._balanced.cache_clear()
+        context_manager._balanced.cache_clear()
         with torch.cuda.stream(one):  # memory of the things must not come back here
             junk = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (64, 512, 4096) for _ in range(40)]
         check(thing, found, device)
@@ -412,7 +412,7 @@ def dropped_after_capture(thing: Thing, device: str) -> None:
     made, _ = thing.on(device)
     graph, found, _read = _capture(thing, made, device)
     del made
-    context._balanced.cache_clear()
+    context_manager._balanced.cache_clear()
     gc.collect()
     torch.cuda.synchronize()
     junk = [torch.full((n,), 7, dtype=torch.int32, device=device) for n in (64, 512, 4096, 65536) for _ in range(200)]

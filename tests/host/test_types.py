@@ -9,13 +9,13 @@ import pytest
 from torch import Tensor
 
 from flash_attn_cute import api, flash_attn_func, flash_attn_varlen_func
-from flash_attn_cute.distributed import api as distributed_api
+from flash_attn_cute.distributed import public_functions as distributed_functions
 
 
 def test_overloads_have_the_parameters_of_the_function() -> None:
     functions = {
         **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), api),
-        **dict.fromkeys(("context_parallel_attn_func", "context_parallel_attn_varlen_func"), distributed_api),
+        **dict.fromkeys(("context_parallel_attn_func", "context_parallel_attn_varlen_func"), distributed_functions),
     }
     for name, module in functions.items():
         tree = ast.parse(Path(str(module.__file__)).read_text())

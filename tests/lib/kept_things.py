@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_attn_cute import BlockMask, flash_attn_func, kept
-from flash_attn_cute.distributed import Sharding, context, context_parallel, context_parallel_attn_varlen_func
+from flash_attn_cute.distributed import Sharding, context_manager, context_parallel, context_parallel_attn_varlen_func
 
 ROWS = 384  # three blocks
 Sources = dict[str, Tensor]
@@ -133,7 +133,7 @@ def expected(name: str, device: str) -> Results:
     """Results of a new thing, in no mode and on the default stream."""
     thing = BY_NAME[name]
     found = results(thing, thing.on(device)[0], device)
-    context._balanced.cache_clear()
+    context_manager._balanced.cache_clear()
     return found
 
 

@@ -31,7 +31,7 @@ from flash_attn_cute.distributed import (
     context_parallel_attn_varlen_func,
     rank_of,
 )
-from flash_attn_cute.distributed.heads import refusal
+from flash_attn_cute.distributed.head_trade import refusal
 from tests.lib import checks
 from tests.lib.over_ranks.cases import scattered
 

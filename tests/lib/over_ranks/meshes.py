@@ -22,7 +22,7 @@ from flash_attn_cute.distributed import (
     gather,
     rank_of,
 )
-from flash_attn_cute.distributed.groups import Transfer
+from flash_attn_cute.distributed.process_groups import Transfer
 from tests.lib.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, balanced, together
 
 

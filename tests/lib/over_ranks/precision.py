@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn_cute import BlockMask
-from flash_attn_cute.distributed.layout import Layout, side_by_side
-from flash_attn_cute.distributed.parts import is_shared, parts_of
+from flash_attn_cute.distributed.packed_calls import is_shared, parts_of
+from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
 from tests.lib import checks, oracle
 from tests.lib.over_ranks.cases import DOCUMENTS, WAYS, Case, Leaves, alone, expected_here, shardings, together
 

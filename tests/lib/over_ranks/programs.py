@@ -28,7 +28,7 @@ from flash_attn_cute.distributed import (
     context_parallel_attn_varlen_func,
     gather,
 )
-from flash_attn_cute.distributed.groups import names_of
+from flash_attn_cute.distributed.process_groups import names_of
 from flash_attn_cute.spec import Options
 from tests.lib.over_ranks.cases import DOCUMENTS, PACKED, WAYS, Leaves, balanced
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.calls import dispatch, prepared_call
-from flash_attn_cute.distributed.parts import Call
+from flash_attn_cute.distributed.packed_calls import Call
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 _NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")

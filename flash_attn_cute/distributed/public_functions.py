@@ -9,7 +9,7 @@ from flash_attn_cute.api import SharedKeywords, says_where_to_look
 from flash_attn_cute.calls import ops, validate
 from flash_attn_cute.distributed import calls, operators
 from flash_attn_cute.distributed.calls import Call, Lengths
-from flash_attn_cute.distributed.groups import Group, Ranks, all_gather_rows, dimensions, names_of
+from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import Options
@@ -233,7 +233,7 @@ def context_parallel_attn_varlen_func(
     - "all_gather": a rank first collects all keys that its queries see, and no others. Nothing has to be merged.
     - "ring": blocks of keys go round, the next one while a rank computes with the last. A rank has two at a time.
     - "all_to_all": ranks trade rows for heads. Their number divides nheads, and nheads_k or is a multiple of it.
-    - "auto": the one by which ranks wait least, by a model of bytes and FLOP (``distributed.model``).
+    - "auto": the one by which ranks wait least, by a model of bytes and FLOP (``distributed.cost_model``).
 
     A two-dimensional mesh mixes them: ranks of its second dimension trade rows for heads, and ``method`` is that of
     the first dimension.

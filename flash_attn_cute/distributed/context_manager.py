@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import ops
-from flash_attn_cute.distributed import api, calls
-from flash_attn_cute.distributed.groups import Group, Ranks, dimensions
+from flash_attn_cute.distributed import calls, public_functions
+from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.integrations import sdpa
 from flash_attn_cute.spec import AttentionInputs, Options
@@ -120,7 +120,7 @@ def context_parallel_unshard(mesh: Group, buffers: Sequence[Tensor], seq_dims: S
         if group is not None:
             dist.all_reduce(rows, group=group)
     sharding = _balanced(int(rows), ranks.place.size)
-    return [api.gather(x, sharding, mesh, dim=dim) for x, dim in zip(buffers, seq_dims, strict=True)]
+    return [public_functions.gather(x, sharding, mesh, dim=dim) for x, dim in zip(buffers, seq_dims, strict=True)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -161,10 +161,10 @@ class _OverRanks(NamedTuple):
             **self._asdict(),
         }
         if not inputs.packed:
-            return api.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given)
+            return public_functions.context_parallel_attn_func(inputs.q, inputs.k, inputs.v, **given)
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             _check_offsets(name, getattr(inputs, name), self.sharding)
-        return api.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given)
+        return public_functions.context_parallel_attn_varlen_func(inputs.q, inputs.k, inputs.v, **given)
 
 
 def _hold(x: Tensor, other: Tensor) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute.distributed.groups import Ranks, size_of
+from flash_attn_cute.distributed.process_groups import Ranks, size_of
 
 # Everything on which ranks have to agree, in words; or what is wrong with a rank's own arguments.
 Statement = Mapping[str, str] | TypeError | ValueError

@@ -6,8 +6,8 @@ nothing of latencies, of other traffic and of links between hosts, which are slo
 
 from typing import NamedTuple
 
-from flash_attn_cute.distributed import heads
-from flash_attn_cute.distributed.layout import Layout, common, side_by_side
+from flash_attn_cute.distributed import head_trade
+from flash_attn_cute.distributed.rank_layout import Layout, common, side_by_side
 
 # An H200 of an NVLink host: bytes a second in one direction and from memory, FLOP a second.
 LINK, MEMORY, ARITHMETIC = 350e9, 3.5e12, 550e12
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
 def estimates(layout: Layout, shape: Shape) -> dict[str, Estimate]:
     """The methods that can serve an attention over the ranks of a layout."""
     found = {"all_gather": _all_gather(layout, shape), "ring": _ring(layout, shape)}
-    if heads.refusal(shape.nheads, shape.nheads_k, layout.num_ranks) is None:
+    if head_trade.refusal(shape.nheads, shape.nheads_k, layout.num_ranks) is None:
         found["all_to_all"] = trading(layout, shape, layout.num_ranks)
     return found
 

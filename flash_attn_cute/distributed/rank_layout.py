@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_attn_cute.calls import validate
-from flash_attn_cute.distributed.parts import Run
+from flash_attn_cute.distributed.packed_calls import Run
 from flash_attn_cute.distributed.sharding import Band, Sharding
 
 # Positions (start, stop) of each document, in order and apart.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.calls import dispatch, lowering, prepared_call
-from flash_attn_cute.distributed import attention, heads, passes
+from flash_attn_cute.distributed import attention, call_passes, head_trade
 from flash_attn_cute.distributed.attention import Question, of_both
-from flash_attn_cute.distributed.groups import Place
+from flash_attn_cute.distributed.process_groups import Place
 from flash_attn_cute.distributed.sharding import Sharding, real_lengths
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
@@ -43,7 +43,7 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> "Whole"
             f"group: expected one dimension with a block_mask, along which ranks trade rows for heads, "
             f"got {place.outer_size} x {place.inner_size} ranks"
         )
-    refusal = heads.refusal(question.shape.nheads, question.shape.nheads_k, place.size)
+    refusal = head_trade.refusal(question.shape.nheads, question.shape.nheads_k, place.size)
     if refusal is not None:
         raise ValueError(f"block_mask: expected None where ranks cannot trade rows for heads ({refusal})")
     queries, keys = question.queries, question.queries if question.keys is None else question.keys
@@ -57,8 +57,8 @@ def _new_plan(question: Question, place: Place, device: torch.device) -> "Whole"
             ("seqused_k", question.seqused_k, keys),
         )
     )
-    traded = of_both(queries, keys, lambda x: heads.Rows(x, _in_order(x), place.rank, device))
-    return Whole(rows_q, rows_k, used_q, used_k, heads.Trade.of(*traded, question.shape.nheads_k))
+    traded = of_both(queries, keys, lambda x: head_trade.Rows(x, _in_order(x), place.rank, device))
+    return Whole(rows_q, rows_k, used_q, used_k, head_trade.Trade.of(*traded, question.shape.nheads_k))
 
 
 def _in_order(sharding: Sharding) -> Sharding:
@@ -96,7 +96,7 @@ class Whole(NamedTuple):
     keys: Rows
     seqused_q: Tensor | None
     seqused_k: Tensor | None
-    trade: heads.Trade
+    trade: head_trade.Trade
 
     def under(self, mask: BlockMask, entries: int | None) -> attention.Plan:
         """Attention under a mask over all rows: of ``entries`` of a dense batch, or, None, of packed documents."""
@@ -111,7 +111,7 @@ class _Masked(NamedTuple):
     entries: int | None
 
     def forward(
-        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Out (rows, heads, d_v) and lse (heads, rows).
 
@@ -123,7 +123,7 @@ class _Masked(NamedTuple):
         return (out, lse) if inputs.packed else (out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
 
     def backward(
-        self, context: passes.Context, given: passes.Given, k: Tensor, v: Tensor
+        self, context: call_passes.Context, given: call_passes.Given, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v; not rounded if ranks share heads of k and v, and so have parts of theirs."""
         backend, spec, inputs = self._prepared(context, given.q, k, v, None, backward=True)
@@ -137,9 +137,9 @@ class _Masked(NamedTuple):
         return dq, dk, dv
 
     def _prepared(
-        self, context: passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
+        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
     ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
-        """As ``passes.prepared`` for calls without a mask."""
+        """As ``call_passes.prepared`` for calls without a mask."""
         queries, keys, *used, _ = self.whole
         offsets: tuple[Tensor | None, ...] = (None, None)
         bounds: prepared_call.Bounds = ()
