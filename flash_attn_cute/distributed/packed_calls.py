@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.calls import validate
-from flash_attn_cute.distributed.sharding import Band
+from flash_attn_cute.distributed.balanced_rows import Band
 
 
 class Run(NamedTuple):

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flash_attn_cute.calls import validate
+from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.packed_calls import Run
-from flash_attn_cute.distributed.sharding import Band, Sharding
+from flash_attn_cute.distributed.sharding import Sharding
 
 # Positions (start, stop) of each document, in order and apart.
 Ranges = dict[int, list[tuple[int, int]]]

@@ -4,7 +4,6 @@ All of this is arithmetic on lengths that the host knows. No rank has to ask for
 """
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_cute import kept
 from flash_attn_cute.calls import validate
+from flash_attn_cute.distributed.balanced_rows import Band, balanced_rows
 
 T = TypeVar("T")
 
@@ -24,11 +24,6 @@ Numbers = Sequence[int] | Tensor
 
 _CPU = torch.device("cpu")
 
-# How far the area of the first ranks together may be off if that saves a cut, as a part of one rank's area.
-_TOLERANCE = 0.005
-# By which part a rank's area may exceed the mean if that saves communication.
-_ENOUGH = 0.015
-
 
 class Segment(NamedTuple):
     """Consecutive rows that one rank holds, counted over all packed rows."""
@@ -36,26 +31,6 @@ class Segment(NamedTuple):
     document: int  # -1: rows that no document owns
     start: int
     stop: int
-
-
-class Band(NamedTuple):
-    """What the queries of one document see: query i the keys i + lower <= j <= i + upper (None: unbounded)."""
-
-    lower: int | None
-    upper: int | None
-
-    @classmethod
-    def of(cls, window: validate.Window, seqlen_q: int, seqlen_k: int) -> "Band":
-        """The bottom-right aligned window of a document, ``causal`` folded in."""
-        (left, right), offset = window, seqlen_k - seqlen_q
-        return cls(None if left is None else offset - left, None if right is None else offset + right)
-
-    def area(self, start: int, stop: int, seqlen_k: int) -> int:
-        """The keys that queries start .. stop see, summed over these."""
-        hidden = 0 if self.lower is None else _sum_clamped(start + self.lower, stop + self.lower, seqlen_k)
-        if self.upper is None:
-            return (stop - start) * seqlen_k - hidden
-        return _sum_clamped(start + self.upper + 1, stop + self.upper + 1, seqlen_k) - hidden
 
 
 # Shardings by their handles, as long as somebody keeps them.
@@ -166,14 +141,8 @@ class Sharding:
             raise ValueError(f"cu_seqlens_k: expected {len(offsets)} offsets, got {len(offsets_k)}")
         used_k = real_lengths("seqused_k", seqused_k, offsets_k)
         window = checked_window(causal, window_size)
-        padding = list(_padding(offsets, used_q, total))
-        whole, sloped = (
-            _deal([*_bars(offsets, used_q, used_k, window, by_slope), *padding], num_ranks)
-            for by_slope in (False, True)
-        )
-        # Under a window runs of rows have fewer neighbours than pairs. Only a document's first ones cost less.
-        is_enough = window[0] is not None and whole.imbalance <= _ENOUGH
-        layout = cls(offsets, total, (whole if is_enough else sloped).segments)
+        rows = balanced_rows(offsets, total, used_q, used_k, window, num_ranks)
+        layout = cls(offsets, total, tuple(_tidy(Segment(*r) for r in of_rank) for of_rank in rows))
         return layout.with_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
 
     @classmethod
@@ -489,156 +458,6 @@ def _check_num_ranks(num_ranks: int) -> int:
     if number < 1:
         raise ValueError(f"num_ranks: expected at least 1, got {number}")
     return number
-
-
-def _sum_clamped(start: int, stop: int, most: int) -> int:
-    """The sum of the ints start .. stop, each of them brought to 0 .. most."""
-    return _sum_below(stop, most) - _sum_below(start, most)
-
-
-def _sum_below(stop: int, most: int) -> int:
-    """The sum of the ints 0 .. stop, none counted as more than most."""
-    if stop <= 0:
-        return 0
-    ramp = min(stop, most + 1)
-    return ramp * (ramp - 1) // 2 + (stop - ramp) * most
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """Some rows of a document, or of none, in the order in which they are dealt out."""
-
-    document: int
-    origin: int  # the row of the document's first query
-    start: int  # queries of the document
-    stop: int
-    band: Band
-    length_k: int
-    in_pairs: bool  # from both ends inwards: an early row, a late one, the next early one
-
-    @property
-    def length(self) -> int:
-        """How many rows it has."""
-        return self.stop - self.start
-
-    def area(self, count: int) -> int:
-        """The visible pairs of the first rows dealt."""
-        early, late = self._split(count)
-        area = self.band.area(self.start, self.start + early, self.length_k)
-        return area + self.band.area(self.stop - late, self.stop, self.length_k) if late else area
-
-    def segments(self, first: int, last: int) -> Iterable[Segment]:
-        """The rows dealt from the first to before the last."""
-        (early, late), (early_stop, late_stop) = self._split(first), self._split(last)
-        start, stop = self.origin + self.start, self.origin + self.stop
-        yield Segment(self.document, start + early, start + early_stop)
-        yield Segment(self.document, stop - late_stop, stop - late)
-
-    def _split(self, count: int) -> tuple[int, int]:
-        return (count - count // 2, count // 2) if self.in_pairs else (count, 0)
-
-
-def _bars(
-    offsets: Sequence[int], used_q: Sequence[int], used_k: Sequence[int], window: validate.Window, by_slope: bool
-) -> Iterable[_Bar]:
-    """A bar a document, rows in their order; or by slope: bars whose rows, or whose pairs of rows, cost the same."""
-    for document, (origin, length, length_k) in enumerate(zip(offsets[:-1], used_q, used_k, strict=True)):
-        band = Band.of(window, length, length_k)
-        edges = {0, length}
-        if by_slope:
-            # Either end of a query's keys moves with it while it is between the document's ends.
-            ends = (band.lower, None if band.upper is None else band.upper + 1)
-            corners = {1 - end + shift for end in ends if end is not None for shift in (0, length_k)}
-            edges |= {corner for corner in corners if 0 < corner < length}
-        for start, stop in itertools.pairwise(sorted(edges)):
-            slopes = band.area(start, start + 1, length_k) != band.area(stop - 1, stop, length_k)
-            yield _Bar(document, origin, start, stop, band, length_k, in_pairs=by_slope and slopes)
-
-
-def _padding(offsets: Sequence[int], used_q: Sequence[int], total: int) -> Iterable[_Bar]:
-    """What no document owns."""
-    stops = [start + length for start, length in zip(offsets[:-1], used_q, strict=True)]
-    for start, stop in zip((0, *stops), (*offsets[:-1], total), strict=True):
-        yield _Bar(-1, 0, start, stop, Band(None, None), 0, in_pairs=False)
-
-
-class _Line:
-    """Bars one behind another, from the one whose rows cost least."""
-
-    def __init__(self, bars: Iterable[_Bar]) -> None:
-        self.bars = sorted((bar for bar in bars if bar.length), key=lambda bar: bar.area(bar.length) / bar.length)
-        self.rows = (0, *itertools.accumulate(bar.length for bar in self.bars))
-        self.areas = (0, *itertools.accumulate(bar.area(bar.length) for bar in self.bars))
-
-    def area(self, first: int, last: int) -> int:
-        """The visible pairs of rows of the line."""
-        return self._area_to(last) - self._area_to(first)
-
-    def _area_to(self, row: int) -> int:
-        i = bisect_right(self.rows, row) - 1
-        return self.areas[i] + (self.bars[i].area(row - self.rows[i]) if row > self.rows[i] else 0)
-
-    def cuts_about(self, row: int) -> tuple[int, int]:
-        """The ends of bars next to a row."""
-        i = bisect_right(self.rows, row)
-        return self.rows[i - 1], self.rows[min(i, len(self.bars))]
-
-    def segments(self, first: int, last: int) -> Iterable[Segment]:
-        """Rows of the line as segments."""
-        i = bisect_right(self.rows, first) - 1
-        while first < last:
-            stop = min(last, self.rows[i + 1])
-            yield from self.bars[i].segments(first - self.rows[i], stop - self.rows[i])
-            first, i = stop, i + 1
-
-
-class _Deal(NamedTuple):
-    """The segments of each rank, and by which part the largest area exceeds the mean."""
-
-    segments: tuple[tuple[Segment, ...], ...]
-    imbalance: float
-
-
-def _deal(bars: Iterable[_Bar], num_ranks: int) -> _Deal:
-    """Gives each rank rows from the cheap end of the line of bars and rows from its dear end.
-
-    What is left then costs as much a row as all of the line did, and can be dealt on in the same way.
-    """
-    line = _Line(bars)
-    cheap, dear = 0, line.rows[-1]
-    share = line.area(cheap, dear) / num_ranks
-    segments: list[tuple[Segment, ...]] = []
-    areas: list[int] = []
-    for rank in range(num_ranks):
-        rows = (dear - cheap) // (num_ranks - rank)
-        count = _cheap_rows(line, cheap, dear, rows, share * (rank + 1) - sum(areas), _TOLERANCE * share)
-        first, last = cheap + count, dear - rows + count
-        segments.append(_tidy([*line.segments(cheap, first), *line.segments(last, dear)]))
-        areas.append(line.area(cheap, first) + line.area(last, dear))
-        cheap, dear = first, last
-    return _Deal(tuple(segments), max(areas) / share - 1 if share else 0.0)
-
-
-def _cheap_rows(line: _Line, cheap: int, dear: int, rows: int, area: float, tolerance: float) -> int:
-    """How many rows a rank takes from the cheap end of the line; all others come from the dear one."""
-
-    def excess(count: int) -> float:
-        return line.area(cheap, cheap + count) + line.area(dear - rows + count, dear) - area
-
-    low, high = 0, rows
-    for count in (high, low):
-        if abs(excess(count)) <= tolerance:
-            return count
-    if excess(high) > 0 or excess(low) < 0:  # no mixture fits: the end that comes closest
-        return min(high, low, key=lambda count: abs(excess(count)))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if excess(middle) >= 0 else (low, middle)
-    # Better than a cut through two bars is one through one of them.
-    whole = [row - cheap for row in line.cuts_about(cheap + low)]
-    whole += [row - dear + rows for row in line.cuts_about(dear - rows + low)]
-    close = [count for count in whole if 0 <= count <= rows and abs(excess(count)) <= tolerance]
-    return min(close or (low, high), key=lambda count: abs(excess(count)))
 
 
 def _order(segment: Segment) -> tuple[bool, Segment]:

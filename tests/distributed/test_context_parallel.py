@@ -13,12 +13,12 @@ from benchmarks import work
 from benchmarks.suites import context_parallel as suite
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.distributed import Sharding, attention, cost_model
+from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
 from flash_attn_cute.distributed.rank_layout import Layout
-from flash_attn_cute.distributed.sharding import Band
 from flash_attn_cute.spec import Options
 from tests.lib import checks, oracle, ranks
 from tests.lib.checks import gradients, random_call
