@@ -33,14 +33,20 @@ from benchmarks import harness, plot, report
 from benchmarks.harness import Case, Contender, Results, Run, Suite, Unavailable
 from benchmarks.work import Work, attention_flop, causal_area
 from flash_attn_cute import flash_attn_varlen_func
-from flash_attn_cute.distributed import Sharding, attention, context_parallel_attn_varlen_func, cost_model
+from flash_attn_cute.distributed import (
+    Sharding,
+    checked_call,
+    context_parallel_attn_varlen_func,
+    cost_model,
+    method_plan,
+)
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.rank_layout import Layout
 from flash_attn_cute.spec import Options
 
 ONE, PYTORCH = "one GPU", "PyTorch, cuDNN"
 REPEATED = f"{PYTORCH}, heads of k repeated"
-METHODS = tuple(method for method in attention.METHODS if method != "auto")
+METHODS = tuple(method for method in checked_call.METHODS if method != "auto")
 HOST, MIX = 8, "all_to_all in hosts of 8, all_gather"
 RANKS = (8, 64, 512)
 HEADS, HEADS_K, D = 32, 8, 128
@@ -81,7 +87,7 @@ def suite(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[in
             yield _case(name, lengths, device, dtype, dist.get_rank(), dist.get_world_size(), *heads)
 
     contenders = [Contender(ONE, _one), *(Contender(method, _method(method)) for method in METHODS)]
-    for method in attention.KEY_METHODS:
+    for method in method_plan.KEY_METHODS:
         contenders.append(Contender(f"{method}, deterministic", _method(method, deterministic=True), against=method))
     contenders += [Contender(PYTORCH, _pytorch(grouped=True)), Contender(REPEATED, _pytorch(grouped=False))]
     return Suite("context_parallel", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
@@ -97,13 +103,13 @@ def alone(
             yield _case(name, lengths, device, dtype, 0, num_ranks, *heads)
 
     contenders = [Contender(ONE, _one)]
-    for name, rank in itertools.product(attention.KEY_METHODS, range(num_ranks)):
+    for name, rank in itertools.product(method_plan.KEY_METHODS, range(num_ranks)):
         contenders.append(Contender(f"{name}, rank {rank}", _alone(name, rank), compared=False))
     return Suite("context_parallel-alone", cases, contenders, ONE, bars=(), rounds=20, seconds=4.0)
 
 
 def _alone(name: str, rank: int) -> Callable[[RanksCase], Run]:
-    kind = attention.KEY_METHODS[name]
+    kind = method_plan.KEY_METHODS[name]
 
     def make(case: RanksCase) -> Run:
         q, k, v, dout = (case.sharding.shard(x, rank) for x in (case.q, case.k, case.v, case.dout))
@@ -251,7 +257,7 @@ def modelled(tokens: int, heads: tuple[int, int, int]) -> list[dict[str, Any]]:
     """A row for each corpus, number of ranks and method that can serve it."""
     rows = []
     nheads, nheads_k, d = heads
-    shape = cost_model.Shape(nheads, nheads_k, d, d, 2)
+    shape = checked_call.Shape(nheads, nheads_k, d, d, 2)
     for (name, lengths), ranks in ((corpus, ranks) for corpus in corpora(tokens).items() for ranks in RANKS):
         sharding = Sharding.balanced([0, *accumulate(lengths)], ranks, causal=True)
         areas = [sharding.area(rank, causal=True) for rank in range(ranks)]
@@ -279,7 +285,7 @@ def modelled(tokens: int, heads: tuple[int, int, int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _mixed(layout: Layout, shape: cost_model.Shape) -> cost_model.Estimate:
+def _mixed(layout: Layout, shape: checked_call.Shape) -> cost_model.Estimate:
     """Rows for heads within a host, then keys from other hosts."""
     hosts = layout.queries.merged(HOST)
     beyond = Layout.of(hosts, hosts, layout.lengths_q, layout.lengths_k, (None, 0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
 from flash_attn_cute.distributed.key_value_rows import GradientSums, KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -41,22 +42,18 @@ class AllGather:
         self._shares_queries = is_shared((part.q_start, part.q_stop) for part in parts)
         self._sums_parts = shares_heads or layout.num_ranks > 1 or len(self._calls) > 1  # of gradients
 
-    def forward(
-        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
         keys = self._collect(context, KeyValues.of(k, v))
-        merged = call_passes.Merged(q, v.shape[-1], shared=self._shares_queries)
+        merged = Merged(q, v.shape[-1], shared=self._shares_queries)
         for call in self._calls:
             merged.add(call, *call_passes.forward(context, call, q, keys.k, keys.v, is_part=self._shares_queries))
         return merged.result(sink, self._padding)
 
-    def backward(
-        self, context: call_passes.Context, given: call_passes.Given, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
         keys = self._collect(context, KeyValues.of(k, v))
-        sums = call_passes.wide(k.dtype)
+        sums = wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         parts = GradientSums(keys, self._num_collected, sums if self._sums_parts else k.dtype)
         for call in self._largest_first:
@@ -66,9 +63,9 @@ class AllGather:
 
     def _add_gradients(
         self,
-        context: call_passes.Context,
+        context: Context,
         call: Call,
-        given: call_passes.Given,
+        given: Given,
         keys: KeyValues,
         dq: Tensor,
         parts: GradientSums,
@@ -78,7 +75,7 @@ class AllGather:
         dq[call.q_start : call.q_stop] += dq_part
         parts.add(call.k_start, dk, dv)
 
-    def _collect(self, context: call_passes.Context, own: KeyValues) -> KeyValues:
+    def _collect(self, context: Context, own: KeyValues) -> KeyValues:
         """The keys and values that the rank needs, in the order of the documents."""
         keys = own.empty(self._num_collected)
         transfer = Transfer(
@@ -91,9 +88,9 @@ class AllGather:
         transfer.wait()
         return keys
 
-    def _give_back(self, context: call_passes.Context, keys: KeyValues, parts: KeyValues, num_own: int) -> KeyValues:
+    def _give_back(self, context: Context, keys: KeyValues, parts: KeyValues, num_own: int) -> KeyValues:
         """The sums, in the order of the ranks, of what each rank has for this rank's own keys; float32 or wider."""
-        total = keys.zeros(num_own, call_passes.wide(keys.data.dtype))
+        total = keys.zeros(num_own, wide(keys.data.dtype))
         arriving = [[keys.empty(b - a, parts.data.dtype).data for a, b in given] for given in self._given]
         arriving[self._rank] = [parts.data[a:b] for a, b in self._taken[self._rank]]
         Transfer(

@@ -1,9 +1,9 @@
 """Both passes of one packed call on a block of keys, and what becomes of their results.
 
-The one place that calls backends. Their backward pass recomputes weights from the lse that it is given, and scores lose
-the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14135). With those of all keys, its
-gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That is what ring
-attention (Liu et al., arXiv 2310.01889) rests on.
+Only this file and ``block_mask_method`` call backends. Their backward pass recomputes weights from the lse that it is
+given, and scores lose the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14135). With those
+of all keys, its gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That
+is what ring attention (Liu et al., arXiv 2310.01889) rests on.
 
 Out of several calls is merged in float32, and their dQ, dK and dV are summed so. Kernels write such parts in float32,
 so that results are rounded once.
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from flash_attn_cute.backends.base import Backend
 from flash_attn_cute.calls import dispatch, prepared_call
 from flash_attn_cute.distributed.packed_calls import Call
+from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 
 _NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")
@@ -29,7 +30,9 @@ class Context(NamedTuple):
 
     options: Options
     backend: str | None
-    group: ProcessGroup | None  # None: one rank, and no messages
+    group: ProcessGroup | None = None  # None: one rank, and no messages
+    block_mask: BlockMask | None = None
+    entries: int | None = None  # of a dense batch under a block mask; None: packed documents
 
 
 class Given(NamedTuple):

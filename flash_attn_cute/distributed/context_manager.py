@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import ops
-from flash_attn_cute.distributed import calls, public_functions
+from flash_attn_cute.distributed import public_functions
+from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.integrations import sdpa
@@ -63,7 +64,7 @@ def context_parallel(
     given = [] if buffers is None else list(buffers)
     dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
-    place = calls.grid(dimensions(mesh), method).place
+    place = grid(dimensions(mesh), method).place
     if len(dims) != len(given):
         raise ValueError(f"buffer_seq_dims: expected {len(given)}, one a buffer, got {len(dims)}")
     for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
@@ -74,8 +75,8 @@ def context_parallel(
         if not given:
             raise ValueError("buffers: expected at least one, whose rows are the sequence, got none and no sharding")
         sharding = _balanced(given[0].shape[dims[0]], place.size)
-    calls.check_sharding("sharding", sharding, place, dense=False)
-    calls.check_method(method, place)
+    check_sharding("sharding", sharding, place, dense=False)
+    check_method(method, place)
     for i, (x, dim) in enumerate(zip(given, dims, strict=True)):
         if x.shape[dim] != sharding.total:
             raise ValueError(

@@ -7,22 +7,13 @@ nothing of latencies, of other traffic and of links between hosts, which are slo
 from typing import NamedTuple
 
 from flash_attn_cute.distributed import head_trade
+from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.rank_layout import Layout, common, side_by_side
 
 # An H200 of an NVLink host: bytes a second in one direction and from memory, FLOP a second.
 LINK, MEMORY, ARITHMETIC = 350e9, 3.5e12, 550e12
 # What "auto" lets a method keep, if another one keeps less.
 _MOST_BUFFERS = 8 << 30
-
-
-class Shape(NamedTuple):
-    """Heads and dtype of an attention."""
-
-    nheads: int
-    nheads_k: int
-    d: int
-    d_v: int
-    itemsize: int  # bytes an element
 
 
 class Estimate(NamedTuple):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flash_attn_cute.api import SharedKeywords, says_where_to_look
 from flash_attn_cute.calls import ops, validate
-from flash_attn_cute.distributed import calls, operators
-from flash_attn_cute.distributed.calls import Call, Lengths
+from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sharding
+from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -327,7 +327,7 @@ def gather(x: Tensor, sharding: Sharding, group: Group = None, *, dim: int = 0) 
         ValueError: a group or a tensor that does not fit the sharding.
     """
     ranks = Ranks.of(group)
-    calls.check_sharding("sharding", sharding, ranks.place, dense=False)
+    check_sharding("sharding", sharding, ranks.place, dense=False)
     counts = [sharding.num_rows(rank) for rank in range(sharding.num_ranks)]
     rank, _, size = ranks.place
     if x.shape[dim] != counts[rank]:
@@ -361,13 +361,13 @@ def _attend(
     q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
     arguments = (q, k, v, sink, *shardings, *lengths)
     if block_mask is not None:
-        return _attend_eagerly(Call(*arguments, dimensions(group), method, dense, block_mask), options, backend)
+        return _attend_apart(RankCall(*arguments, dimensions(group), method, dense, block_mask), options, backend)
     if torch.compiler.is_compiling():
-        return operators.attend(arguments, names_of(group), method, dense, options(), backend)
-    return calls.attend(Call(*arguments, dimensions(group), method, dense), options, backend)
+        return attend_compiled(arguments, names_of(group), method, dense, options(), backend)
+    return attend_eagerly(RankCall(*arguments, dimensions(group), method, dense), options, backend)
 
 
-_attend_eagerly = torch.compiler.disable(calls.attend, reason="operators over ranks take no block masks")
+_attend_apart = torch.compiler.disable(attend_eagerly, reason="operators over ranks take no block masks")
 
 
 def _check_are_plain(**tensors: Any) -> None:

@@ -1,11 +1,15 @@
 """Whether all ranks ask for the same: one error on every rank, and no rank that waits for another in vain."""
 
+import hashlib
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flash_attn_cute.distributed.checked_call import PlanRequest, RankCall
 from flash_attn_cute.distributed.process_groups import Ranks, size_of
+from flash_attn_cute.spec import Options
 
 # Everything on which ranks have to agree, in words; or what is wrong with a rank's own arguments.
 Statement = Mapping[str, str] | TypeError | ValueError
@@ -35,6 +39,31 @@ def check(ranks: Ranks, statement: Statement) -> None:
         if len(ranks_of) > 1:
             found = "; ".join(f"{value} on {_listed(found)}" for value, found in ranks_of.items())
             raise ValueError(f"{name}: expected the same on all ranks of the group, got {found}")
+
+
+def statement_of(call: RankCall, request: PlanRequest, options: Options, backend: str | None) -> dict[str, str]:
+    """Everything on which ranks have to agree."""
+    named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
+    leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
+    dealt = {
+        name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
+        for name, x in (("sharding", request.queries), ("sharding_k", request.keys or request.queries))
+    }
+    return {
+        "method": request.method,
+        "heads, d and d_v": str(request.shape[:4]),
+        "batch": str(request.batch),
+        "dtype": str(call.q.dtype),
+        "device": call.q.device.type,
+        "sink": "None" if call.sink is None else str(call.sink.dtype),
+        **{name: f"layout {digest}" for name, digest in dealt.items()},
+        "seqused_q": str(request.seqused_q),
+        "seqused_k": str(request.seqused_k),
+        **{name: str(value) for name, value in options._asdict().items()},
+        "backend": str(backend),
+        "block_mask": "None" if call.block_mask is None else str(tuple(call.block_mask.sizes)),
+        "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
+    }
 
 
 def _gathered(x: object, group: ProcessGroup | None) -> list:  # type: ignore[type-arg]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.distributed import call_passes
+from flash_attn_cute.distributed.call_passes import Context, Given, Merged, wide
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import calls_of, is_shared, parts_of
 from flash_attn_cute.distributed.process_groups import Transfer
@@ -38,11 +39,9 @@ class Ring:
         self._shares_queries = is_shared((part.q_start, part.q_stop) for step in parts for part in step)
         self._sums_parts = shares_heads or self._size > 1 or len(self._calls[0]) > 1  # of gradients
 
-    def forward(
-        self, context: call_passes.Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries (rows, nheads, d); k and v are its own keys and values."""
-        merged = call_passes.Merged(q, v.shape[-1], shared=self._shares_queries)
+        merged = Merged(q, v.shape[-1], shared=self._shares_queries)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
             transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
@@ -52,11 +51,9 @@ class Ring:
             block = coming
         return merged.result(sink, self._padding)
 
-    def backward(
-        self, context: call_passes.Context, given: call_passes.Given, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the rank's queries, keys and values; sums are float32 or wider."""
-        sums = call_passes.wide(k.dtype)
+        sums = wide(k.dtype)
         dq = torch.zeros_like(given.q, dtype=sums if self._shares_queries else None)
         block = KeyValues.of(k, v)
         own = total = block.zeros(k.shape[0], sums)
@@ -88,13 +85,11 @@ class Ring:
         """Whether a block goes to another rank after step t."""
         return t < self._hops[owner]
 
-    def _pass_on(self, context: call_passes.Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
+    def _pass_on(self, context: Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends this step's block, and receives that of the next step."""
         return self._exchange(context, t, block, [], [])
 
-    def _hand_on(
-        self, context: call_passes.Context, t: int, total: KeyValues, home: KeyValues
-    ) -> tuple[Transfer, KeyValues]:
+    def _hand_on(self, context: Context, t: int, total: KeyValues, home: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
         owner = self._owner(t)
         sends = [(total.data, owner)] if t == self._hops[owner] and t > 0 else []
@@ -104,7 +99,7 @@ class Ring:
 
     def _exchange(
         self,
-        context: call_passes.Context,
+        context: Context,
         t: int,
         x: KeyValues,
         sends: list[tuple[Tensor, int]],

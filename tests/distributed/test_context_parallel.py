@@ -12,9 +12,10 @@ import torch
 from benchmarks import work
 from benchmarks.suites import context_parallel as suite
 from flash_attn_cute.calls import dispatch
-from flash_attn_cute.distributed import Sharding, attention, cost_model
+from flash_attn_cute.distributed import Sharding, cost_model, method_plan
 from flash_attn_cute.distributed.balanced_rows import Band
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
+from flash_attn_cute.distributed.checked_call import PlanRequest, Shape
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
@@ -245,11 +246,11 @@ def test_benchmark_of_ranks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     given = ["--alone", "3", "--tokens", "60", "--heads", "2", "1", "8", "--out", str(tmp_path)]
     assert suite.main(given) == 0
     found = json.loads((tmp_path / "context_parallel-alone-cpu-float32.json").read_text())
-    everyone = {suite.ONE, *(f"{name}, rank {rank}" for name in attention.KEY_METHODS for rank in range(3))}
+    everyone = {suite.ONE, *(f"{name}, rank {rank}" for name in method_plan.KEY_METHODS for rank in range(3))}
     assert [case["times"].keys() for case in found["cases"]] == [everyone] * 2
 
 
-SHAPE = cost_model.Shape(32, 8, 128, 128, 2)
+SHAPE = Shape(32, 8, 128, 128, 2)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +274,12 @@ def test_auto_chooses_what_waits_least(documents: list[int], num_ranks: int, by_
 
 def test_a_plan_is_made_once_for_all_layers() -> None:
     sharding = Sharding.contiguous([0, 8], 2)
-    question = attention.Question(sharding, None, 1, None, None, (None, 0), "ring", SHAPE)
-    found = attention.plan(question, Place(0, 2, 1), torch.device("cpu"))
-    assert attention.plan(question._replace(), Place(0, 2, 1), torch.device("cpu")) is found
-    assert attention.plan(question, Place(1, 2, 1), torch.device("cpu")) is not found
+    request = PlanRequest(sharding, None, 1, None, None, (None, 0), "ring", SHAPE)
+    found = method_plan.plan(request, Place(0, 2, 1), torch.device("cpu"))
+    assert method_plan.plan(request._replace(), Place(0, 2, 1), torch.device("cpu")) is found
+    assert method_plan.plan(request, Place(1, 2, 1), torch.device("cpu")) is not found
     plans, gone = weakref.ref(found.method), weakref.ref(sharding)
-    del found, question, sharding
+    del found, request, sharding
     assert gone() is None, "something keeps the layout"
     assert plans() is None
 

@@ -1,17 +1,13 @@
-"""A call as every rank makes it, checked and planned: what eager code and the operator of compiled code share."""
+"""The arguments of one rank: checks before any message, and the plan that they ask for."""
 
-import hashlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flash_attn_cute import settings
 from flash_attn_cute.calls import ops, validate
-from flash_attn_cute.distributed import attention, block_mask_method, call_passes, cost_model, rank_agreement
 from flash_attn_cute.distributed.process_groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -19,8 +15,10 @@ from flash_attn_cute.spec import Options
 
 Lengths: TypeAlias = Sequence[int] | Tensor | None
 
+METHODS = ("auto", "all_gather", "ring", "all_to_all")
 
-class Call(NamedTuple):
+
+class RankCall(NamedTuple):
     """The arguments of a rank, but for options; sizes, layouts and lengths are not checked yet."""
 
     q: Tensor
@@ -53,65 +51,36 @@ def grid(groups: Sequence[ProcessGroup], method: str, *, has_block_mask: bool = 
     return Ranks.over(groups, by_heads=method == "all_to_all" or has_block_mask)
 
 
-def attend(call: Call, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
-    """Out and lse of this rank's rows, differentiable.
+class Shape(NamedTuple):
+    """Heads and dtype of an attention."""
 
-    Args:
-        call: this rank's arguments.
-        checked: gives the options, or raises what is wrong with the rest of the arguments.
-        backend: the name of one, or None.
-
-    Raises:
-        TypeError: an argument of the wrong type or dtype; of any rank, if ranks are to be compared.
-        ValueError: an argument of the wrong shape, strides, device or value, likewise; or ranks disagree.
-    """
-    ranks = call.ranks
-    try:
-        options = checked()
-        question = _question(call, options, ranks.place)
-        run = _planned(call, question, ranks, options, backend)
-    except (TypeError, ValueError) as error:
-        if settings.check_data():
-            rank_agreement.check(Ranks.over(call.groups), error)
-        raise
-    if settings.check_data():
-        rank_agreement.check(Ranks.over(call.groups), _statement(call, question, options, backend))
-    out, lse = run()
-    if not call.dense:
-        return out, lse
-    entries = call.q.shape[:2]
-    return out.unflatten(0, entries), lse.unflatten(1, entries).transpose(0, 1).contiguous()
+    nheads: int
+    nheads_k: int
+    d: int
+    d_v: int
+    itemsize: int  # bytes an element
 
 
-def _planned(
-    call: Call, question: attention.Question, ranks: Ranks, options: Options, backend: str | None
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """What gives out and lse of packed rows; whatever cannot be served is refused here, before any message."""
-    where = question, ranks.place, call.q.device
-    if call.block_mask is None:
-        chosen = attention.plan(*where)
-    else:
-        chosen = block_mask_method.plan(*where).under(call.block_mask, question.batch if call.dense else None)
-    return partial(attention.attend, *call.packed, call.sink, chosen, ranks, options, backend)
+class PlanRequest(NamedTuple):
+    """Everything that a plan depends on beside rank and device; the same on all ranks."""
+
+    queries: Sharding
+    keys: Sharding | None  # None: that of queries
+    batch: int
+    seqused_q: tuple[int, ...] | None
+    seqused_k: tuple[int, ...] | None
+    window: validate.Window
+    method: str
+    shape: Shape
+    has_block_mask: bool = False
+
+    @property
+    def shardings(self) -> tuple[Sharding, Sharding]:
+        """Queries and keys: one object twice if they are sharded alike."""
+        return self.queries, self.queries if self.keys is None else self.keys
 
 
-def gradients(
-    call: Call, options: Options, backend: str | None, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Those of q, k, v and the sink of a call that autograd has not recorded."""
-    ranks = call.ranks
-    chosen = attention.plan(_question(call, options, ranks.place), ranks.place, call.q.device)
-    q, k, v = call.packed
-    if call.dense:
-        out, dout = out.flatten(0, 1), dout.flatten(0, 1)
-        lse = lse.transpose(0, 1).flatten(1)
-        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
-    given = call_passes.Given(q, out, lse, dout, dlse)
-    dq, dk, dv, dsink = attention.gradients(given, k, v, call.sink, chosen, ranks, options, backend)
-    return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
-
-
-def _question(call: Call, options: Options, place: Place) -> attention.Question:
+def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
     """All arguments of a rank checked, and what they come to."""
     q, k, v, sink, sharding, sharding_k, *_ = call
     dense = call.dense
@@ -144,21 +113,22 @@ def _question(call: Call, options: Options, place: Place) -> attention.Question:
             f"sharding_k: expected the {len(queries.cu_seqlens) - 1} documents of sharding, "
             f"got {len(keys.cu_seqlens) - 1}"
         )
-    return attention.Question(
+    return PlanRequest(
         queries,
         None if keys is queries else keys,
         q.shape[0] if dense else 1,
         *_lengths_on_host(call, queries, keys),
         (options.window_left, options.window_right),
         call.method,
-        cost_model.Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
+        Shape(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size()),
+        call.block_mask is not None,
     )
 
 
 def check_method(method: str, place: Place) -> None:
     """Whether there is such a method for a grid of ranks."""
-    if method not in attention.METHODS:
-        raise ValueError(f"method: expected one of {list(attention.METHODS)}, got {method!r}")
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {list(METHODS)}, got {method!r}")
     if method == "all_to_all" and place.outer_size > 1:
         raise ValueError(
             "method: expected 'auto', 'all_gather' or 'ring', by which keys go over the first dimension of a mesh "
@@ -196,7 +166,7 @@ def _check_block_mask(mask: BlockMask) -> None:
 
 
 def _lengths_on_host(
-    call: Call, queries: Sharding, keys: Sharding
+    call: RankCall, queries: Sharding, keys: Sharding
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Both seqused as numbers: those given, or in the place of tensors on a device those that the shardings keep."""
     used_q, used_k = call.seqused_q, call.seqused_k
@@ -228,28 +198,3 @@ def _on_host(name: str, lengths: Lengths, kept: tuple[int, ...] | None) -> tuple
     if settings.check_data() and numbers(name, lengths) != kept:
         raise ValueError(f"{name}: expected those that the sharding keeps, {list(kept)}, got {lengths.tolist()}")
     return kept
-
-
-def _statement(call: Call, question: attention.Question, options: Options, backend: str | None) -> dict[str, str]:
-    """Everything on which ranks have to agree."""
-    named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
-    leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
-    dealt = {
-        name: hashlib.sha256(repr((x.cu_seqlens, x.total, x.segments)).encode()).hexdigest()[:12]
-        for name, x in (("sharding", question.queries), ("sharding_k", question.keys or question.queries))
-    }
-    return {
-        "method": question.method,
-        "heads, d and d_v": str(question.shape[:4]),
-        "batch": str(question.batch),
-        "dtype": str(call.q.dtype),
-        "device": call.q.device.type,
-        "sink": "None" if call.sink is None else str(call.sink.dtype),
-        **{name: f"layout {digest}" for name, digest in dealt.items()},
-        "seqused_q": str(question.seqused_q),
-        "seqused_k": str(question.seqused_k),
-        **{name: str(value) for name, value in options._asdict().items()},
-        "backend": str(backend),
-        "block_mask": "None" if call.block_mask is None else str(tuple(call.block_mask.sizes)),
-        "inputs that require gradients": ", ".join(leaves if torch.is_grad_enabled() else []) or "none",
-    }

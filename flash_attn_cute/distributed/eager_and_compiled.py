@@ -1,19 +1,21 @@
-"""A call as one operator, which is all that torch.compile sees of it: messages, plans and kernels are inside.
+"""One call over ranks: eagerly, or as one operator of a compiled program, which hides messages, plans and kernels.
 
 Operators take tensors and numbers. A sharding crosses as its handle, a group as the names of its dimensions, and host
 lengths as tensors on the CPU, so that a program that has been compiled once serves every batch of its kind.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_attn_cute import settings
 from flash_attn_cute.calls import ops
-from flash_attn_cute.distributed import calls
-from flash_attn_cute.distributed.call_passes import wide
-from flash_attn_cute.distributed.calls import Call, Lengths
-from flash_attn_cute.distributed.process_groups import named
+from flash_attn_cute.distributed import autograd, method_plan, rank_agreement
+from flash_attn_cute.distributed.call_passes import Context, Given, wide
+from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_is_sharding, plan_request
+from flash_attn_cute.distributed.process_groups import Ranks, named
 from flash_attn_cute.distributed.sharding import of_handle
 from flash_attn_cute.spec import Options
 
@@ -34,13 +36,61 @@ torch.library.define(
 )
 
 
-def attend(
+def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str | None) -> tuple[Tensor, Tensor]:
+    """Out and lse of this rank's rows, differentiable.
+
+    Args:
+        call: this rank's arguments.
+        checked: gives the options, or raises what is wrong with the rest of the arguments.
+        backend: the name of one, or None.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; of any rank, if ranks are to be compared.
+        ValueError: an argument of the wrong shape, strides, device or value, likewise; or ranks disagree.
+    """
+    ranks = call.ranks
+    try:
+        options = checked()
+        request = plan_request(call, options, ranks.place)
+        plan = method_plan.plan(request, ranks.place, call.q.device)
+    except (TypeError, ValueError) as error:
+        if settings.check_data():
+            rank_agreement.check(Ranks.over(call.groups), error)
+        raise
+    if settings.check_data():
+        rank_agreement.check(Ranks.over(call.groups), rank_agreement.statement_of(call, request, options, backend))
+    entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
+    context = Context(options, backend, block_mask=call.block_mask, entries=entries)
+    out, lse = autograd.attend(*call.packed, call.sink, plan, ranks, context)
+    if not call.dense:
+        return out, lse
+    rows = call.q.shape[:2]
+    return out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous()
+
+
+def _gradients(
+    call: RankCall, options: Options, backend: str | None, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and the sink, of a call that autograd has not recorded."""
+    ranks = call.ranks
+    plan = method_plan.plan(plan_request(call, options, ranks.place), ranks.place, call.q.device)
+    q, k, v = call.packed
+    if call.dense:
+        out, dout = out.flatten(0, 1), dout.flatten(0, 1)
+        lse = lse.transpose(0, 1).flatten(1)
+        dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+    given = Given(q, out, lse, dout, dlse)
+    dq, dk, dv, dsink = autograd.gradients(given, k, v, call.sink, plan, ranks, Context(options, backend))
+    return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
+
+
+def attend_compiled(
     arguments: tuple[Any, ...], names: list[str], method: str, dense: bool, options: Options, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of this rank's rows, by the operator.
 
     Args:
-        arguments: the fields of a ``Call`` up to its lengths.
+        arguments: the fields of a ``RankCall`` up to its lengths.
         names: those of its groups.
         method: as in it.
         dense: as in it.
@@ -66,7 +116,7 @@ def attend(
 
 
 def _handle(name: str, sharding: Any) -> Tensor:
-    calls.check_is_sharding(name, sharding)
+    check_is_sharding(name, sharding)
     return sharding.handle
 
 
@@ -74,10 +124,10 @@ def _as_tensor(lengths: Lengths) -> Tensor | None:
     return lengths if lengths is None or isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
 
 
-def _unpack(flat: tuple[Any, ...]) -> tuple[Call, Options, str | None]:
+def _unpack(flat: tuple[Any, ...]) -> tuple[RankCall, Options, str | None]:
     q, k, v, sink, handle, handle_k, used_q, used_k, names, method, dense = flat[:_NUM_CALL]
     shardings = of_handle(handle), None if handle_k is None else of_handle(handle_k)
-    call = Call(q, k, v, sink, *shardings, used_q, used_k, named(names), method, dense)
+    call = RankCall(q, k, v, sink, *shardings, used_q, used_k, named(names), method, dense)
     return call, *ops.options_of(flat[_NUM_CALL:])
 
 
@@ -85,7 +135,7 @@ def _unpack(flat: tuple[Any, ...]) -> tuple[Call, Options, str | None]:
 @torch.no_grad()
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     call, options, backend = _unpack(flat)
-    out, lse = calls.attend(call, lambda: options, backend)
+    out, lse = attend_eagerly(call, lambda: options, backend)
     return out.contiguous(), lse.contiguous()
 
 
@@ -99,7 +149,7 @@ def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("flash_attn_cute::context_parallel_backward", "default")
 @torch.no_grad()
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
-    *grads, dsink = calls.gradients(*_unpack(flat), out, lse, dout, dlse)
+    *grads, dsink = _gradients(*_unpack(flat), out, lse, dout, dlse)
     return *(x.contiguous() for x in grads), lse.new_empty(0) if dsink is None else dsink
 
 

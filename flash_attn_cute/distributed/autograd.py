@@ -1,0 +1,136 @@
+"""The autograd function of attention over ranks, recorded as a whole."""
+
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from flash_attn_cute.distributed import call_passes
+from flash_attn_cute.distributed.call_passes import Context, Given
+from flash_attn_cute.distributed.head_trade import Trade
+from flash_attn_cute.distributed.process_groups import Ranks, connect, weakly
+
+
+class Method(Protocol):
+    """A way in which queries of a rank come to see keys of others."""
+
+    def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Out and lse of the rank's queries."""
+        ...
+
+    def backward(self, context: Context, given: Given, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the rank's queries, keys and values."""
+        ...
+
+
+class Plan(NamedTuple):
+    """How a rank attends: by which method, and what it trades for heads before and after, if anything."""
+
+    method: Method
+    trade: Trade | None
+
+    def groups(self, ranks: Ranks) -> Ranks:
+        """Among whom keys are moved, and who trades rows for heads."""
+        return Ranks(None, ranks.outer) if self.trade is not None and ranks.inner is None else ranks
+
+
+Result: TypeAlias = tuple[Tensor, Tensor]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    chosen: Plan,
+    ranks: Ranks,
+    context: Context,
+) -> Result:
+    """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
+    outer, inner = chosen.groups(ranks)
+    connect(outer, q.device)
+    return _Attention.apply(q, k, v, sink, chosen, context._replace(group=outer), inner)
+
+
+class _Attention(torch.autograd.Function):
+    """What autograd records: all of it, so that gradients of k and v are rounded at the end, when they are complete."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        chosen: Plan,
+        context: Context,
+        inner: ProcessGroup | None,
+    ) -> Result:
+        """Out and lse of all keys."""
+        trade = chosen.trade
+        if trade is not None:
+            q, k, v, sink = trade.split(q, k, v, sink, inner)
+        out, lse = chosen.method.forward(context, q, k, v, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = chosen, context._replace(group=None)
+        ctx.groups = weakly(context.group), weakly(inner)
+        return (out, lse) if trade is None else trade.join(out, lse, inner)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and sink."""
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        chosen, context = ctx.call
+        outer, inner = (group() for group in ctx.groups)
+        if chosen.trade is not None:
+            dout = None if dout is None else chosen.trade.part_of(dout, inner)
+            dlse = None if dlse is None else chosen.trade.part_of_lse(dlse, inner)
+        given = Given(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        sink = sink if ctx.needs_input_grad[3] else None
+        return *_gradients(chosen, context._replace(group=outer), inner, given, k, v, sink), None, None, None
+
+
+def gradients(
+    given: Given,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    chosen: Plan,
+    ranks: Ranks,
+    context: Context,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Those of q, k, v and the sink of an attention that autograd has not recorded, from what ``attend`` got and gave.
+
+    What ranks traded for heads was not kept: they trade it once more.
+    """
+    outer, inner = chosen.groups(ranks)
+    trade = chosen.trade
+    if trade is not None:
+        q, k, v, sink = trade.split(given.q, k, v, sink, inner)
+        out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
+        lse = trade.part_of_lse(given.lse, inner)
+        given = Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
+    return _gradients(chosen, context._replace(group=outer), inner, given, k, v, sink)
+
+
+def _gradients(
+    chosen: Plan,
+    context: Context,
+    inner: ProcessGroup | None,
+    given: Given,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Those of q, k, v and the sink of this rank's rows, from all that its heads got and gave."""
+    dtype, trade = given.q.dtype, chosen.trade
+    dq, dk, dv = chosen.method.backward(context, given, k, v)
+    dsink = None if sink is None else call_passes.sink_gradient(sink, given)
+    if trade is None:
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
+    dsink = None if dsink is None else trade.join_sink_gradient(dsink)
+    return *trade.join_gradients(dq, dk, dv, dtype, inner), dsink
