@@ -1,9 +1,9 @@
-"""Collecting keys: a rank gets all that its queries see before it computes anything.
+"""All-gather of keys: a rank receives all keys that its queries attend to, then computes.
 
-Llama 3 (arXiv 2407.21783) does so with an all-gather of K and V. Here a rank gets no rows but those that it needs: of
-packed documents the ones that it has a share of, of windows those next to its own. They go from where they lie to where
-the kernels read them, in the order of the documents, and are copied nowhere else. In the backward pass the gradients
-that a rank has for them go the same way back, and their owner adds them in the order of the ranks.
+Llama 3 (arXiv 2407.21783) gathers all of K and V. Here a rank receives only the rows that it needs: those of documents
+that it has a share of, and under a window those next to its own. Rows are received where the kernels read them, in the
+order of the documents, without a further copy. In the backward pass their gradients go the same way back. The owner of
+the rows adds them in the order of the ranks.
 """
 
 import torch
@@ -20,15 +20,15 @@ Rows = list[tuple[int, int]]  # ranges (start, stop)
 
 
 class AllGather:
-    """An attention of one rank, planned once for all layers and both passes."""
+    """The all-gather method of one rank, planned once for all layers and both passes."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
-        """Of a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
+        """Plans for a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank = rank
         held, needed = layout.keys_of(self._rank), layout.needed_by(self._rank)
         collected, self._num_collected = side_by_side(needed)
         parts = parts_of(layout.queries_of(self._rank), collected, layout.bands)
-        # Of the rank's own rows, what each rank needs; of the collected ones, those that come from each.
+        # For each peer: the ranges of this rank's rows that it needs, and the ranges of collected rows that it sends.
         self._given: list[Rows] = []
         self._taken: list[Rows] = []
         for peer in range(layout.num_ranks):
@@ -70,7 +70,7 @@ class AllGather:
         dq: Tensor,
         parts: GradientSums,
     ) -> None:
-        """Those of one call, which are gone before the next one needs as much memory."""
+        """Adds the gradients of one call, whose tensors are freed before the next call needs as much memory."""
         dq_part, dk, dv = call_passes.backward(context, call, given, keys.k, keys.v, is_part=self._sums_parts)
         dq[call.q_start : call.q_stop] += dq_part
         parts.add(call.k_start, dk, dv)

@@ -14,7 +14,7 @@ from flash_attn_cute.distributed.process_groups import Ranks, connect, weakly
 
 
 class Method(Protocol):
-    """A way in which queries of a rank come to see keys of others."""
+    """A way to let the queries of a rank attend to keys of other ranks."""
 
     def forward(self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out and lse of the rank's queries."""
@@ -26,13 +26,13 @@ class Method(Protocol):
 
 
 class Plan(NamedTuple):
-    """How a rank attends: by which method, and what it trades for heads before and after, if anything."""
+    """The method of a rank, and the trade of rows for heads before and after it, if there is one."""
 
     method: Method
     trade: Trade | None
 
     def groups(self, ranks: Ranks) -> Ranks:
-        """Among whom keys are moved, and who trades rows for heads."""
+        """The groups among which keys move and rows are traded for heads."""
         return Ranks(None, ranks.outer) if self.trade is not None and ranks.inner is None else ranks
 
 
@@ -55,7 +55,7 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """What autograd records: all of it, so that gradients of k and v are rounded at the end, when they are complete."""
+    """One node for the whole attention, so that gradients of k and v are rounded once, when they are complete."""
 
     @staticmethod
     def forward(
@@ -103,9 +103,9 @@ def gradients(
     ranks: Ranks,
     context: Context,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Those of q, k, v and the sink of an attention that autograd has not recorded, from what ``attend`` got and gave.
+    """The gradients of q, k, v and the sink of an ``attend`` that autograd has not recorded.
 
-    What ranks traded for heads was not kept: they trade it once more.
+    Tensors that ranks traded for heads were not saved, so ranks trade once more.
     """
     outer, inner = chosen.groups(ranks)
     trade = chosen.trade
@@ -126,7 +126,7 @@ def _gradients(
     v: Tensor,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Those of q, k, v and the sink of this rank's rows, from all that its heads got and gave."""
+    """The gradients of q, k, v and the sink of this rank's rows; ``given`` is of the rows and heads after the trade."""
     dtype, trade = given.q.dtype, chosen.trade
     dq, dk, dv = chosen.method.backward(context, given, k, v)
     dsink = None if sink is None else call_passes.sink_gradient(sink, given)

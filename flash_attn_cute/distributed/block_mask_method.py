@@ -19,14 +19,14 @@ from flash_attn_cute.spec import AttentionInputs, AttentionSpec
 
 
 class AllRows(NamedTuple):
-    """All rows of queries or of keys, as the plain functions want to be told of them."""
+    """All rows of queries or of keys: the offsets and the bound that the plain functions take."""
 
     cu_seqlens: Tensor  # of packed documents
     longest: int  # rows of a document; of a dense batch, rows of each entry
 
     @classmethod
     def of(cls, sharding: Sharding, device: torch.device) -> "AllRows":
-        """Those of a sharding; of a dense batch, of an entry.
+        """All rows of a sharding; of a dense batch, of one entry.
 
         Raises:
             ValueError: there are rows before the first document.
@@ -75,7 +75,7 @@ class BlockMaskMethod(NamedTuple):
     def _prepared(
         self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
     ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
-        """As ``call_passes.prepared`` for calls without a mask."""
+        """The backend that serves the call, and its arguments; ``call_passes.prepared`` is the one without a mask."""
         queries, keys, *used, _ = self
         offsets: tuple[Tensor | None, ...] = (None, None)
         bounds: prepared_call.Bounds = ()

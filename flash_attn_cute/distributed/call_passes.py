@@ -1,6 +1,6 @@
-"""Both passes of one packed call on a block of keys, and what becomes of their results.
+"""Both passes of one packed call on a block of keys, and the merging of their results.
 
-Only this file and ``block_mask_method`` call backends. Their backward pass recomputes weights from the lse that it is
+Only this file and ``block_mask_method`` call backends. Their backward pass recomputes P from the lse that it is
 given, and scores lose the delta of the out that it is given (FlashAttention, Dao et al., arXiv 2205.14135). With those
 of all keys, its gradients are exact whatever part of the keys it sees: their sum over all parts is the gradient. That
 is what ring attention (Liu et al., arXiv 2310.01889) rests on.
@@ -26,7 +26,7 @@ _NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")
 
 
 class Context(NamedTuple):
-    """What all calls and messages of an attention have in common; the window is that of each call."""
+    """Arguments that all packed calls and messages of one attention share. Each packed call has its own window."""
 
     options: Options
     backend: str | None
@@ -36,7 +36,7 @@ class Context(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a backward pass gets of the queries of a rank; out and lse are those of all keys."""
+    """Input of a backward pass, for the queries of a rank; out and lse are those of all keys."""
 
     q: Tensor  # (rows, nheads, d)
     out: Tensor  # (rows, nheads, d_v)
@@ -118,7 +118,7 @@ class Merged:
             torch.maximum(old_lse, lse, out=old_lse)
             return
         total = torch.logaddexp(old_lse, lse)
-        old_out.mul_(_weight(old_lse, total)).addcmul_(out, _weight(lse, total))
+        old_out.mul_(_merge_factor(old_lse, total)).addcmul_(out, _merge_factor(lse, total))
         old_lse.copy_(total)
 
     def result(self, sink: Tensor | None, padding: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -131,14 +131,14 @@ class Merged:
         out, lse = self._out, self._lse
         if sink is not None:
             total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            out, lse = out * _weight(lse, total), total
+            out, lse = out * _merge_factor(lse, total), total
             for start, stop in padding:
                 lse[:, start:stop] = -torch.inf
         return out.to(self._dtype), lse
 
 
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """(rows, nheads, 1): by what out of the keys of lse is multiplied among all keys; 0 if they are none."""
+def _merge_factor(lse: Tensor, total: Tensor) -> Tensor:
+    """(rows, nheads, 1): exp(lse - total), the factor of an out of some keys in the out of all; 0 if lse is -inf."""
     return (lse - total).exp().masked_fill(lse.isneginf(), 0).transpose(0, 1)[..., None]
 
 

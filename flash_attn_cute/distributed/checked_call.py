@@ -81,7 +81,7 @@ class PlanRequest(NamedTuple):
 
 
 def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
-    """All arguments of a rank checked, and what they come to."""
+    """The plan request of a rank's arguments, all of which it checks."""
     q, k, v, sink, sharding, sharding_k, *_ = call
     dense = call.dense
     check_method(call.method, place)
@@ -126,7 +126,7 @@ def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
 
 
 def check_method(method: str, place: Place) -> None:
-    """Whether there is such a method for a grid of ranks."""
+    """Refuses methods that a grid of ranks does not have."""
     if method not in METHODS:
         raise ValueError(f"method: expected one of {list(METHODS)}, got {method!r}")
     if method == "all_to_all" and place.outer_size > 1:
@@ -137,7 +137,7 @@ def check_method(method: str, place: Place) -> None:
 
 
 def check_is_sharding(name: str, sharding: Any) -> None:
-    """Whether it is one; offsets, which the plain functions take in its place, are not."""
+    """Refuses anything but a Sharding; the plain functions take offsets in its place."""
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"{name}: expected a Sharding, which Sharding.balanced makes of cu_seqlens, got {type(sharding).__name__}"
@@ -145,7 +145,7 @@ def check_is_sharding(name: str, sharding: Any) -> None:
 
 
 def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> None:
-    """Whether it is one over those ranks and, for a dense batch, of one document."""
+    """Refuses shardings over other ranks and, for a dense batch, of more than one document."""
     check_is_sharding(name, sharding)
     if sharding.num_ranks != place.size:
         raise ValueError(f"{name}: expected one over the {place.size} ranks of group, got {sharding.num_ranks}")
@@ -157,7 +157,7 @@ def check_sharding(name: str, sharding: Any, place: Place, *, dense: bool) -> No
 
 
 def _check_block_mask(mask: BlockMask) -> None:
-    """Whether it is one that ranks can share; the plain functions check its sizes."""
+    """Refuses masks that differ by head; the plain functions check its sizes."""
     validate.check_type_of_block_mask(mask)
     if mask.heads != 1:
         raise ValueError(
@@ -182,7 +182,7 @@ def _lengths_on_host(
 
 
 def _on_host(name: str, lengths: Lengths, kept: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Lengths as numbers. Those on a device are waited for only by request, to compare them with those kept."""
+    """Lengths as numbers; on a GPU they are read only with FLASH_ATTN_CUTE_CHECK=1, to compare them."""
     if lengths is None or not isinstance(lengths, Tensor) or lengths.device.type == "cpu":
         return None if lengths is None else numbers(name, lengths)
     if kept is None:

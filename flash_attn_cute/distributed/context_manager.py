@@ -90,7 +90,7 @@ def context_parallel(
             # Memory of its own: targets are often a view of the same rows as tokens, one further on.
             _hold(x, shard)
         restored.enter_context(ops.replaced(_OverRanks(sharding, mesh, method).attend))
-        # Looked up there by whoever calls it, other functions of PyTorch included.
+        # Every caller looks it up there, functions of PyTorch included.
         restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]
         yield sharding
@@ -131,7 +131,7 @@ def _balanced(rows: int, num_ranks: int) -> Sharding:
 
 
 class _OverRanks(NamedTuple):
-    """What serves calls over the ranks of a group, on rows dealt by a sharding."""
+    """The attention that replaces that of one GPU inside ``context_parallel``."""
 
     sharding: Sharding
     group: Group
@@ -188,7 +188,7 @@ def _check_offsets(name: str, offsets: Tensor, sharding: Sharding) -> None:
     if offsets.shape[0] != expected:
         raise ValueError(
             f"{name}: expected the {expected} offsets of the sharding, got {offsets.shape[0]}; "
-            "calls within context_parallel are told where documents are in all rows"
+            "within context_parallel cu_seqlens are those of all rows, as in the sharding"
         )
     _check_numbers(name, offsets, sharding.cu_seqlens)
 

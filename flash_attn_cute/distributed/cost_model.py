@@ -1,7 +1,7 @@
-"""What each method moves, keeps and waits for: the numbers by which ``method="auto"`` chooses.
+"""Cost model of the methods, by which ``method="auto"`` chooses: bytes received, buffers, and time spent waiting.
 
-A model of one step of training, a forward and a backward pass, on links and GPUs as fast as written here. It knows
-nothing of latencies, of other traffic and of links between hosts, which are slower.
+It models a forward and a backward pass on links and GPUs of the speeds below. It ignores latencies, other traffic and
+slower links between hosts.
 """
 
 from typing import NamedTuple

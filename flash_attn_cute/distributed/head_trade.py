@@ -1,6 +1,6 @@
-"""Trading rows for heads: within a group every rank gets all of the group's rows, and a part of the heads.
+"""All-to-all exchange of rows for heads: every rank of a group gets all of its rows and a part of the heads.
 
-DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509). What follows is an attention over fewer ranks, or over one.
+It is DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509). The attention is then over fewer ranks, or one.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Rows:
     """The rows of some ranks, which trade them for heads: dealt over the ranks, or together in order."""
 
     def __init__(self, sharding: Sharding, merged: Sharding, rank: int, device: torch.device) -> None:
-        """Of the ranks of a sharding that are one rank of the merged one, and of which ``rank`` is this one."""
+        """Plans for ``rank`` and the ranks of the sharding that are the same rank of the merged sharding."""
         self.size = sharding.num_ranks // merged.num_ranks
         self.rank = rank % self.size
         together = rank // self.size
@@ -65,7 +65,7 @@ def _exchanged(x: Tensor, received: list[int], sent: list[int], group: ProcessGr
 
 
 class Trade(NamedTuple):
-    """What ranks trade: rows of queries and of keys, for heads."""
+    """The rows of queries and of keys that ranks trade for heads."""
 
     queries: Rows
     keys: Rows
@@ -73,7 +73,7 @@ class Trade(NamedTuple):
 
     @classmethod
     def of(cls, queries: Rows, keys: Rows, nheads_k: int) -> "Trade":
-        """Of as many heads of k and v, which ``refusal`` has not refused."""
+        """The trade for nheads_k heads of k and v, for which ``refusal`` is None."""
         return cls(queries, keys, max(1, queries.size // nheads_k))
 
     def split(
@@ -106,7 +106,7 @@ class Trade(NamedTuple):
         return parts.unflatten(1, (x.shape[1] // self.queries.size, -1))
 
     def part_of_lse(self, lse: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Likewise lse or its gradient (nheads, rows), in memory as backends write it."""
+        """``part_of`` for lse or its gradient (nheads, rows); contiguous, as backends write it."""
         return self.part_of(lse.transpose(0, 1)[..., None], group)[..., 0].transpose(0, 1).contiguous()
 
     def join_gradients(
@@ -125,7 +125,7 @@ class Trade(NamedTuple):
         return _joined(dq.to(dtype), self.queries, group), dk, dv
 
     def join_sink_gradient(self, dsink: Tensor) -> Tensor:
-        """That of this rank's heads, and zeros for the others: users sum the gradients of ranks."""
+        """The sink's gradient (nheads,): zero in heads of other ranks, because users sum the gradients of ranks."""
         joined = dsink.new_zeros(self.queries.size * dsink.shape[0])
         self._own(joined).copy_(dsink)
         return joined

@@ -1,4 +1,4 @@
-"""Keys and values of some rows as one tensor, which travels in one message; and so their gradients."""
+"""Keys and values of some rows in one tensor, which is sent as one message; their gradients likewise."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ class KeyValues:
         return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), *k.shape[1:])
 
     def empty(self, rows: int, dtype: torch.dtype | None = None) -> "KeyValues":
-        """Room for as many rows, of the same dtype if it is None."""
+        """An uninitialised buffer of ``rows`` rows; dtype None: that of this object."""
         return KeyValues(self.data.new_empty((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
 
     def zeros(self, rows: int, dtype: torch.dtype) -> "KeyValues":
-        """As many rows to sum gradients in."""
+        """A zeroed buffer of ``rows`` rows to sum gradients in."""
         return KeyValues(self.data.new_zeros((rows, self.data.shape[1]), dtype=dtype), self._nheads, self._d)
 
     def part(self, ranges: Sequence[tuple[int, int]]) -> "KeyValues":

@@ -91,18 +91,18 @@ def _block_mask_plan(request: PlanRequest, place: Place, device: torch.device) -
 
 
 def _in_order(sharding: Sharding) -> Sharding:
-    """The same rows on one rank, in their order."""
+    """One rank that has all rows of a sharding in their order."""
     return Sharding.contiguous(sharding.cu_seqlens, 1, total=sharding.total)
 
 
 def _of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T]) -> tuple[T, T]:
-    """What becomes of both, which stay one object if they are."""
+    """Queries and keys changed; one object if they are one."""
     changed = change(queries)
     return changed, changed if keys is queries else change(keys)
 
 
 def _best(layout: Layout, shape: Shape, *, by_heads: bool = True) -> str:
-    """The method of "auto"; of one rank, any that moves nothing."""
+    """The method that "auto" chooses; with one rank, one that sends nothing."""
     if layout.num_ranks == 1:
         return "ring"
     found = cost_model.estimates(layout, shape)

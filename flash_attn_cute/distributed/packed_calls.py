@@ -1,9 +1,9 @@
-"""Attention of some queries of documents to some of their keys, told in packed calls of the plain functions.
+"""Attention of some queries of documents to some of their keys, as packed calls of the plain functions.
 
-A rank sees its queries and a block of keys as runs: positions of a document that follow each other, in rows that do.
-What a run of queries sees of a run of keys is a band, which a packed call with a window of its own computes: kernels
-align windows to the bottom right of each sequence, wherever that is in the document. Pairs that see nothing, and rows
-that no one sees, are left out here, on the host.
+A rank's queries and a block of keys consist of runs: consecutive positions of a document, in consecutive rows. The
+visible pairs of two runs form a band, which a packed call with its own window computes: kernels align windows to the
+bottom right of each sequence, wherever that is in the document. Runs without a visible pair, and rows outside of all
+bands, are removed here, on the host.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 def parts_of(
     queries: Mapping[int, Sequence[Run]], keys: Mapping[int, Sequence[Run]], bands: Sequence[Band]
 ) -> list[Part]:
-    """The parts of all documents that have both queries and keys here, as few as tell what is visible.
+    """The fewest parts that cover the visible pairs of all documents that have both queries and keys here.
 
     Args:
         queries: the runs of each document, in order and in adjacent rows.
@@ -91,7 +91,7 @@ def parts_of(
 
 
 def _part(q: Run, k: Run, band: Band) -> Part | None:
-    """What a run of queries sees of a run of keys, without the rows that see nothing or are not seen."""
+    """The visible pairs of two runs, without rows that are in no visible pair; None if there are no pairs."""
     num_q, num_k = q.stop - q.start, k.stop - k.start
     # Query i of the run sees the keys i + lower .. i + upper of the other one.
     shift = q.start - k.start
@@ -136,7 +136,7 @@ def _with_more_queries(a: Part, b: Part) -> Part | None:
 
 
 def calls_of(parts: Iterable[Part], device: torch.device) -> tuple[Call, ...]:
-    """As few packed calls as compute the parts: those of a call have one window, and share neither queries nor keys."""
+    """The fewest packed calls that compute the parts. Parts of a call have one window and share no rows."""
     groups: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: (part.q_start, part.k_start)):
         for group in groups:

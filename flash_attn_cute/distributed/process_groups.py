@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Nothing here, in plans or in graphs keeps a group: Gloo's may abort the process if they are still there at its end.
 _connected: WeakSet[ProcessGroup] = WeakSet()
 
-# What users name the ranks by; None: all of them.
+# A user's argument for the ranks; None: all of them.
 Group = ProcessGroup | DeviceMesh | None
 
 
@@ -47,14 +47,14 @@ class Ranks(NamedTuple):
 
     @property
     def place(self) -> "Place":
-        """Where in it this process is."""
+        """The place of this process in the grid."""
         return Place(
             rank_in(self.outer) * size_of(self.inner) + rank_in(self.inner), size_of(self.outer), size_of(self.inner)
         )
 
 
 class Place(NamedTuple):
-    """A rank of a grid, all that a plan has to know of it."""
+    """A rank of a grid: everything of the grid that a plan depends on."""
 
     rank: int
     outer_size: int
@@ -93,7 +93,7 @@ def dimensions(group: Group) -> tuple[ProcessGroup, ...]:
 
 @torch.compiler.assume_constant_result  # a program that is compiled for one group has a guard on it
 def names_of(group: Group) -> list[str]:
-    """What the dimensions of a group are called in PyTorch's registry of groups. Errors are ``dimensions``'s."""
+    """The names of a group's dimensions in PyTorch's registry of groups. Errors are those of ``dimensions``."""
     return [member.group_name for member in dimensions(group)]
 
 
@@ -113,7 +113,7 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 
 def weakly(group: ProcessGroup | None) -> Callable[[], ProcessGroup | None]:
-    """What gives a group, as long as somebody else keeps it, and raises RuntimeError afterwards."""
+    """A function that returns the group while a user holds it, and raises RuntimeError afterwards."""
     if group is None:
         return lambda: None
     reference = ref(group)
@@ -128,7 +128,7 @@ def weakly(group: ProcessGroup | None) -> Callable[[], ProcessGroup | None]:
 
 
 def connect(group: ProcessGroup | None, device: torch.device) -> None:
-    """Has all ranks of a group meet once, as NCCL wants them to first; messages may leave some out."""
+    """Runs a first collective over all ranks, which NCCL requires; later messages may leave out some."""
     if group is not None and device.type == "cuda" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
@@ -163,7 +163,7 @@ class Transfer:
         self._tensors = [operation.tensor for operation in operations]
 
     def wait(self) -> None:
-        """Until all have arrived."""
+        """Waits until all messages have arrived."""
         for work in self._works:
             work.wait()
         self._works, self._tensors = [], []

@@ -1,4 +1,4 @@
-"""The public functions: attention whose rows are dealt over the ranks of a group."""
+"""The public functions: attention whose rows are sharded over the ranks of a group."""
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -371,7 +371,7 @@ _attend_apart = torch.compiler.disable(attend_eagerly, reason="operators over ra
 
 
 def _check_are_plain(**tensors: Any) -> None:
-    """Whether none is a DTensor: these are dealt by placements, which cannot tell what a sharding tells."""
+    """Refuses DTensors: their placements cannot express a sharding's rows."""
     for name, x in tensors.items():
         if hasattr(x, "placements"):
             raise TypeError(

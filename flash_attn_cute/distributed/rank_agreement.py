@@ -1,4 +1,4 @@
-"""Whether all ranks ask for the same: one error on every rank, and no rank that waits for another in vain."""
+"""Comparison of all ranks' arguments: a mistake raises one error on every rank, and no rank hangs."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Statement = Mapping[str, str] | TypeError | ValueError
 
 
 def check(ranks: Ranks, statement: Statement) -> None:
-    """Compares the statements of all ranks, which all have to come here; it costs a collective and a wait.
+    """Compares the statements of all ranks. All ranks have to call it; it costs a collective and a wait.
 
     Args:
         ranks: the grid of the group, the same whatever method a rank asks for.
@@ -42,7 +42,7 @@ def check(ranks: Ranks, statement: Statement) -> None:
 
 
 def statement_of(call: RankCall, request: PlanRequest, options: Options, backend: str | None) -> dict[str, str]:
-    """Everything on which ranks have to agree."""
+    """Everything on which ranks have to agree, by name."""
     named = {"q": call.q, "k": call.k, "v": call.v, "learnable_sink": call.sink}
     leaves = [name for name, x in named.items() if x is not None and x.requires_grad]
     dealt = {

@@ -1,4 +1,4 @@
-"""What each rank has of an attention, and what it needs of the others: documents, positions and rows, on the host."""
+"""The keys and queries of each rank, and the keys it needs from others: documents, positions and rows, on the host."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Those of the group."""
+        """The number of ranks of the group."""
         return self.queries.num_ranks
 
     def queries_of(self, rank: int) -> dict[int, list[Run]]:
@@ -64,7 +64,7 @@ class Layout:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def needed_by(self, rank: int) -> Ranges:
-        """The keys that the queries of a rank see."""
+        """The keys that the queries of a rank attend to."""
         needed: Ranges = {}
         for document, runs in self.queries_of(rank).items():
             (lower, upper), length = self.bands[document], self.lengths_k[document]
@@ -81,7 +81,7 @@ class Layout:
         return needed
 
     def travelling(self) -> list[dict[int, list[Run]]]:
-        """Of each rank's keys those that any other rank needs, in the rank's own rows."""
+        """For each rank, its keys that any other rank needs, in its own rows."""
         wanted: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         for rank in range(self.num_ranks):
             for document, ranges in self.needed_by(rank).items():
@@ -97,7 +97,7 @@ class Layout:
         return found
 
     def hops(self) -> list[int]:
-        """How many ranks further on, in a ring, each rank's keys are needed."""
+        """The number of ranks behind each rank, in a ring, that still need its keys."""
         size = self.num_ranks
         held, needed = [self.keys_of(rank) for rank in range(size)], [self.needed_by(rank) for rank in range(size)]
         return [
@@ -107,7 +107,7 @@ class Layout:
 
 
 def common(needed: Ranges, held: Mapping[int, Sequence[Run]]) -> dict[int, list[Run]]:
-    """What is both needed and held, in order, in the holder's rows."""
+    """The positions both needed and held, in order, in the holder's rows."""
     found: dict[int, list[Run]] = {}
     for document in sorted(needed.keys() & held.keys()):
         runs = [
@@ -122,7 +122,7 @@ def common(needed: Ranges, held: Mapping[int, Sequence[Run]]) -> dict[int, list[
 
 
 def side_by_side(needed: Mapping[int, Iterable[tuple[int, ...]]]) -> tuple[dict[int, list[Run]], int]:
-    """Where keys of each document, (start, stop, ...), are if all stand one behind another, and how many they are."""
+    """Rows of keys of each document, (start, stop, ...), concatenated in this order, and the number of rows."""
     runs: dict[int, list[Run]] = {}
     row = 0
     for document, ranges in needed.items():

@@ -1,9 +1,9 @@
-"""Passing keys round: a rank computes with one block of keys while the next one is on its way.
+"""Ring attention: a rank computes with one block of keys while it receives the next one.
 
-Ring attention (Liu et al., arXiv 2310.01889). At step t a rank has the block of the rank t places before it: those of
-its keys that any other rank needs. A block goes on as long as a rank further on needs it: under a window to the next
-ones alone. In the backward pass the sums of its gradients follow it, and the last rank sends them home. So they are
-added in the order of the ring.
+The algorithm is that of Liu et al. (arXiv 2310.01889). At step t a rank has the block of the rank t places before it. A
+block contains the keys of its owner that any other rank needs. It is sent on while a later rank needs it; under a
+window that is only to the next ranks. In the backward pass the sums of its gradients follow it, and the last rank sends
+them to the owner. So gradients are added in the order of the ring.
 """
 
 import torch
@@ -18,16 +18,16 @@ from flash_attn_cute.distributed.rank_layout import Layout, side_by_side
 
 
 class Ring:
-    """An attention of one rank, planned once for all layers and both passes."""
+    """The ring method of one rank, planned once for all layers and both passes."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, *, shares_heads: bool = False) -> None:
-        """Of a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
+        """Plans for a rank of the layout; ``shares_heads``: ranks outside of it have parts of the same dK and dV."""
         self._rank, self._size = rank, layout.num_ranks
         self._hops = layout.hops()
         travelling = layout.travelling()
         blocks = [side_by_side(runs) for runs in travelling]
         self._num_rows = [rows for _, rows in blocks]
-        # Which of the rank's own rows are its block.
+        # Ranges of the rank's own rows that make up its block.
         self._own_block = [
             (run.row, run.row + run.stop - run.start) for runs in travelling[rank].values() for run in runs
         ]
@@ -44,7 +44,7 @@ class Ring:
         merged = Merged(q, v.shape[-1], shared=self._shares_queries)
         block = KeyValues.of(k, v)
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
+            transfer, coming = self._send_keys(context, t, block if t else block.part(self._own_block))
             for call in calls:
                 merged.add(call, *call_passes.forward(context, call, q, block.k, block.v, is_part=self._shares_queries))
             transfer.wait()
@@ -60,7 +60,7 @@ class Ring:
         home = own.empty(self._num_rows[self._rank] if self._hops[self._rank] else 0)
         following = Transfer(context.group, (), ())
         for t, calls in enumerate(self._calls):
-            transfer, coming = self._pass_on(context, t, block if t else block.part(self._own_block))
+            transfer, coming = self._send_keys(context, t, block if t else block.part(self._own_block))
             parts = []
             for call in calls:
                 dq_part, dk, dv = call_passes.backward(context, call, given, block.k, block.v, is_part=self._sums_parts)
@@ -70,7 +70,7 @@ class Ring:
             for part in parts:
                 total.add(*part)
             transfer.wait()
-            following, total = self._hand_on(context, t, total if t else own.part(self._own_block), home)
+            following, total = self._send_sums(context, t, total if t else own.part(self._own_block), home)
             block = coming
         following.wait()
         if self._hops[self._rank]:
@@ -78,19 +78,19 @@ class Ring:
         return dq, own.k, own.v
 
     def _owner(self, t: int) -> int:
-        """Whose block this rank has at step t."""
+        """The rank whose block this rank has at step t."""
         return (self._rank - t) % self._size
 
     def _goes_on(self, t: int, owner: int) -> bool:
-        """Whether a block goes to another rank after step t."""
+        """Whether a block is sent to another rank after step t."""
         return t < self._hops[owner]
 
-    def _pass_on(self, context: Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
+    def _send_keys(self, context: Context, t: int, block: KeyValues) -> tuple[Transfer, KeyValues]:
         """Sends this step's block, and receives that of the next step."""
         return self._exchange(context, t, block, [], [])
 
-    def _hand_on(self, context: Context, t: int, total: KeyValues, home: KeyValues) -> tuple[Transfer, KeyValues]:
-        """Sends the sums of this step's block, on or home, and receives those of the next one and of the own one."""
+    def _send_sums(self, context: Context, t: int, total: KeyValues, home: KeyValues) -> tuple[Transfer, KeyValues]:
+        """Sends the sums of this step's block on, or to its owner; receives the next sums, or its own."""
         owner = self._owner(t)
         sends = [(total.data, owner)] if t == self._hops[owner] and t > 0 else []
         comes_home = t == self._hops[self._rank] and t > 0

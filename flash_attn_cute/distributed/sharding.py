@@ -1,6 +1,6 @@
-"""Which rank holds which rows: layouts of packed documents over ranks, balanced by what attention costs.
+"""Shardings: which rank holds which rows of packed documents, balanced by the cost of attention.
 
-All of this is arithmetic on lengths that the host knows. No rank has to ask for its rows or for those of others.
+All of this is arithmetic on lengths on the host. No rank has to communicate to know its rows or those of others.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
     stop: int
 
 
-# Shardings by their handles, as long as somebody keeps them.
+# Shardings by their handles, while a caller holds them.
 _by_number: "WeakValueDictionary[int, Sharding]" = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -56,8 +56,8 @@ class Sharding:
         seqused_q: the real rows of each document, or of each entry of a dense batch, if calls give them by a tensor on
             a GPU: they take these numbers, which ranks plan by, and wait for nothing.
         seqused_k: likewise of keys.
-        plans: what attention has worked out for this layout and remembers.
-        handle: what stands for this object in compiled programs, which take no objects: an int64 on the CPU.
+        plans: of attention over this layout, made on first use.
+        handle: an int64 on the CPU that stands for this object in compiled programs, which take only tensors.
 
     Raises:
         ValueError: rows that no rank has or that two have, or segments out of order or outside of their documents.
@@ -197,7 +197,7 @@ class Sharding:
         return Sharding(self.cu_seqlens, self.total, self.segments, *used)
 
     def plan(self, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
-        """What attention has worked out for this layout, or works out now and remembers; see ``kept.made``.
+        """The plan under a key: made on first use, then kept with this layout; see ``kept.made``.
 
         Raises:
             RuntimeError: nothing has been, and a CUDA graph is being captured, for which copies from the host come too
@@ -372,7 +372,7 @@ def of_handle(handle: Tensor) -> Sharding:
     """The sharding that a handle stands for.
 
     Raises:
-        RuntimeError: nobody has kept it.
+        RuntimeError: the caller has not kept it.
     """
     found = _by_number.get(int(handle))
     if found is None:

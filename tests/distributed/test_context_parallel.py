@@ -14,8 +14,9 @@ from benchmarks.suites import context_parallel as suite
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.distributed import Sharding, cost_model, method_plan
 from flash_attn_cute.distributed.balanced_rows import Band
+from flash_attn_cute.distributed.block_mask_method import BlockMaskMethod
 from flash_attn_cute.distributed.call_passes import Context, Given, Merged, backward, forward, prepared
-from flash_attn_cute.distributed.checked_call import PlanRequest, Shape
+from flash_attn_cute.distributed.checked_call import METHODS, PlanRequest, Shape
 from flash_attn_cute.distributed.key_value_rows import KeyValues
 from flash_attn_cute.distributed.packed_calls import Call, Run, calls_of, parts_of
 from flash_attn_cute.distributed.process_groups import Place
@@ -282,6 +283,20 @@ def test_a_plan_is_made_once_for_all_layers() -> None:
     del found, request, sharding
     assert gone() is None, "something keeps the layout"
     assert plans() is None
+
+
+def test_a_plan_under_a_block_mask_is_another_one() -> None:
+    sharding = Sharding.contiguous([0, 8], 2)
+    request = PlanRequest(sharding, None, 1, None, None, (None, None), "all_to_all", SHAPE)
+    where = Place(0, 1, 2), torch.device("cpu")
+    masked = method_plan.plan(request._replace(has_block_mask=True), *where)
+    assert isinstance(masked.method, BlockMaskMethod)
+    assert not isinstance(method_plan.plan(request, *where).method, BlockMaskMethod)
+    assert method_plan.plan(request._replace(has_block_mask=True), *where) is masked
+
+
+def test_each_method_has_a_name_and_a_class() -> None:
+    assert set(METHODS) == {"auto", "all_to_all", *method_plan.KEY_METHODS}
 
 
 def test_the_model_of_the_benchmark() -> None:
