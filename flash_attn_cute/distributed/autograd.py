@@ -45,13 +45,12 @@ def attend(
     v: Tensor,
     sink: Tensor | None,
     chosen: Plan,
-    ranks: Ranks,
     context: Context,
+    inner: ProcessGroup | None,
 ) -> Result:
     """Out (rows, nheads, d_v) and lse (nheads, rows) of this rank's rows, differentiable."""
-    outer, inner = chosen.groups(ranks)
-    connect(outer, q.device)
-    return _Attention.apply(q, k, v, sink, chosen, context._replace(group=outer), inner)
+    connect(context.group, q.device)
+    return _Attention.apply(q, k, v, sink, chosen, context, inner)
 
 
 class _Attention(torch.autograd.Function):
@@ -100,21 +99,20 @@ def gradients(
     v: Tensor,
     sink: Tensor | None,
     chosen: Plan,
-    ranks: Ranks,
     context: Context,
+    inner: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sink of an ``attend`` that autograd has not recorded.
 
     Tensors that ranks traded for heads were not saved, so ranks trade once more.
     """
-    outer, inner = chosen.groups(ranks)
     trade = chosen.trade
     if trade is not None:
         q, k, v, sink = trade.split(given.q, k, v, sink, inner)
         out, dout = (trade.part_of(x, inner) for x in (given.out, given.dout))
         lse = trade.part_of_lse(given.lse, inner)
         given = Given(q, out, lse, dout, None if given.dlse is None else trade.part_of_lse(given.dlse, inner))
-    return _gradients(chosen, context._replace(group=outer), inner, given, k, v, sink)
+    return _gradients(chosen, context, inner, given, k, v, sink)
 
 
 def _gradients(

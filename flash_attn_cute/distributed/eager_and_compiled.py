@@ -60,8 +60,9 @@ def attend_eagerly(call: RankCall, checked: Callable[[], Options], backend: str 
     if settings.check_data():
         rank_agreement.check(Ranks.over(call.groups), rank_agreement.statement_of(call, request, options, backend))
     entries = call.q.shape[0] if call.dense and call.block_mask is not None else None
-    context = Context(options, backend, block_mask=call.block_mask, entries=entries)
-    out, lse = autograd.attend(*call.packed, call.sink, plan, ranks, context)
+    outer, inner = plan.groups(ranks)
+    context = Context(options, backend, outer, call.block_mask, entries)
+    out, lse = autograd.attend(*call.packed, call.sink, plan, context, inner)
     if not call.dense:
         return out, lse
     rows = call.q.shape[:2]
@@ -80,7 +81,9 @@ def _gradients(
         lse = lse.transpose(0, 1).flatten(1)
         dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
     given = Given(q, out, lse, dout, dlse)
-    dq, dk, dv, dsink = autograd.gradients(given, k, v, call.sink, plan, ranks, Context(options, backend))
+    outer, inner = plan.groups(ranks)
+    context = Context(options, backend, outer)
+    dq, dk, dv, dsink = autograd.gradients(given, k, v, call.sink, plan, context, inner)
     return dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape), dsink
 
 
