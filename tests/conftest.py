@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # What tests of a folder do, by the marker that chooses them.
-FOLDERS = {"compile": "compiles", "blackwell": "interprets", "distributed": "ranks", "docs": "docs"}
+FOLDERS = {"compile": "compiles", "blackwell": "interprets", "lab": "lab", "distributed": "ranks", "docs": "docs"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Folders of many short tests come last, so that workers end together: the longest test of all is in numerics.
     """
     config.stash[tiers.COLLECTED] = {item.path for item in items}
-    items.sort(key=lambda item: FOLDERS.get(item.path.parent.name) in ("compiles", "interprets"))
+    items.sort(key=lambda item: FOLDERS.get(item.path.parent.name) in ("compiles", "interprets", "lab"))
     for item in items:
         if item.path.parent.name in FOLDERS:
             item.add_marker(FOLDERS[item.path.parent.name])

@@ -1,4 +1,4 @@
-"""The Blackwell forward kernel, executed on the CPU from its PTX (``tests.lib.ptx``), against the oracle."""
+"""The Blackwell forward kernel, executed on the CPU from its PTX (``lab.interpreter``), against the oracle."""
 
 import dataclasses
 import random

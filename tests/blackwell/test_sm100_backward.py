@@ -1,4 +1,4 @@
-"""The Blackwell backward kernel, executed on the CPU from its PTX (``tests.lib.ptx``), against the oracle.
+"""The Blackwell backward kernel, executed on the CPU from its PTX (``lab.interpreter``), against the oracle.
 
 The backend's own code prepares its arguments. The kernel ahead of it, which is the Hopper kernels', is a few lines of
 PyTorch here: ``Pass.stats``.

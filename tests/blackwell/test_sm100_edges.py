@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib import ptx
+from lab import interpreter
+from lab.interpreter.state import Array
 from tests.lib.edge_calls import EDGES
 from tests.lib.interpreted import backward, forward
-from tests.lib.ptx.state import Array
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -34,10 +34,10 @@ def exp2_by_polynomials(x: Array) -> Array:
         options = cute.EnableTVMFFI, cute.GPUArch("sm_100a"), cute.KeepPTX, DumpDir(folder)
         kernel = cute.compile[options](Exponentials(), numbers, numbers, stream, no_jit_engine=True)
     memory = np.concatenate([x, np.zeros_like(x)]).view(np.uint8)
-    params = [ptx.address_of(place).to_bytes(8, "little") for place in (0, 2048)]
-    program = ptx.Program(kernel.artifacts.PTX)
-    launch = ptx.Launch(params, (1, 1, 1), (32 * program.num_warps, 1, 1))
-    ptx.run(program, launch, memory, random.Random(0))
+    params = [interpreter.address_of(place).to_bytes(8, "little") for place in (0, 2048)]
+    program = interpreter.Program(kernel.artifacts.PTX)
+    launch = interpreter.Launch(params, (1, 1, 1), (32 * program.num_warps, 1, 1))
+    interpreter.run(program, launch, memory, random.Random(0))
     return memory.view(np.float32)[512:]
 
 

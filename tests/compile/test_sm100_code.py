@@ -30,6 +30,8 @@ from flash_attn_cute.kernels.sm100.config import (
     BiasGradientConfig,
     ForwardConfig,
 )
+from lab.emulator.translate import translate
+from lab.lint import lint
 from tests.lib.compiled import check_before_and_after, code_for, machine_code
 from tests.lib.configurations import (
     B200,
@@ -46,8 +48,6 @@ from tests.lib.configurations import (
 )
 from tests.lib.specs import DENSE, spec_of
 from tests.lib.tiers import tiered
-from tools.ptx_lint import lint
-from tools.sm100_on_hopper.translate import translate
 
 # Of packed sequences and windows a block mask's kernels see intervals of a dense batch.
 LISTED = {"block_mask": True, "intervals": True, "softcap": True, "sink": True}

@@ -26,7 +26,8 @@ WITH_EXTRAS = {
     "profile": [PACKAGE / "profile" / "machine.py"],
     "transformers": [PACKAGE / "integrations" / name for name in ("transformers.py", "_transformers_masks.py")],
 }
-OWN = {"flash_attn_cute", "tests", "benchmarks", "tools", "examples"}
+PYTEST_PLUGIN = ROOT / "lab" / "emulator" / "pytest_plugin.py"  # needs what tests need
+OWN = {"flash_attn_cute", "tests", "benchmarks", "lab", "tools", "examples"}
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "cuda": "cuda-bindings",
@@ -94,7 +95,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     extras = {extra: names(requirements) for extra, requirements in project["optional-dependencies"].items()}
     unexplained = set().union(package, *extras.values()) - NOT_IMPORTED.keys()
 
-    parts = {path for paths in WITH_EXTRAS.values() for path in paths}
+    parts = {PYTEST_PLUGIN, *itertools.chain(*WITH_EXTRAS.values())}
 
     def files(*folders: str) -> list[Path]:
         return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in parts]
@@ -104,8 +105,8 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     for paths, extra, others in (
         (below, set(), set()),
         *((paths, extras[extra], set()) for extra, paths in WITH_EXTRAS.items()),
-        (files("tests"), extras["test"], extras["bench"] | extras["profile"]),
-        (files("benchmarks", "tools"), extras["bench"], set()),
+        ([*files("tests"), PYTEST_PLUGIN], extras["test"], extras["bench"] | extras["profile"]),
+        (files("benchmarks", "lab", "tools"), extras["bench"], set()),
         (files("examples"), extras["examples"], set()),
     ):
         declared = (package if paths is below else extra) & unexplained
@@ -285,7 +286,7 @@ def commands_that_install(text: str) -> list[str]:
 def test_no_page_installs_it_by_name() -> None:
     assert len(commands_that_install("pip install -U 'flash-attn-cute[demo]'\n``pip install flash_attn_cute``")) == 2
     assert not commands_that_install("pip install torch '.[cu13]' dist/flash_attn_cute-0.1.0-py3-none-any.whl")
-    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "tools")
+    folders = ("flash_attn_cute", "benchmarks", "docs", "examples", "lab", "tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     assert len(files) > 100
     for path in [*files, *ROOT.glob("*.md"), ROOT / "Containerfile"]:
@@ -338,7 +339,7 @@ def what_is_missing(page: str) -> list[str]:
     folders = re.findall(rf"`((?:flash_attn_cute|{rooms})(?:/\w+)*)/`", page)
     wrong += [folder for folder in folders if not any((base / folder).is_dir() for base in (ROOT, package))]
     for module in re.findall(
-        rf"(?<![\w/-])(?:flash_attn_cute|tests|benchmarks|tools)(?:\.\w+)+|`(?:{rooms})(?:\.\w+)+`", page
+        rf"(?<![\w/-])(?:flash_attn_cute|tests|benchmarks|lab|tools)(?:\.\w+)+|`(?:{rooms})(?:\.\w+)+`", page
     ):
         parts = module.strip("`").split(".")
         if parts[-1] in ("py", "md"):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flash_attn_cute.jit import disk
-from tools import ptx
+from lab.ptx import tree
 
 # Beside the kernels that calls compile: workers share the folder, which ends with the run.
 FOLDER = Path(os.environ["FLASH_ATTN_CUTE_CACHE_DIR"]) / "texts"
@@ -74,7 +74,7 @@ def machine_code(config: Any, folder: Path, spilled: int = 0) -> dict[str, list[
         assert stack, usage
         assert int(stack[1]) <= spilled, usage
     at_launch = {name: int(count) for name, count in re.findall(r"Function (\S+):\s+REG:(\d+)", usage)}
-    for parsed in ptx.parse(code.ptx).functions:
+    for parsed in tree.parse(code.ptx).functions:
         if any(x.is_a("setmaxnreg") for x in parsed.instructions):
             assert at_launch[parsed.name] == parsed.registers
     sass = subprocess.run([tool, "--dump-sass", cubin], capture_output=True, text=True, check=True).stdout

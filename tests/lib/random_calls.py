@@ -2,8 +2,8 @@
 
 Of Blackwell's kernels on a Hopper GPU, with delays of up to 20 us, ten processes for five minutes; of some kinds:
 
-    python -m tools.sm100_on_hopper --jitter-us 20 -- -m tests.lib.random_calls --seconds 300 --processes 10
-    python -m tools.sm100_on_hopper --b300 -- -m tests.lib.random_calls --kinds '^d128 .*mask' --calls 50
+    python -m lab.emulator --jitter-us 20 -- -m tests.lib.random_calls --seconds 300 --processes 10
+    python -m lab.emulator --b300 -- -m tests.lib.random_calls --kinds '^d128 .*mask' --calls 50
 
 Of Hopper's own kernels, and of plain PyTorch, anywhere:
 
@@ -162,7 +162,7 @@ def problem(kind: str, number: int, chosen: argparse.Namespace) -> tuple[str, bo
         found.append(traceback.format_exc())
     if DEVICES.get(chosen.backend) == "cpu":
         return "\n".join(found), False
-    from tools.sm100_on_hopper.mailbox import mailbox
+    from lab.emulator.mailbox import mailbox
 
     is_lost = False
     try:

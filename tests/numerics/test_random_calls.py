@@ -17,10 +17,10 @@ import torch
 from flash_attn_cute import explain
 from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.calls import dispatch
+from lab.emulator import mailbox
+from lab.emulator.mailbox import Fault
 from tests.lib import random_calls
 from tests.lib.checks import bits, longest
-from tools.sm100_on_hopper import mailbox
-from tools.sm100_on_hopper.mailbox import Fault
 
 SMALL = ["--backend", "portable", "--longest", "40", "--seed", "1"]
 

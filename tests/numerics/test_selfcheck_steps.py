@@ -338,7 +338,7 @@ def is_emulated_in_seconds(step: Step) -> bool:
     "name", [step.name for step in steps.steps_of(ARCHITECTURES["sm100"]) if is_emulated_in_seconds(step)]
 )
 def test_blackwells_kernels_pass(name: str) -> None:
-    """A Hopper GPU runs it emulated: ``python -m tools.sm100_on_hopper --instead-of sm90 -- pytest``."""
+    """A Hopper GPU runs it emulated: ``python -m lab.emulator --instead-of sm90 -- pytest``."""
     backend: Any = dispatch.BACKENDS["sm90"]
     if not backend.architecture.is_checked_first:
         pytest.skip("the kernels of this GPU are Hopper's, and not emulated")

@@ -12,7 +12,8 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionSpec
-from tests.lib import oracle, ptx
+from lab import interpreter
+from tests.lib import oracle
 from tests.lib.checks import assert_close, gradients, poisoned_dout
 from tests.lib.configurations import paired
 from tests.lib.interpreted.common import B200, Executed, as_given
@@ -28,8 +29,8 @@ class Interpreted(CuteBackend):
         self,
         draw: random.Random,
         num_ctas: int = NUM_SMS,
-        changed: ptx.Program | None = None,
-        lagging: ptx.Lagging | None = None,
+        changed: interpreter.Program | None = None,
+        lagging: interpreter.Lagging | None = None,
         *,
         by_pairs: bool = False,
         capability: tuple[int, int] = B200,

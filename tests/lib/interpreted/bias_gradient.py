@@ -8,7 +8,8 @@ import torch
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import BackwardPlan, BiasGradientPlan, Shapes, plan_bias_gradient
 from flash_attn_cute.spec import AttentionSpec
-from tests.lib import oracle, ptx
+from lab import interpreter
+from tests.lib import oracle
 from tests.lib.checks import assert_close, gradients, poisoned_dout, rounding_over_keys
 from tests.lib.interpreted.backward import Interpreted, execute
 from tests.lib.interpreted.common import Executed
@@ -22,8 +23,8 @@ class WithGradient(Interpreted):
         self,
         draw: random.Random,
         num_sms: int = 2,
-        changed: ptx.Program | None = None,
-        lagging: ptx.Lagging | None = None,
+        changed: interpreter.Program | None = None,
+        lagging: interpreter.Lagging | None = None,
         *,
         is_alone: bool = False,
     ):

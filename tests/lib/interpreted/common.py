@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-from tests.lib import ptx
+from lab import interpreter
 from tests.lib.compiled import code_for
 from tests.lib.interpreted.host import Host
 from tests.lib.oracle import Call
@@ -84,8 +84,8 @@ class Executed:
 
     plan: Any
     draw: random.Random
-    changed: ptx.Program | None = None  # instead of the kernel of that name
-    lagging: ptx.Lagging | None = None
+    changed: interpreter.Program | None = None  # instead of the kernel of that name
+    lagging: interpreter.Lagging | None = None
     only: str = ""  # a part of the names of kernels that are executed
 
     def __call__(self, a: Any) -> None:
@@ -98,11 +98,11 @@ class Executed:
             program = code.program(launch.name)
             if self.changed is not None and self.changed.name == launch.name:
                 program = self.changed
-            ptx.run(program, launch, memory.bytes, self.draw, self.lagging, memory.tensors)
+            interpreter.run(program, launch, memory.bytes, self.draw, self.lagging, memory.tensors)
         memory.read()
         assert not given.get("mNextTile", torch.zeros(1)).any(), "the counters are not left as they were"
 
-    def launches(self, a: Any, memory: Memory) -> list[ptx.Launch]:
+    def launches(self, a: Any, memory: Memory) -> list[interpreter.Launch]:
         """The kernels that the launching code launches, in order."""
         launches = host(self.plan.config).launches(a, memory.places)
         return [launch for launch in launches if self.only in launch.name]

@@ -13,7 +13,8 @@ from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.backends.cute.plan import FEW_QUERIES, Shapes, plan_forward
 from flash_attn_cute.kernels.registry import ARCHITECTURES, Architecture
 from flash_attn_cute.spec import AttentionSpec
-from tests.lib import oracle, ptx
+from lab import interpreter
+from tests.lib import oracle
 from tests.lib.checks import assert_close
 from tests.lib.configurations import forward_paired
 from tests.lib.interpreted.common import (
@@ -62,8 +63,8 @@ class Interpreted(CuteBackend):
 def execute(
     call: Call,
     draw: random.Random,
-    changed: ptx.Program | None = None,
-    lagging: ptx.Lagging | None = None,
+    changed: interpreter.Program | None = None,
+    lagging: interpreter.Lagging | None = None,
     *,
     by_pairs: bool = False,
     wide: bool = False,
@@ -81,8 +82,8 @@ def execute(
 def check(
     call: Call,
     draw: random.Random,
-    changed: ptx.Program | None = None,
-    lagging: ptx.Lagging | None = None,
+    changed: interpreter.Program | None = None,
+    lagging: interpreter.Lagging | None = None,
     *,
     by_pairs: bool = False,
     capability: tuple[int, int] = B200,

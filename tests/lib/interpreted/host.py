@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
-from tests.lib import ptx
+from lab import interpreter
 from tests.lib.compiled import Code
 
 # Numbers of CUDA's enumerations.
@@ -42,10 +42,10 @@ class Host:
         from cutlass.cutlass_dsl.tvm_ffi_provider import tvm_ffi
 
         self._text, self._from_dlpack = code.ptx, tvm_ffi.from_dlpack
-        self._programs: dict[str, ptx.Program] = {}
+        self._programs: dict[str, interpreter.Program] = {}
         self._kernels: list[str] = []  # by their handles
         self._most_shared: dict[int, int] = {}
-        self._launches: list[ptx.Launch] = []
+        self._launches: list[interpreter.Launch] = []
         self._error: Exception | None = None
         functions = {
             "cuda_dialect_init_library_once": self._load_library,
@@ -67,13 +67,13 @@ class Host:
         found = engine.lookup("__tvm_ffi_kernel")
         self._function = tvm_ffi.Function.__from_extern_c__(found, keep_alive_object=engine)
 
-    def program(self, name: str) -> ptx.Program:
+    def program(self, name: str) -> interpreter.Program:
         """A kernel, by its whole name."""
         if name not in self._programs:
-            self._programs[name] = ptx.Program(self._text, name)
+            self._programs[name] = interpreter.Program(self._text, name)
         return self._programs[name]
 
-    def launches(self, arguments: Any, places: Mapping[str, int]) -> list[ptx.Launch]:
+    def launches(self, arguments: Any, places: Mapping[str, int]) -> list[interpreter.Launch]:
         """The kernels that a call launches, in order.
 
         Args:
@@ -95,7 +95,7 @@ class Host:
         given = {}
         for name, x in arguments._asdict().items():
             if isinstance(x, Tensor):
-                x = self._from_dlpack(_Claimed(x, ptx.address_of(places[name])))
+                x = self._from_dlpack(_Claimed(x, interpreter.address_of(places[name])))
             elif isinstance(x, tuple):
                 x = self._on_gpu(x, places)
             given[name] = x
@@ -148,8 +148,8 @@ class Host:
         pointers = itertools.count(params, 8)
         given = [ctypes.string_at(_read("<Q", next(pointers))[0], size) for size in self.program(name).param_sizes]
         if shared > self._most_shared[kernel]:
-            raise ptx.FaultError(f"{shared} bytes of shared memory of {self._most_shared[kernel]}")
-        launch = ptx.Launch(given, tuple(sizes[:3]), tuple(sizes[3:]), cluster, shared, name)
+            raise interpreter.FaultError(f"{shared} bytes of shared memory of {self._most_shared[kernel]}")
+        launch = interpreter.Launch(given, tuple(sizes[:3]), tuple(sizes[3:]), cluster, shared, name)
         self._launches.append(launch)
 
 

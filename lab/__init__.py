@@ -1,0 +1,11 @@
+"""Instruments for those who change kernels: they show what no GPU, or no run on one, does.
+
+    ptx          reads PTX: a tree, and the threads of its kernels
+    lint         rules that the PTX of kernels must keep
+    interpreter  executes the PTX of Blackwell kernels on a CPU
+    emulator     runs Blackwell kernels on a Hopper GPU
+    bugs         bugs to plant in Blackwell kernels, and what finds each
+    model        predicts how long a pass takes, from the pipelines of its kernels
+
+They are not in the wheel. Their tests are in ``tests/lab``.
+"""

@@ -1,0 +1,565 @@
+"""Bugs of the backward kernel."""
+
+from lab.bugs.code import (
+    ACCUMULATES,
+    KIND,
+    LEADING,
+    MMA,
+    PARITY,
+    PRODUCER,
+    STRIDE,
+    SWIZZLE,
+    TARGET,
+    A,
+    B,
+    arrivals,
+    both,
+    columns,
+    commits,
+    find,
+    registers_kept,
+    waits,
+)
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+
+_DRAIN, _COMPUTE, _OTHER_COMPUTE, _ADD = (
+    0,
+    4,
+    8,
+    14,
+)  # a warp of each; the other warpgroup that computes has dK at d = 64
+_DRAIN_LAGS, _COMPUTE_LAGS = frozenset(range(4)), frozenset(range(4, 12))
+_ADDING_LAGS = frozenset({14, 15})
+
+# Products at d = 64, four steps each: of dK and dQ in the loop over steps, and behind it.
+_PRODUCTS = find(MMA, "tcgen05.mma", 28)
+_OF_S, _OF_DP, _OF_DV = _PRODUCTS[:4], _PRODUCTS[12:16], _PRODUCTS[16:20]
+_OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[8:12] + _PRODUCTS[24:]
+_WEIGHTS_STORED = find(_COMPUTE, "tcgen05.st", 6)[2:4]
+_LESSER = r"min\.s32\s+(%r\d+), (%r\d+), %r\d+"
+_ARRIVES_BY_ONE = r", %r\d+;"
+_POLL = find(_ADD, "ld.acquire")
+
+
+BACKWARD: Bugs = {
+    "missing wait": (
+        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d64", LOADS_LAG),
+        Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "d64", LOADS_LAG),
+        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d64", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "d64", LOADS_LAG),
+        Bug("dV is begun before the weights are stored", waits(MMA, "scores.empty").left_out(), "d64", _COMPUTE_LAGS),
+        Bug("dK and dQ are begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "d64", _COMPUTE_LAGS),
+        Bug(
+            "dQ overwrites the last step's, which drain warps have not read",
+            waits(MMA, "dq.empty", 2).left_out(),
+            "steps",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "dP overwrites the last step's dQ, which drain warps have not read",
+            waits(MMA, "dq.empty").left_out(),
+            "d128",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "compute warps read scores that are not complete",
+            waits(_COMPUTE, "scores.full").left_out(),
+            "d64",
+            PRODUCTS_LAG,
+        ),
+        Bug("compute warps read dP that is not complete", waits(_COMPUTE, "dp.full").left_out(), "d64", PRODUCTS_LAG),
+        Bug("compute warps read dV that is not complete", waits(_COMPUTE, "dv.full").left_out(), "d64", PRODUCTS_LAG),
+        Bug(
+            "compute warps read dK that is not complete",
+            waits(_OTHER_COMPUTE, "dk.full").left_out(),
+            "d64",
+            PRODUCTS_LAG,
+        ),
+        Bug("drain warps read dQ that is not complete", waits(_DRAIN, "dq.full").left_out(), "d64", PRODUCTS_LAG),
+        Bug(
+            "drain warps overwrite a piece of dQ that has not been added",
+            waits(_DRAIN, "pieces_even.empty", 2).left_out(),
+            "d64",
+            _ADDING_LAGS,
+        ),
+        Bug(
+            "a piece of dQ is added before it is there",
+            waits(_ADD, "pieces_even.full", 2).left_out(),
+            "d64",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "the place of a piece of dQ is given back while TMA still reads it",
+            find(_ADD, "cp.async.bulk.wait_group.read", 2).left_out(),
+            "d64",
+            STORES_LAG,
+        ),
+        Bug(
+            "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty").left_out(), "steps", PRODUCTS_LAG
+        ),
+        Bug(
+            "dO is loaded over dO that products still read",
+            waits(PRODUCER, "do.empty").left_out(),
+            "d128",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "K is loaded over dK that TMA still reads", waits(PRODUCER, "k.empty").left_out(), "d128-tiles", STORES_LAG
+        ),
+        Bug(
+            "a tile is published in the place of one that is still worked on",
+            waits(PRODUCER, "tiles.empty", 2).left_out(),
+            "tiles",
+            _ADDING_LAGS,
+        ),
+        Bug(
+            "the CTA ends while TMA still reads dV and dK",
+            find(_COMPUTE, "cp.async.bulk.wait_group.read").left_out(),
+            "d128-tiles",
+            STORES_LAG,
+        ),
+    ),
+    "wrong phase": (
+        Bug("the mma warp waits for the phase of V that is over", waits(MMA, "v.full").flipped(PARITY), "d64"),
+        Bug("the mma warp is a phase late with dS", waits(MMA, "dp.empty", 2).flipped(PARITY), "d64"),
+        Bug("the producer waits for K as if stages began full", waits(PRODUCER, "k.empty").flipped(PARITY), "d64"),
+        Bug("compute warps are a phase late with scores", waits(_COMPUTE, "scores.full").flipped(PARITY), "d64"),
+        Bug("drain warps are a phase late with dQ", waits(_DRAIN, "dq.full").flipped(PARITY), "d64"),
+        Bug(
+            "adding warps wait for the phase of pieces that is over",
+            waits(_ADD, "pieces_even.full", 2).flipped(PARITY),
+            "d64",
+        ),
+    ),
+    "wrong stage": (
+        Bug(
+            "Q is put a stage further than products read it",
+            find(PRODUCER, "cp.async.bulk.tensor", barrier="q.full").further(0, 16384),
+            "d64",
+        ),
+        Bug(
+            "lse is put a stage further than it is read",
+            find(PRODUCER, "cp.async.bulk.shared::cluster", barrier="q.full").further(0, 512),
+            "d64",
+        ),
+        Bug("dV takes dO of the neighbouring stage", _OF_DV.flipped(B, 16384 >> 4), "d64"),
+        Bug(
+            "dK that is begun gives back a stage of dO instead of Q",
+            commits(MMA, "q.empty", 2).at_other_barrier(0, "q.empty", "do.empty"),
+            "steps",
+            lint="arrivals",
+        ),
+        Bug(
+            "complete scores are signalled at the barrier of dP",
+            commits(MMA, "scores.full").at_other_barrier(0, "scores.full", "dp.full"),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "the second piece of dQ is added from the place of the first",
+            find(_ADD, "cp.reduce.async.bulk", 2)[1].further(1, -16384),
+            "tiles",
+        ),
+    ),
+    "wrong descriptor": (
+        Bug(
+            "groups of 8 rows of K are looked for at half their distance, for scores",
+            _OF_S.flipped(A, 0x60 << STRIDE),
+            "d64",
+        ),
+        Bug(
+            "groups of 8 rows of dO are looked for at half their distance, for dV",
+            _OF_DV.flipped(B, 0x60 << STRIDE),
+            "d64",
+        ),
+        Bug(
+            "the second 64 queries of dS are looked for at the place of the first, for dQ",
+            _OF_DQ.flipped(A, 0x400 << LEADING),
+            "d64",
+        ),
+        Bug("V is said to be swizzled in 64 bytes", _OF_DP.flipped(A, 6 << SWIZZLE), "d64"),
+        Bug("dS is said to have keys contiguous, for dQ", _OF_DQ.flipped(KIND, 1 << 15), "d64"),
+        Bug("dO is said to have queries contiguous, for dV", _OF_DV.flipped(KIND, 1 << 16), "d64"),
+        Bug("dS is said to be float16, for dK", _OF_DK.flipped(KIND, 1 << 7), "d64"),
+        Bug("products of dP are said to have half the queries", _OF_DP.flipped(KIND, (16 ^ 8) << 17), "d64"),
+    ),
+    "wrong column": (
+        Bug("scores take the place of dV", _OF_S.flipped(TARGET, 128), "d64"),
+        Bug(
+            "dV and dK change places", both(_OF_DV.flipped(TARGET, 128 ^ 320), _OF_DK.flipped(TARGET, 128 ^ 320)), "d64"
+        ),
+        Bug("dV takes weights where there are scores", _OF_DV.flipped(A, 32), "d64"),
+        Bug("weights are stored a column further", _WEIGHTS_STORED.rewritten(r"\+ 0\]", "+ 1]"), "d64"),
+    ),
+    "wrong count": (
+        Bug(
+            "dS is said to be there when half the warps have stored it",
+            find(PRODUCER, "mbarrier.init", 1, "dp.empty").rewritten(r", %r\d+", ", 4"),
+            "d64",
+            _COMPUTE_LAGS,
+            lint="arrivals",
+        ),
+        Bug(
+            "Q is said to be read when lse is, but for a warp's",
+            find(PRODUCER, "mbarrier.init", 2, "q.empty").rewritten(r", %r\d+", ", 8"),
+            "steps",
+            PRODUCTS_LAG,
+            lint="arrivals",
+        ),
+        Bug(
+            "a piece of dQ is said to be there when three of four warps have written it",
+            find(PRODUCER, "mbarrier.init", 2, "pieces_even.full").rewritten(r", %r\d+", ", 3"),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "all threads of a warp arrive for it",
+            arrivals(_DRAIN, "dq.empty").ahead("bra").left_out(),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "an arrival counts twice",
+            arrivals(_COMPUTE, "dp.empty").rewritten(_ARRIVES_BY_ONE, ", 2;"),
+            "d64",
+            lint="arrivals",
+        ),
+    ),
+    "missing arrival": (
+        Bug(
+            "complete dP is not signalled: there is no commit",
+            commits(MMA, "dp.full").left_out(),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "drain warps do not say that they have read dQ",
+            arrivals(_DRAIN, "dq.empty").left_out(),
+            "steps",
+            lint="arrivals",
+        ),
+        Bug(
+            "adding warps do not give places of pieces back",
+            arrivals(_ADD, "pieces_even.empty", 2).left_out(),
+            "steps",
+            lint="arrivals",
+        ),
+        Bug(
+            "compute warps do not say that they have read lse",
+            arrivals(_COMPUTE, "q.empty").left_out(),
+            "steps",
+            lint="arrivals",
+        ),
+        Bug("dV does not give back the place of V", arrivals(_COMPUTE, "v.empty").left_out(), "tiles"),
+    ),
+    "wrong order": (
+        Bug(
+            "a commit stands ahead of the last product that it is about",
+            _OF_S[3].moved_behind(commits(MMA, "scores.full")),
+            "d64",
+            frozenset({MMA}),
+        ),
+        Bug(
+            "tensor memory is freed while others may still read it",
+            find(MMA, "tcgen05.dealloc").ahead("bar.sync").left_out(),
+            "d64",
+            _COMPUTE_LAGS,
+        ),
+    ),
+    "wrong bytes": (
+        Bug(
+            "the bytes of lse are not expected",
+            arrivals(PRODUCER, "q.full").rewritten(_ARRIVES_BY_ONE, ", 16384;"),
+            "d64",
+        ),
+        Bug(
+            "no bytes of V are expected",
+            arrivals(PRODUCER, "v.full").rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
+            "d64",
+            LOADS_LAG,
+            lint="expected-bytes",
+        ),
+        Bug(
+            "delta signals the barrier of Q",
+            find(PRODUCER, "cp.async.bulk.shared::cluster", barrier="do.full").at_other_barrier(3, "do.full", "q.full"),
+            "d64",
+        ),
+        Bug(
+            "half a piece of dQ is added",
+            find(_ADD, "cp.reduce.async.bulk", 2).rewritten(r", %r\d+;", ", 8192;"),
+            "tiles",
+        ),
+    ),
+    "missing fence": (
+        Bug(
+            "dS in shared memory is multiplied without fence.proxy.async",
+            arrivals(_COMPUTE, "dp.empty").ahead("fence.proxy.async").left_out(),
+            "d64",
+            lint="proxy",
+        ),
+        Bug(
+            "a piece of dQ is added by TMA without fence.proxy.async",
+            arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("fence.proxy.async").left_out(),
+            "d64",
+            lint="proxy",
+        ),
+        Bug(
+            "dV in shared memory is stored by TMA without fence.proxy.async",
+            arrivals(_COMPUTE, "dv.empty").ahead("fence.proxy.async").left_out(),
+            "d64",
+            lint="proxy",
+        ),
+        Bug(
+            "dQ is added by TMA to what other proxies have stored, without fence.proxy.async.global",
+            find(_ADD, "fence.proxy.async").left_out(),
+            "d64",
+            lint="turn",
+            shows=False,
+        ),
+        Bug(
+            "mbarriers are not made known to TMA and tensor cores",
+            find(PRODUCER, "fence.mbarrier_init").left_out(),
+            "d64",
+            lint="init-fence",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between the weights and their arrival",
+            arrivals(_COMPUTE, "scores.empty").ahead("tcgen05.fence::before").left_out(),
+            "d64",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between dS and its arrival",
+            arrivals(_COMPUTE, "dp.empty").ahead("tcgen05.fence::before").left_out(),
+            "d64",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between reading dQ and giving it back",
+            arrivals(_DRAIN, "dq.empty").ahead("tcgen05.fence::before").left_out(),
+            "d64",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between reading dV and giving it back",
+            arrivals(_COMPUTE, "dv.empty").ahead("tcgen05.fence::before").left_out(),
+            "d64",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between dS's arrival and its products",
+            waits(MMA, "dp.empty", 2)[0].behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between the weights' arrival and their product",
+            waits(MMA, "scores.empty").behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and scores that are read",
+            waits(_COMPUTE, "scores.full").behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and dP that is read",
+            waits(_COMPUTE, "dp.full").behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and dQ that is read",
+            waits(_DRAIN, "dq.full").behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and dV that is read",
+            waits(_COMPUTE, "dv.full").behind("tcgen05.fence::after").left_out(),
+            "d64",
+            lint="fence-after",
+            shows=False,
+        ),
+    ),
+    "missing tcgen05.wait": (
+        Bug(
+            "dP is computed with before it is in registers",
+            waits(_COMPUTE, "dp.full").behind("tcgen05.wait::ld").left_out(),
+            "d64",
+            lint="load-wait",
+        ),
+        Bug(
+            "dQ is given back before it is in registers",
+            waits(_DRAIN, "dq.full").behind("tcgen05.wait::ld").left_out(),
+            "d64",
+            lint="load-wait",
+        ),
+        Bug(
+            "weights are handed over before they are in tensor memory",
+            _WEIGHTS_STORED[1].behind("tcgen05.wait::st").left_out(),
+            "steps",
+            lint="store-wait",
+        ),
+    ),
+    "missing barrier": (
+        Bug(
+            "a thread signals its warp's piece of dQ without waiting for the warp",
+            arrivals(_DRAIN, "pieces_even.full", 2)[:1].ahead("bar.warp.sync").left_out(),
+            "d64",
+            lint="warp",
+            shows=False,
+        ),
+        Bug(
+            "a warp stores dV that others have not written",
+            find(_COMPUTE, "bar.sync", having=r", 128").left_out(),
+            "d64",
+        ),
+        Bug(
+            "a warpgroup's barrier waits for three of its four warps",
+            find(_COMPUTE, "bar.sync", having=r", 128").rewritten("128", "96"),
+            "d64",
+        ),
+    ),
+    "turns": (
+        Bug("dQ is added before its turn has come", _POLL.ahead("bra").rewritten(r"@%p\d+ ", ""), "turns"),
+        Bug(
+            "the turn is passed on before TMA has added",
+            find(_ADD, "cp.async.bulk.wait_group", 3)[2].left_out(),
+            "turns",
+            STORES_LAG,
+            lint="turn",
+        ),
+        Bug("the turn is not counted", find(_ADD, "red").left_out(), "turns"),
+        Bug("the turn is counted twice", find(_ADD, "red").rewritten(r", %r\d+;", ", 2;"), "turns"),
+        Bug("a turn is counted for the next block", find(_ADD, "red").further(0, 4), "turns"),
+        Bug(
+            "dQ is rounded before all tiles have added to it",
+            find(_COMPUTE, "ld.acquire", 2)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
+            "turns",
+        ),
+    ),
+    "workspace": (
+        Bug(
+            "the first tile adds to dQ, and later ones store",
+            find(_ADD, "cp.reduce.async.bulk", 2).ahead("setp").rewritten("setp.ne", "setp.eq"),
+            "d64",
+        ),
+        Bug(
+            "the second piece of dQ is put where the first one is",
+            find(_ADD, "cp.async.bulk.global", 2)[1].further(0, -16384),
+            "d64",
+        ),
+        Bug(
+            "delta is read where lse is",
+            find(PRODUCER, "cp.async.bulk.shared::cluster", barrier="do.full")
+            .ahead("add.s64")
+            .rewritten(r", %rd\d+;", ", 0;"),
+            "d64",
+        ),
+    ),
+    "columns": (
+        Bug("tensor memory is not freed", find(MMA, "tcgen05.dealloc").left_out(), "d64", lint="columns"),
+        Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), "d64", lint="columns"),
+        Bug(
+            "fewer columns are allocated and freed than products write",
+            both(columns(MMA, "tcgen05.alloc", 256), columns(MMA, "tcgen05.dealloc", 256)),
+            "d64",
+        ),
+    ),
+    "memory order": (
+        Bug(
+            "a turn is polled without acquiring",
+            _POLL.rewritten("acquire", "relaxed"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+        Bug(
+            "compute warps poll for all turns at the scope of the CTA",
+            find(_COMPUTE, "ld.acquire", 2).rewritten("gpu", "cta"),
+            "turns",
+            lint="scope",
+            shows=False,
+        ),
+        Bug(
+            "a turn is passed on without releasing",
+            find(_ADD, "red.release").rewritten("release", "relaxed"),
+            "turns",
+            lint="scope",
+        ),
+        Bug(
+            "a turn is passed on at the scope of the CTA",
+            find(_ADD, "red.release").rewritten("gpu", "cta"),
+            "turns",
+            lint="scope",
+        ),
+    ),
+    "offset": (
+        Bug(
+            "the offset of a block of dQ is computed in 32 bits",
+            find(_ADD, "mul.wide", having=", 32768;").rewritten(
+                r"mul\.wide\.s32\s+(%rd\d+), (%r\d+), 32768;",
+                r"{ .reg .b32 t; mul.lo.s32 t, \2, 32768; cvt.s64.s32 \1, t; }",
+            ),
+            "d64",
+            lint="offset",
+            shows=False,
+        ),
+    ),
+    "registers": (
+        Bug(
+            "compute warps take more registers than others have given",
+            find(_COMPUTE, "setmaxnreg").rewritten("168", "184"),
+            "d64",
+            lint="registers",
+        ),
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "d64", lint="registers"),
+        Bug(
+            "the mma warps take registers by .dec",
+            find(MMA, "setmaxnreg").rewritten("80", "136"),
+            "d64",
+            lint="registers",
+        ),
+        Bug(
+            "adding warps give registers back when a tile is there",
+            find(_ADD, "setmaxnreg").moved_behind(waits(_ADD, "tiles.full")),
+            "d64",
+            lint="registers",
+        ),
+    ),
+    "missing store": (
+        Bug(
+            "P is computed of scores as they were before a bias was added",
+            find(_COMPUTE, "tcgen05.st", 8)[:2].left_out(),
+            "bias",
+        ),
+        Bug("gradients of a bias are not stored", find(_COMPUTE, "st.global.b16", 64)[:1].left_out(), "bias"),
+    ),
+    "dropped predicate": (
+        Bug(
+            "a bias is read behind its last query",
+            find(_COMPUTE, "ld.global.s16", 64).ahead("min.s32").rewritten(_LESSER, r"mov.b32 \1, \2"),
+            "bias",
+        ),
+        Bug("a tile's first dV is added to the last tile's", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
+        Bug("a tile's first dK is added to the last tile's", _OF_DK[::4].flipped(ACCUMULATES), "tiles"),
+        Bug(
+            "keys behind an end are not hidden",
+            find(_COMPUTE, "tcgen05.ld", 8)[0].ahead("bra").rewritten(r"@%p\d+ ", ""),
+            "causal",
+        ),
+    ),
+}

@@ -1,0 +1,276 @@
+"""A kernel's PTX, searched by what instructions do, and changed.
+
+Instructions are found by what they are, by the warp that executes them and by the barrier that they are about. So a
+description stays true where the compiler numbers registers otherwise. How many there are of a kind is part of it: a
+description that no longer fits where it did is an error.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lab.lint import barrier_operand
+from lab.ptx import tree
+from lab.ptx.threads import Program, Thread
+from lab.ptx.tree import Instruction
+
+MMA, PRODUCER = 12, 13  # warps of all kernels
+SECOND = 16  # the first warp of a pair's second CTA, whose warps are counted behind those of the first
+# Operands: of a wait, and of a product; and where parts of a descriptor begin.
+PARITY = 2
+TARGET, A, B, KIND, ACCUMULATES = 0, 1, 2, 3, 5
+LEADING, STRIDE, SWIZZLE = 16, 32, 61
+
+
+class Edit(NamedTuple):
+    """A piece of a text, and what comes in its place."""
+
+    start: int
+    end: int
+    text: str
+
+
+Change = Callable[["Code"], list[Edit]]
+
+
+class Code:
+    """A kernel's PTX: its module, in which there is no other kernel."""
+
+    def __init__(self, text: str, kernel: str, barriers: Mapping[str, range]):
+        """A module's text, a part of the kernel's name, and where mbarriers of a name, such as ``k.full``, are.
+
+        Their addresses count from the beginning of shared memory.
+        """
+        functions = tree.parse(text).functions
+        (chosen,) = (function for function in functions if kernel in function.name)
+        self.text = text[: functions[0].start] + text[chosen.start : chosen.end]
+        self.barriers = barriers
+        (self.function,) = tree.parse(self.text).functions
+        self.instructions = self.function.instructions
+        self.numbers = {x.start: number for number, x in enumerate(self.instructions)}
+        self._threads: dict[int, Thread] = {}
+
+    @cached_property
+    def _programs(self) -> list[Program]:
+        """Programs of the two CTAs of a pair; of another kernel both are equal."""
+        return [Program(self.function, rank) for rank in range(2)]
+
+    def thread(self, warp: int) -> Thread:
+        """The first of a warp, which is the elected one."""
+        if warp not in self._threads:
+            rank, index = divmod(warp, SECOND)
+            self._threads[warp] = Thread(self._programs[rank], 32 * index)
+        return self._threads[warp]
+
+    def text_of(self, x: Instruction) -> str:
+        """Text of an instruction as it is written."""
+        return self.text[x.start : x.end]
+
+    def is_about(self, thread: Thread, number: int, barrier: str) -> bool:
+        """Whether a thread waits for an mbarrier of a name, or arrives at it; of one stage, ``name+stage``."""
+        x = self.instructions[number]
+        name, _, stage = barrier.partition("+")
+        places = self.barriers[name]
+        operand = 1 if x.is_a("mbarrier.try_wait", "mbarrier.test_wait") else barrier_operand(x)
+        if x.is_a("cp.async.bulk"):
+            operand = max(i for i, each in enumerate(x.operands) if each.marks == "[")
+        address = thread.address(number, operand)
+        return address is not None and address.number in ([places[int(stage)]] if stage else places)
+
+    def behind(self, x: Instruction, opcode: str) -> Instruction:
+        """The next of a kind in the text."""
+        return next(y for y in self.instructions[self.numbers[x.start] + 1 :] if y.opcode.startswith(opcode))
+
+    def ahead(self, x: Instruction, opcode: str) -> Instruction:
+        """The one before of a kind in the text."""
+        return next(y for y in reversed(self.instructions[: self.numbers[x.start]]) if y.opcode.startswith(opcode))
+
+    def span(self, x: Instruction) -> tuple[int, int]:
+        """Where an instruction is, and around a wait its loop."""
+        if not x.is_a("mbarrier.try_wait"):
+            return x.start, x.end
+        start, end = self.text.rindex("{", 0, x.start), self.text.index("}", x.end) + 1
+        assert len(re.findall(r"^\s*DONE:", self.text[start:end], re.MULTILINE)) == 1
+        return start, end
+
+    def changed(self, change: Change) -> str:
+        """The text with all edits of a change."""
+        text, at = [], 0
+        for edit in sorted(change(self)):
+            assert edit.start >= at, "changes overlap"
+            text += [self.text[at : edit.start], edit.text]
+            at = edit.end
+        assert text, "nothing is changed"
+        return "".join([*text, self.text[at:]])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Instructions to look for, and ways to change them, each of which is a ``Change``."""
+
+    look: Callable[[Code], list[Instruction]]
+
+    def __getitem__(self, which: int | slice) -> "Found":
+        """Some of these instructions."""
+        return Found(lambda c: self.look(c)[which] if isinstance(which, slice) else [self.look(c)[which]])
+
+    def __add__(self, other: "Found") -> "Found":
+        """These instructions and those of another."""
+        return Found(lambda c: self.look(c) + other.look(c))
+
+    def behind(self, opcode: str) -> "Found":
+        """Instructions of a kind that come next."""
+        return Found(lambda c: [c.behind(x, opcode) for x in self.look(c)])
+
+    def ahead(self, opcode: str) -> "Found":
+        """Instructions of a kind that come before."""
+        return Found(lambda c: [c.ahead(x, opcode) for x in self.look(c)])
+
+    def left_out(self) -> Change:
+        """Leaves these instructions out."""
+        return lambda c: [Edit(*c.span(x), "") for x in self.look(c)]
+
+    def rewritten(self, pattern: str, replacement: str) -> Change:
+        """They have another text, where a regular expression fits once."""
+        return lambda c: [_rewritten(c, x, pattern, replacement) for x in self.look(c)]
+
+    def flipped(self, operand: int, bits: int = 1) -> Change:
+        """The register of an operand has other bits, for the time of the instruction."""
+
+        def change(c: Code) -> list[Edit]:
+            edits = []
+            for x in self.look(c):
+                (register,) = x.operands[operand].names
+                width = {"%rd": 64, "%rs": 16}.get(register[:3], 32)
+                flip = f"\nxor.b{width} {register}, {register}, {bits};\n"
+                if register.startswith("%p"):
+                    flip = f"\nnot.pred {register}, {register};\n"
+                start, end = c.span(x)
+                edits += [Edit(start, start, flip), Edit(end, end, flip)]
+            return edits
+
+        return change
+
+    def further(self, operand: int, distance: int | Callable[[Code], int]) -> Change:
+        """They have another address, some bytes or columns further."""
+
+        def change(c: Code) -> list[Edit]:
+            edits = []
+            for x in self.look(c):
+                register, *offset = x.operands[operand].parts[0].parts or x.operands[operand].parts
+                total = (distance if isinstance(distance, int) else distance(c)) + sum(y.number or 0 for y in offset)
+                edits.append(_rewritten(c, x, re.escape(x.operands[operand].text), f"[{register.text}+{total}]"))
+            return edits
+
+        return change
+
+    def at_other_barrier(self, operand: int, here: str, there: str) -> Change:
+        """They are about the first stage of another barrier than that of a name."""
+        return self.further(operand, lambda c: c.barriers[there][0] - c.barriers[here][0])
+
+    def preceded_by(self, text: str) -> Change:
+        """Some lines are ahead of each."""
+
+        def change(c: Code) -> list[Edit]:
+            starts = [c.span(x)[0] for x in self.look(c)]
+            return [Edit(start, start, f"\n{text}\n") for start in starts]
+
+        return change
+
+    def moved_behind(self, other: "Found") -> Change:
+        """The one of them is behind another one."""
+
+        def change(c: Code) -> list[Edit]:
+            (x,), (place,) = self.look(c), other.look(c)
+            _, end = c.span(place)
+            return [Edit(x.start, x.end, ""), Edit(end, end, f"\n{c.text_of(x)}\n")]
+
+        return change
+
+
+def _rewritten(c: Code, x: Instruction, pattern: str, replacement: str) -> Edit:
+    text, count = re.subn(pattern, replacement, c.text_of(x))
+    if count != 1:
+        raise ValueError(f"line {x.line}, {c.text_of(x)}: {pattern} fits {count} times, not once")
+    return Edit(x.start, x.end, text)
+
+
+def find(by: int, opcode: str, count: int = 1, barrier: str = "", having: str = "") -> Found:
+    """Instructions that a warp executes.
+
+    Args:
+        by: the warp.
+        opcode: how they begin, in whole words.
+        count: how many there are, or it is a ``ValueError``.
+        barrier: the name of the mbarriers that they wait for, or arrive at; of one stage, ``name+stage``.
+        having: a regular expression that is found in them.
+    """
+
+    def look(c: Code) -> list[Instruction]:
+        thread = c.thread(by)
+        found = [
+            x
+            for number, x in enumerate(c.instructions)
+            if x.is_a(opcode)
+            and thread.executes(number)
+            and (not barrier or c.is_about(thread, number, barrier))
+            and re.search(having, c.text_of(x))
+        ]
+        if len(found) != count:
+            lines = [x.line for x in found]
+            raise ValueError(f"{opcode} {barrier} {having} of warp {by}: expected {count}, got those of lines {lines}")
+        return found
+
+    return Found(look)
+
+
+def waits(by: int, barrier: str, count: int = 1) -> Found:
+    """Waits of a warp for an mbarrier."""
+    return find(by, "mbarrier.try_wait", count, barrier)
+
+
+def arrivals(by: int, barrier: str, count: int = 1) -> Found:
+    """Arrivals of threads at an mbarrier."""
+    return find(by, "mbarrier.arrive", count, barrier)
+
+
+def commits(by: int, barrier: str, count: int = 1) -> Found:
+    """Commits, which arrive at an mbarrier when products are done."""
+    return find(by, "tcgen05.commit", count, barrier)
+
+
+def meetings(by: int) -> Found:
+    """Where a warp meets the other CTA of its pair, by an arrival and a wait: as it begins, and as it ends."""
+    return find(by, "barrier.cluster", 4)
+
+
+def registers_kept(by: int) -> Change:
+    """A warp asks for fewer registers than at launch by the instruction that gives none back."""
+    return find(by, "setmaxnreg.dec").rewritten("dec", "inc")
+
+
+# Where tiles are published to a pair's second CTA.
+PUBLISHED = find(PRODUCER, "cp.async.bulk.shared::cluster", 4, "tiles.full")
+
+
+def both(*changes: Change) -> Change:
+    """All of some changes."""
+    return lambda c: [edit for change in changes for edit in change(c)]
+
+
+def where_barriers_are(stages: Mapping[str, int]) -> dict[str, range]:
+    """The addresses of a kernel's mbarriers, by name, from the stages of its rings."""
+    found: dict[str, range] = {}
+    first = 0
+    for name, count in stages.items():
+        for state in ("full", "empty"):
+            found[f"{name}.{state}"] = range(8 * first, 8 * (first + count), 8)
+            first += count
+    return found
+
+
+def columns(by: int, opcode: str, number: int) -> Change:
+    """Another number of columns of tensor memory."""
+    return find(by, opcode).ahead("mov.b32").rewritten("512", str(number))

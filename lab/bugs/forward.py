@@ -1,0 +1,409 @@
+"""Bugs of the forward kernel."""
+
+import re
+
+from lab.bugs.code import (
+    ACCUMULATES,
+    KIND,
+    LEADING,
+    MMA,
+    PARITY,
+    PRODUCER,
+    STRIDE,
+    SWIZZLE,
+    TARGET,
+    A,
+    B,
+    Code,
+    Edit,
+    arrivals,
+    both,
+    columns,
+    commits,
+    find,
+    waits,
+)
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+
+_SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
+_SOFTMAX_LAGS, _EPILOGUE_LAGS = frozenset(range(8)), frozenset(range(8, 12))
+
+# Products, of four steps each: A from shared memory, or from tensor memory. Those of O are also issued without those of
+# S ahead of them.
+_OF_S = find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd")
+_OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
+_LOADS = find(_SOFTMAX, "tcgen05.ld", 18)
+# Of what is stored of a row's weights: what most of them end with, and the others.
+_END_OF_MOST = find(_SOFTMAX, "tcgen05.st", 3, having=r"\[%r\d+ \+ 32\]")
+_OTHERS = find(_SOFTMAX, "tcgen05.st", 2, having=r"\.x16\S+\s+\[%r\d+ \+ 0\]")
+_MEETINGS = find(_EPILOGUE, "bar.sync", 2, having=r"\b1, 128")
+
+
+def _signalled_early(c: Code) -> list[Edit]:
+    """An arrival by a thread of a warp that has not been elected yet."""
+    arrival = arrivals(_SOFTMAX, "scores.empty")
+    text = re.sub(r"%rd\d+, (\[.*\]), %r\d+", r"_, \1, 1", c.text_of(arrival.look(c)[0]))
+    early = f"{{\n.reg .pred %early;\nelect.sync _|%early, -1;\n@%early {text}\n}}"
+    return both(arrival.left_out(), _OTHERS.preceded_by(early), _END_OF_MOST[-1].preceded_by(early))(c)
+
+
+FORWARD: Bugs = {
+    "missing wait": (
+        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d64", LOADS_LAG),
+        Bug("outputs are begun before V is there", waits(MMA, "v.full", 2).left_out(), "d64", LOADS_LAG),
+        Bug("scores are begun before Q is there", waits(MMA, "q.full", 2).left_out(), "d64", LOADS_LAG),
+        Bug(
+            "outputs are begun before most weights are stored",
+            waits(MMA, "p.full", 4).left_out(),
+            "d64",
+            _SOFTMAX_LAGS,
+        ),
+        Bug(
+            "outputs of the last keys are begun before their weights are stored",
+            waits(MMA, "scores.empty", 4).left_out(),
+            "long",
+            _SOFTMAX_LAGS,
+        ),
+        Bug(
+            "a tile's first output overwrites O that the epilogue has not read",
+            waits(MMA, "outputs.empty", 4).left_out(),
+            "d64",
+            _EPILOGUE_LAGS,
+        ),
+        Bug(
+            "the mma warp frees tensor memory before its last products are done",
+            waits(MMA, "v.empty").left_out(),
+            "d64",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "softmax reads scores that are not complete", waits(_SOFTMAX, "scores.full").left_out(), "d64", PRODUCTS_LAG
+        ),
+        Bug(
+            "softmax overwrites sums that the epilogue has not read",
+            waits(_SOFTMAX, "stats.empty").left_out(),
+            "short",
+            _EPILOGUE_LAGS,
+        ),
+        Bug(
+            "softmax rescales O that the last product is still added to (one part)",
+            waits(_SOFTMAX, "added.full").left_out(),
+            "d256",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "the epilogue reads sums before they are there",
+            waits(_EPILOGUE, "stats.full").left_out(),
+            "d64",
+            _SOFTMAX_LAGS,
+        ),
+        Bug(
+            "the epilogue stores O before it is complete",
+            waits(_EPILOGUE, "outputs.full").left_out(),
+            "d64",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "the epilogue overwrites a piece of O in shared memory that TMA still reads",
+            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b1;").left_out(),
+            "d64",
+            STORES_LAG,
+        ),
+        Bug(
+            "the CTA ends while TMA still reads its shared memory",
+            find(_EPILOGUE, "cp.async.bulk.wait_group", having=r"\b0;").left_out(),
+            "d64",
+            STORES_LAG,
+        ),
+        Bug(
+            "the place of Q is given back while TMA still reads O from it",
+            find(_EPILOGUE, "cp.async.bulk.wait_group", 2)[:1].left_out(),
+            "d192",
+            STORES_LAG,
+        ),
+        Bug("K is loaded over K that products still read", waits(PRODUCER, "k.empty").left_out(), "long", PRODUCTS_LAG),
+        Bug("V is loaded over V that products still read", waits(PRODUCER, "v.empty").left_out(), "long", PRODUCTS_LAG),
+        Bug(
+            "Q is loaded over Q that products still read", waits(PRODUCER, "q.empty", 2).left_out(), "d64", PRODUCTS_LAG
+        ),
+        Bug(
+            "a tile is published in the place of one that is still worked on",
+            waits(PRODUCER, "tiles.empty", 2).left_out(),
+            "short",
+            _EPILOGUE_LAGS,
+        ),
+    ),
+    "wrong phase": (
+        Bug("the mma warp waits for the phase of V that is over", waits(MMA, "v.full", 2).flipped(PARITY), "d64"),
+        Bug("the producer waits for K as if stages began full", waits(PRODUCER, "k.empty").flipped(PARITY), "d64"),
+        Bug("softmax is a phase late with scores", waits(_SOFTMAX, "scores.full").flipped(PARITY), "d64"),
+        Bug("the epilogue is a phase late with O", waits(_EPILOGUE, "outputs.full").flipped(PARITY), "d64"),
+    ),
+    "wrong stage": (
+        Bug(
+            "K is put a stage further than products read it",
+            find(PRODUCER, "cp.async.bulk.tensor", barrier="k.full").further(0, 16384),
+            "d64",
+        ),
+        Bug("products read V of the neighbouring stage", _OF_O.flipped(B, 16384 >> 4), "d64"),
+        Bug("scores of the first part are signalled to the second", commits(MMA, "scores.full+0").further(0, 8), "d64"),
+        Bug(
+            "outputs that are begun give back a stage of K instead of V",
+            commits(MMA, "v.empty", 2).at_other_barrier(0, "v.empty", "k.empty"),
+            "d64",
+        ),
+    ),
+    "wrong descriptor": (
+        Bug("groups of 8 rows of K are looked for at half their distance", _OF_S.flipped(B, 0x60 << STRIDE), "one"),
+        Bug("groups of 8 keys of V are looked for at half their distance", _OF_O.flipped(B, 0x60 << STRIDE), "one"),
+        Bug(
+            "the second 64 columns of V are looked for at the place of the first",
+            _OF_O.flipped(B, 0x400 << LEADING),
+            "d128",
+        ),
+        Bug("Q is said to be swizzled in 64 bytes", _OF_S.flipped(A, 6 << SWIZZLE), "one"),
+        Bug("a step multiplies the 16 columns of Q that are the next one's", _OF_S.flipped(A, 2), "one"),
+        Bug("V is said to have keys contiguous", _OF_O.flipped(KIND, 1 << 16), "one"),
+        Bug("weights are said to be float16", _OF_O.flipped(KIND, 1 << 7), "one"),
+        Bug("K is negated", _OF_S.flipped(KIND, 1 << 14), "one"),
+        Bug("sums are saturated", _OF_O.flipped(KIND, 1 << 3), "one"),
+        Bug("V is said to have two of four numbers", _OF_O.flipped(KIND, 1 << 2), "one"),
+        Bug("products of scores are said to have half the keys", _OF_S.flipped(KIND, (16 ^ 8) << 17), "one"),
+    ),
+    "wrong column": (
+        Bug("scores take the place of the other part's", _OF_S.flipped(TARGET, 128), "one"),
+        Bug("products read weights where there are scores", _OF_O.flipped(A, 64), "one"),
+        Bug("the parts' outputs change places", _OF_O.flipped(TARGET, 64), "one"),
+        Bug(
+            "the last of most weights are stored a column further",
+            _END_OF_MOST.rewritten(r"\+ 32", "+ 33"),
+            "one",
+        ),
+        Bug(
+            "warps of softmax reach for lanes of others",
+            find(_SOFTMAX, "and.b32", having="6291456").rewritten("6291456", "4194304"),
+            "one",
+        ),
+    ),
+    "wrong count": (
+        Bug(
+            "weights are said to be stored when three of four warps have stored them",
+            find(PRODUCER, "mbarrier.init", 2, "scores.empty").rewritten(r", %r\d+", ", 3"),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "a tile's place is said to be free when all but one warp have read it",
+            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 12"),
+            "short",
+            _EPILOGUE_LAGS,
+            lint="arrivals",
+        ),
+        Bug(
+            "the place of Q is said to be free before O has left it",
+            find(PRODUCER, "mbarrier.init", 2, "q.empty").rewritten(r", %r\d+", ", 1"),
+            "d192",
+            STORES_LAG,
+            lint="arrivals",
+        ),
+        Bug(
+            "all threads of a warp arrive for it",
+            arrivals(_SOFTMAX, "scores.empty").ahead("bra").left_out(),
+            "d64",
+            lint="arrivals",
+        ),
+        Bug(
+            "an arrival counts twice",
+            arrivals(_EPILOGUE, "outputs.empty").rewritten(r", %r\d+;", ", 2;"),
+            "d64",
+            lint="arrivals",
+        ),
+    ),
+    "missing arrival": (
+        Bug("softmax does not say that its sums are there", arrivals(_SOFTMAX, "stats.full").left_out(), "d64"),
+        Bug("complete scores are not signalled: there is no commit", commits(MMA, "scores.full", 2).left_out(), "d64"),
+        Bug(
+            "the producer gets no signal that products are done with K: there is no commit",
+            commits(MMA, "k.empty").left_out(),
+            "long",
+        ),
+    ),
+    "wrong order": (
+        Bug(
+            "weights are handed over before they are stored", _signalled_early, "long", _SOFTMAX_LAGS, lint="store-wait"
+        ),
+        Bug(
+            "a commit stands ahead of the last product that it is about",
+            _OF_S[3].moved_behind(commits(MMA, "scores.full+0")),
+            "d64",
+            frozenset({MMA}),
+        ),
+        Bug(
+            "Q is given back behind the first block of keys, not the last",
+            commits(MMA, "q.empty", 2).ahead("bra").ahead("bra").left_out(),
+            "d64",
+        ),
+        Bug(
+            "tensor memory is freed while others may still read it",
+            find(MMA, "tcgen05.dealloc").ahead("bar.sync").left_out(),
+            "d64",
+            _EPILOGUE_LAGS,
+        ),
+    ),
+    "wrong bytes": (
+        Bug("half the bytes of K are expected", arrivals(PRODUCER, "k.full").rewritten(r", %r\d+;", ", 8192;"), "d64"),
+        Bug(
+            "no bytes of V are expected",
+            arrivals(PRODUCER, "v.full").rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
+            "d64",
+            LOADS_LAG,
+            lint="expected-bytes",
+        ),
+        Bug(
+            "Q signals the barrier of K",
+            find(PRODUCER, "cp.async.bulk.tensor", 2, "q.full").at_other_barrier(2, "q.full", "k.full"),
+            "d64",
+            lint="expected-bytes",
+        ),
+    ),
+    "missing fence": (
+        Bug(
+            "O in shared memory is stored by TMA without fence.proxy.async",
+            find(_EPILOGUE, "fence.proxy.async").left_out(),
+            "one",
+            lint="proxy",
+        ),
+        Bug(
+            "mbarriers are not made known to TMA and tensor cores",
+            find(PRODUCER, "fence.mbarrier_init").left_out(),
+            "one",
+            lint="init-fence",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between the weights and their arrival",
+            arrivals(_SOFTMAX, "scores.empty").ahead("tcgen05.fence::before").left_out(),
+            "one",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::before_thread_sync between reading O and giving it back",
+            arrivals(_EPILOGUE, "outputs.empty").ahead("tcgen05.fence::before").left_out(),
+            "one",
+            lint="fence-before",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between the weights' arrival and their product",
+            waits(MMA, "outputs.empty", 4)[0].behind("tcgen05.fence::after").left_out(),
+            "one",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and scores that are read",
+            waits(_SOFTMAX, "scores.full").behind("tcgen05.fence::after").left_out(),
+            "one",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and O that is stored",
+            waits(_EPILOGUE, "outputs.full").behind("tcgen05.fence::after").left_out(),
+            "one",
+            lint="fence-after",
+            shows=False,
+        ),
+        Bug(
+            "no tcgen05.fence::after_thread_sync between a commit and O that is rescaled (one part)",
+            waits(_SOFTMAX, "added.full").behind("tcgen05.fence::after").left_out(),
+            "d256",
+            lint="fence-after",
+            shows=False,
+        ),
+    ),
+    "missing tcgen05.wait": (
+        Bug(
+            "scores are computed with before they are in registers",
+            _LOADS[0].behind("tcgen05.wait::ld").left_out(),
+            "one",
+            lint="load-wait",
+        ),
+        Bug(
+            "O is computed with before it is in registers",
+            find(_EPILOGUE, "tcgen05.ld", 4)[-1].behind("tcgen05.wait::ld").left_out(),
+            "one",
+            lint="load-wait",
+        ),
+        Bug(
+            "weights are handed over before they are in tensor memory",
+            _END_OF_MOST[0].behind("tcgen05.wait::st").left_out(),
+            "long",
+            _SOFTMAX_LAGS,
+            lint="store-wait",
+        ),
+        Bug(
+            "O that has been rescaled is handed over before it is in tensor memory",
+            find(_SOFTMAX, "tcgen05.st", 14)[-3].behind("tcgen05.wait::st").left_out(),
+            "d64",
+            lint="store-wait",
+        ),
+    ),
+    "missing barrier": (
+        Bug(
+            "a thread signals its warp's sums without waiting for the warp",
+            arrivals(_SOFTMAX, "stats.full").ahead("bar.warp.sync").left_out(),
+            "d64",
+            lint="warp",
+            shows=False,
+        ),
+        Bug("a warp of the epilogue stores O that others have not written", _MEETINGS[1:].left_out(), "d64"),
+        Bug(
+            "warps of the epilogue write to where the first one's TMA still reads",
+            _MEETINGS[:1].left_out(),
+            "d64",
+            STORES_LAG,
+        ),
+        Bug("the epilogue takes the CTA's barrier for its own", _MEETINGS.rewritten(r"\b1,", "0,"), "d64"),
+        Bug("the epilogue's barrier waits for three of its four warps", _MEETINGS.rewritten("128", "96"), "d64"),
+    ),
+    "columns": (
+        Bug("tensor memory is not freed", find(MMA, "tcgen05.dealloc").left_out(), "one", lint="columns"),
+        Bug("half the columns are freed", columns(MMA, "tcgen05.dealloc", 256), "one", lint="columns"),
+        Bug(
+            "fewer columns are allocated and freed than products write",
+            both(columns(MMA, "tcgen05.alloc", 256), columns(MMA, "tcgen05.dealloc", 256)),
+            "one",
+        ),
+    ),
+    "registers": (
+        Bug(
+            "softmax takes more registers than others have given",
+            find(_SOFTMAX, "setmaxnreg").rewritten("200", "208"),
+            "one",
+            lint="registers",
+        ),
+        Bug(
+            "one warp of a warpgroup asks for other registers than the rest",
+            waits(MMA, "tiles.full", 2)[0].preceded_by("setmaxnreg.dec.sync.aligned.u32 48;"),
+            "one",
+            lint="registers",
+        ),
+    ),
+    "dropped predicate": (
+        Bug(
+            "lse is written for rows behind a sequence's end",
+            find(_EPILOGUE, "st.global.b32", 2)[:1].ahead("bra").left_out(),
+            "packed",
+        ),
+        Bug("keys behind a sequence's end are not hidden", _LOADS[0].ahead("bra").rewritten(r"@%p\d+ ", ""), "packed"),
+        Bug(
+            "a tile's first output is added to the last tile's, and later ones overwrite",
+            _OF_O[::4].flipped(ACCUMULATES),
+            "d64",
+        ),
+        Bug("O is not rescaled when a row's reference rises", _LOADS[-2].ahead("bra").rewritten(r"@%p\d+ ", ""), "d64"),
+        Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out(), "d64"),
+    ),
+}

@@ -1,0 +1,104 @@
+"""Bugs of the forward kernel under masks, where it is not as without."""
+
+from lab.bugs.code import ACCUMULATES, MMA, PARITY, PRODUCER, arrivals, find, waits
+from lab.bugs.table import Bug, Bugs
+
+_SOFTMAX, _EPILOGUE = 0, 8  # a warp of each
+
+_EMPTY = ", -2;"
+_OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
+_FIRST_OF_O = _OF_O[0:1] + _OF_O[4:5] + _OF_O[8:9] + _OF_O[12:13]
+# Iteration over lists: of each part the next entry, set when a pass begins, moved on behind a window; twice, as there
+# are two passes.
+_NEXT_ENTRIES = find(PRODUCER, "st.shared", 8, having=r"\[%r\d+\+(548|684)\]")
+_PUBLISHED = find(PRODUCER, "st.shared", 3, having=r"\+4(52|56|60)\]")
+
+
+LISTS: Bugs = {
+    "missing wait": (
+        Bug(
+            "softmax reads an entry before it is there",
+            waits(_SOFTMAX, "entries.full").left_out(),
+            "lists",
+            frozenset({PRODUCER}),
+        ),
+    ),
+    "wrong phase": (
+        Bug("softmax is a phase late with entries", waits(_SOFTMAX, "entries.full").flipped(PARITY), "lists"),
+        Bug("the mma warp reads the last phase's entries", waits(MMA, "entries.full").flipped(PARITY), "many"),
+        Bug("the producer waits as if stages began full", waits(PRODUCER, "entries.empty").flipped(PARITY), "lists"),
+    ),
+    "wrong stage": (
+        Bug("an entry is put a stage further than it is read", _PUBLISHED.further(0, 12), "lists"),
+        Bug("the parts' entries change places", _PUBLISHED[1].further(0, 4), "lists"),
+    ),
+    "wrong count": (
+        Bug(
+            "an entry is said to be read when one part's warps have read it",
+            find(PRODUCER, "mbarrier.init", 8, "entries.empty").rewritten(r", %r\d+", ", 5"),
+            "many",
+            lint="arrivals",
+            shows=False,
+        ),
+        Bug(
+            "all threads of a warp say that they have read an entry",
+            arrivals(_SOFTMAX, "entries.empty").ahead("bra").left_out(),
+            "many",
+            lint="arrivals",
+        ),
+    ),
+    "missing arrival": (
+        Bug(
+            "the mma warp does not give entries back",
+            arrivals(MMA, "entries.empty").left_out(),
+            "many",
+            lint="arrivals",
+        ),
+        Bug(
+            "softmax does not give entries back",
+            arrivals(_SOFTMAX, "entries.empty").left_out(),
+            "many",
+            lint="arrivals",
+        ),
+        Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
+        Bug(
+            "softmax does not hand over the weights that it leaves out",
+            arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),
+            "lists",
+        ),
+    ),
+    "list": (
+        Bug(
+            "a window does not say which entries it has had",
+            (_NEXT_ENTRIES[2:4] + _NEXT_ENTRIES[6:]).left_out(),
+            "lists",
+        ),
+    ),
+    "left out": (
+        Bug(
+            "scores of a block are left out though its part sees it",
+            find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd").left_out(),
+            "lists",
+        ),
+        Bug(
+            "outputs of a block are not left out though their part does not see it",
+            find(MMA, "setp.ne", 2, having=_EMPTY).rewritten(_EMPTY, ", -3;"),
+            "lists",
+        ),
+        Bug(
+            "softmax computes P of scores that were left out",
+            find(_SOFTMAX, "setp.eq", having=_EMPTY).rewritten(_EMPTY, ", -3;"),
+            "lists",
+        ),
+        Bug(
+            "what stands where nothing was multiplied is not left out of O",
+            find(_EPILOGUE, "setp.neu").rewritten("setp.neu.f32(.*), .*;", r"setp.neu.f32\1, 0fBF800000;"),
+            "blind",
+        ),
+        Bug(
+            "a part's first output is added to what stands there",
+            _FIRST_OF_O.flipped(ACCUMULATES),
+            "lists",
+        ),
+    ),
+}

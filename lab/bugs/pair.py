@@ -1,0 +1,273 @@
+"""Bugs of the backward kernel of pairs of CTAs, where it is not as the other one."""
+
+from lab.bugs.code import (
+    KIND,
+    MMA,
+    PARITY,
+    PRODUCER,
+    PUBLISHED,
+    SECOND,
+    STRIDE,
+    TARGET,
+    A,
+    B,
+    arrivals,
+    commits,
+    find,
+    meetings,
+    registers_kept,
+    waits,
+)
+from lab.bugs.table import FIRST_LAGS, LOADS_LAG, PRODUCTS_LAG, SECOND_LAGS, Bug, Bugs
+
+_DRAIN, _COMPUTE = 0, 4  # a warp of each
+_SENDS = SECOND + _COMPUTE  # a warp of the second CTA that has queries of the leader
+_PRODUCER_LAGS, _DRAIN_LAGS, _ADDING_LAGS = frozenset({PRODUCER}), frozenset(range(4)), frozenset({14, 15})
+_COMPUTE_LAGS = frozenset(range(4, 12))
+
+# Products, four steps each: of dK and dQ in the loop over steps, and behind it.
+_PRODUCTS = find(MMA, "tcgen05.mma", 28)
+_OF_S, _OF_DV = _PRODUCTS[:4], _PRODUCTS[16:20]
+_OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[12:16] + _PRODUCTS[24:]
+_SENT = find(_SENDS, "cp.async.bulk.shared::cluster", barrier="exchange.full")
+
+
+PAIR: Bugs = {
+    "missing wait": (
+        Bug("scores are begun before K is there", waits(MMA, "k.full").left_out(), "d128", LOADS_LAG),
+        Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "one", LOADS_LAG),
+        Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d128", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "steps", LOADS_LAG),
+        Bug(
+            "dV is begun before dO by columns is there", waits(MMA, "do_columns.full", 2).left_out(), "d128", LOADS_LAG
+        ),
+        Bug("dK is begun before Q by columns is there", waits(MMA, "q_columns.full", 2).left_out(), "d128", LOADS_LAG),
+        Bug(
+            "dQ is begun before K by columns is there",
+            waits(MMA, "k_columns.full", 2).left_out(),
+            "one",
+            _PRODUCER_LAGS,
+        ),
+        Bug("dV is begun before the weights are stored", waits(MMA, "p.full", 2).left_out(), "one", _COMPUTE_LAGS),
+        Bug("dK is begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "one", _COMPUTE_LAGS),
+        Bug(
+            "dQ is begun before the second CTA's dS has come",
+            waits(MMA, "exchange.full", 2).left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "dQ is begun before the leader's dS has come to the second CTA",
+            waits(MMA, "exchange.empty", 2).left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "the second CTA passes on dS that has not come",
+            waits(SECOND + MMA, "exchange.full").left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "dQ overwrites scores that compute warps have not read",
+            waits(MMA, "scores.empty").left_out(),
+            "steps",
+            _COMPUTE_LAGS,
+        ),
+        Bug(
+            "scores overwrite the last step's dQ, which drain warps have not read",
+            waits(MMA, "dq.empty", 2)[:1].left_out(),
+            "steps",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "a tile's last dQ overwrites that before it, which drain warps have not read",
+            waits(MMA, "dq.empty", 2)[1:].left_out(),
+            "steps",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "compute warps overwrite dS that the last step's dQ still reads",
+            waits(_COMPUTE, "dq.full").left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug("compute warps read lse before it is there", waits(_COMPUTE, "stats.full").left_out(), "steps", LOADS_LAG),
+        Bug("Q is loaded over Q that scores still read", waits(PRODUCER, "q.empty").left_out(), "steps", PRODUCTS_LAG),
+        Bug("dO is loaded over dO that dP still reads", waits(PRODUCER, "do.empty").left_out(), "steps", PRODUCTS_LAG),
+        Bug(
+            "dO by columns is loaded over that which dV still reads",
+            waits(PRODUCER, "do_columns.empty").left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "Q by columns is loaded over that which dK still reads",
+            waits(PRODUCER, "q_columns.empty").left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "a tile is published in the place of one that is still worked on",
+            waits(PRODUCER, "tiles.empty", 4).left_out(),
+            "tiles",
+            _ADDING_LAGS,
+        ),
+    ),
+    "wrong phase": (
+        Bug(
+            "the mma warp waits for the phase of the exchange that is over",
+            waits(MMA, "exchange.full", 2).flipped(PARITY),
+            "one",
+        ),
+        Bug(
+            "the second CTA passes on the last step's dS",
+            waits(SECOND + MMA, "exchange.full").flipped(PARITY),
+            "d128",
+        ),
+        Bug("compute warps are a phase late with dQ", waits(_COMPUTE, "dq.full").flipped(PARITY), "one"),
+    ),
+    "wrong place": (
+        Bug("dS is sent to the next warp's place", _SENT.further(0, 4096), "one"),
+        Bug("dS is sent to the CTA that it comes from", _SENT.ahead("mapa").ahead("mapa").flipped(2), "one"),
+        Bug(
+            "keys of the second CTA, by columns, are put where those of the first are",
+            find(PRODUCER, "cp.async.bulk.tensor", 2, "k_columns.full")[1].further(0, -16384),
+            "one",
+        ),
+        Bug(
+            "both CTAs load the first columns of dO",
+            find(PRODUCER, "cp.async.bulk.tensor", barrier="do_columns.full").rewritten(r"\{%r\d+", "{0"),
+            "one",
+        ),
+        Bug(
+            "a descriptor of Q by columns has half the distance of groups of 8 rows",
+            _OF_DK.flipped(B, 0x60 << STRIDE),
+            "one",
+        ),
+        Bug("products of dQ are said to have the queries of one CTA", _OF_DQ.flipped(KIND, (16 ^ 8) << 24), "one"),
+        Bug("scores take the place of dV", _OF_S.flipped(TARGET, 128), "one"),
+        Bug("dV takes the second half of weights from behind the first", _OF_DV[2:].flipped(A, 64), "one"),
+    ),
+    "wrong count": (
+        Bug(
+            "weights are said to be there when one CTA has stored them",
+            find(PRODUCER, "mbarrier.init", barrier="p.full").rewritten(r", %r\d+", ", 8"),
+            "one",
+            frozenset((1, i) for i in range(4, 12)),
+            lint="arrivals",
+        ),
+        Bug(
+            "a tile's place is said to be free when one CTA has read it",
+            find(PRODUCER, "mbarrier.init", 2, "tiles.empty").rewritten(r", %r\d+", ", 16"),
+            "tiles",
+            _ADDING_LAGS,
+            lint="arrivals",
+        ),
+        Bug(
+            "dS is said to have come when three of four warps have sent it",
+            find(PRODUCER, "mbarrier.init", barrier="exchange.full").rewritten(r", %r\d+", ", 3"),
+            "d128",
+            lint="arrivals",
+        ),
+    ),
+    "wrong CTA": (
+        Bug("complete scores are not signalled to the second CTA", commits(MMA, "scores.full").flipped(1, 2), "one"),
+        Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "steps"),
+        Bug(
+            "the leader gets no signal that scores are read",
+            arrivals(_COMPUTE, "scores.empty").left_out(),
+            "steps",
+            lint="arrivals",
+        ),
+        Bug(
+            "the second CTA's mma warp does not signal to the leader that dS has come",
+            arrivals(SECOND + MMA, "exchange.empty").left_out(),
+            "one",
+            lint="arrivals",
+        ),
+        Bug(
+            "the second CTA's mma warp signals to itself",
+            find(SECOND + MMA, "mapa", 2)[0].rewritten(", 0;", ", 1;"),
+            "one",
+            lint="arrivals",
+        ),
+        Bug("tiles are not published to the second CTA", PUBLISHED.left_out(), "one", lint="expected-bytes"),
+    ),
+    "wrong bytes": (
+        Bug(
+            "the bytes of one CTA's Q are expected",
+            arrivals(PRODUCER, "q.full").rewritten(r", %r\d+;", ", 16384;"),
+            "one",
+        ),
+        Bug("half of a warp's dS is sent", _SENT.rewritten(r", %r\d+, \[barrier\]", ", 2048, [barrier]"), "one"),
+        Bug(
+            "what a tile is is not expected",
+            arrivals(SECOND + PRODUCER, "tiles.full", 2).rewritten(r"\.expect_tx(.*), %r\d+;", r"\1, 1;"),
+            "one",
+        ),
+    ),
+    "missing fence": (
+        Bug(
+            "dS is sent without fence.proxy.async",
+            _SENT.ahead("fence.proxy.async").left_out(),
+            "one",
+            lint="proxy",
+        ),
+        Bug(
+            "what a tile is is sent without fence.proxy.async",
+            PUBLISHED[:1].ahead("fence.proxy.async").left_out(),
+            "one",
+            lint="proxy",
+        ),
+    ),
+    "missing barrier": (
+        Bug(
+            "a thread sends its warp's dS without waiting for the warp",
+            _SENT.ahead("bar.warp.sync").left_out(),
+            "one",
+            lint="warp",
+            shows=False,
+        ),
+        Bug(
+            "the CTAs do not meet before the one arrives at the other's barriers",
+            meetings(_DRAIN)[:2].left_out(),
+            "one",
+            SECOND_LAGS,
+        ),
+        Bug(
+            "a CTA ends while the other still writes to it",
+            meetings(_DRAIN)[2:].left_out(),
+            "one",
+            FIRST_LAGS,
+        ),
+    ),
+    "memory order": (
+        Bug(
+            "compute warps arrive at the leader's barriers at the scope of the CTA",
+            find(_SENDS, "mbarrier.arrive.release.cluster", 6)[:1].rewritten(r"\.release\.cluster", ""),
+            "one",
+            lint="scope",
+            shows=False,
+        ),
+    ),
+    "leaving": (
+        Bug(
+            "a warp arrives at the other CTA's barrier behind the last meeting",
+            find(_DRAIN, "mbarrier.arrive.release.cluster", 2)[1].moved_behind(meetings(_DRAIN)[3]),
+            "one",
+            lint="cluster",
+            shows=False,
+        ),
+        Bug(
+            "a warp arrives at the other CTA's barrier ahead of the first meeting",
+            meetings(_DRAIN)[1].moved_behind(meetings(_DRAIN)[2]),
+            "one",
+            lint="cluster",
+            shows=False,
+        ),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
+    ),
+}

@@ -1,0 +1,181 @@
+"""Bugs of the backward kernel of pairs of CTAs in two passes, where it is not as those of one pass or one CTA."""
+
+from lab.bugs.code import (
+    ACCUMULATES,
+    KIND,
+    MMA,
+    PARITY,
+    PRODUCER,
+    SECOND,
+    TARGET,
+    A,
+    arrivals,
+    commits,
+    find,
+    registers_kept,
+    waits,
+)
+from lab.bugs.table import LOADS_LAG, PRODUCTS_LAG, STORES_LAG, Bug, Bugs
+
+_DRAIN, _COMPUTE = 0, 4  # a warp of each
+_DRAIN_LAGS, _COMPUTE_LAGS, _PRODUCER_LAGS = frozenset(range(4)), frozenset(range(4, 12)), frozenset({PRODUCER})
+
+# Products, four instructions each, of the first pass and of the second.
+_PRODUCTS = find(MMA, "tcgen05.mma", 24)
+_FIRST_OF_S, _OF_DV, _OF_DK = _PRODUCTS[:4], _PRODUCTS[4:8], _PRODUCTS[8:12]
+_LAST_OF_S, _OF_DP, _OF_DQ = _PRODUCTS[12:16], _PRODUCTS[16:20], _PRODUCTS[20:]
+
+
+PAIR_TWO_PASS: Bugs = {
+    "missing wait": (
+        Bug("K is copied before it is there", waits(_COMPUTE, "k.full").left_out(), "one", LOADS_LAG),
+        Bug("scores are begun before K is in tensor memory", waits(MMA, "keys.full").left_out(), "one", _COMPUTE_LAGS),
+        Bug("scores are begun before Q is there", waits(MMA, "q.full", 3)[0].left_out(), "one", LOADS_LAG),
+        Bug(
+            "dV is begun before dO by columns is there",
+            waits(MMA, "do_columns.full").left_out(),
+            "one",
+            _PRODUCER_LAGS,
+        ),
+        Bug("scores are begun again before Q is there", waits(MMA, "q.full", 3)[2].left_out(), "one", LOADS_LAG),
+        Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "one", _PRODUCER_LAGS),
+        Bug("dK is begun before Q by columns is there", waits(MMA, "q.full", 3)[1].left_out(), "one", _PRODUCER_LAGS),
+        Bug("dQ is begun before K by columns is there", waits(MMA, "k_columns.full").left_out(), "one", _PRODUCER_LAGS),
+        Bug(
+            "dQ is begun before the second CTA's dS has come", waits(MMA, "exchange.full").left_out(), "two", LOADS_LAG
+        ),
+        Bug(
+            "dQ is begun before the leader's dS has come to the second CTA",
+            waits(MMA, "exchange.empty").left_out(),
+            "tiles",
+            LOADS_LAG,
+        ),
+        Bug(
+            "the second CTA passes on dS that has not come",
+            waits(SECOND + MMA, "exchange.full").left_out(),
+            "one",
+            LOADS_LAG,
+        ),
+        Bug(
+            "Q is loaded over Q that the first pass still reads",
+            waits(PRODUCER, "q.empty", 3)[0].left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "Q by columns is loaded over Q that products still read",
+            waits(PRODUCER, "q.empty", 3)[2].left_out(),
+            "two",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "K by columns is loaded over dV that TMA still reads",
+            waits(PRODUCER, "k_columns.empty").left_out(),
+            "one",
+            STORES_LAG,
+        ),
+        Bug("V is loaded over dK that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "tiles", STORES_LAG),
+        Bug(
+            "K is loaded over K by columns that dQ still reads",
+            waits(PRODUCER, "k.empty").left_out(),
+            "tiles",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "dO by rows is loaded over dO by columns that dV still reads",
+            waits(PRODUCER, "do_columns.empty", 2)[1:].left_out(),
+            "one",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "dV is begun before the weights are stored",
+            waits(MMA, "scores.empty", 3)[0].left_out(),
+            "one",
+            _COMPUTE_LAGS,
+        ),
+        Bug("dK is begun before dS is stored", waits(MMA, "scores.empty", 3)[1].left_out(), "one", _COMPUTE_LAGS),
+        Bug(
+            "dQ overwrites scores that compute warps have not read",
+            waits(MMA, "scores.empty", 3)[2].left_out(),
+            "steps",
+            _COMPUTE_LAGS,
+        ),
+        Bug(
+            "scores overwrite the last step's dQ, which drain warps have not read",
+            waits(MMA, "dq.empty", 2)[1:].left_out(),
+            "steps",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "scores overwrite the last tile's dQ, which drain warps have not read",
+            waits(MMA, "dq.empty", 2)[:1].left_out(),
+            "tiles",
+            _DRAIN_LAGS,
+        ),
+        Bug(
+            "compute warps overwrite dS that the last step's dQ still reads",
+            waits(_COMPUTE, "dq.full").left_out(),
+            "steps",
+            PRODUCTS_LAG,
+        ),
+        Bug(
+            "the second pass reads scores that are not complete",
+            waits(_COMPUTE, "scores.full", 3)[1].left_out(),
+            "one",
+            PRODUCTS_LAG,
+        ),
+    ),
+    "wrong phase": (
+        Bug(
+            "the second pass is a phase late with scores",
+            waits(_COMPUTE, "scores.full", 3)[1].flipped(PARITY),
+            "one",
+        ),
+        Bug("the producer waits for the last tile's dV", waits(PRODUCER, "k_columns.empty").flipped(PARITY), "one"),
+        Bug("compute warps are a phase late with dQ", waits(_COMPUTE, "dq.full").flipped(PARITY), "one"),
+    ),
+    "wrong place": (
+        Bug("K is taken from another place than it was copied to", _FIRST_OF_S.flipped(A, 384 ^ 448), "one"),
+        Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
+        Bug("dQ takes the place of dP", _OF_DQ.flipped(TARGET, 320), "one"),
+        Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
+        Bug("dK takes dS from the place of scores", _OF_DK.flipped(A, 320), "one"),
+        Bug("products of dP are said to have the keys of one CTA", _OF_DP.flipped(KIND, (16 ^ 8) << 24), "one"),
+    ),
+    "missing arrival": (
+        Bug(
+            "dV does not give back the place of K",
+            arrivals(_COMPUTE, "k_columns.empty").left_out(),
+            "one",
+            lint="arrivals",
+        ),
+        Bug(
+            "K in tensor memory is not signalled",
+            arrivals(_COMPUTE, "keys.full").left_out(),
+            "one",
+            lint="arrivals",
+        ),
+        Bug(
+            "the last dQ does not give back the place of K: there is no commit",
+            commits(MMA, "k.empty").left_out(),
+            "tiles",
+            lint="arrivals",
+        ),
+        Bug("dK does not give Q by columns back: there is no commit", commits(MMA, "q.empty", 3)[1].left_out(), "two"),
+    ),
+    "wrong count": (
+        Bug(
+            "K is said to be in tensor memory when one CTA has copied it",
+            find(PRODUCER, "mbarrier.init", barrier="keys.full").rewritten(r", %r\d+;", ", 8;"),
+            "one",
+            frozenset((1, warp) for warp in range(4, 12)),
+        ),
+    ),
+    "dropped predicate": (
+        Bug("the second pass's dK is added to dV", _OF_DK[0].flipped(ACCUMULATES), "one"),
+        Bug("a tile's first dV is added to the last tile's dK", _OF_DV[0].flipped(ACCUMULATES), "tiles"),
+    ),
+    "registers": (
+        Bug("drain warps keep the registers that they ask to lose", registers_kept(_DRAIN), "one", lint="registers"),
+    ),
+}

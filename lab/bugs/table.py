@@ -1,0 +1,48 @@
+"""Planted bugs, and the tables of ``docs/blackwell-checks.md``."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from lab.bugs.code import SECOND, Change
+from lab.bugs.launches import LaunchBug
+from lab.interpreter import Lagging
+
+PAGE = Path(__file__).parents[2] / "docs" / "blackwell-checks.md"
+LOADS_LAG, STORES_LAG, PRODUCTS_LAG, ARRIVALS_LAG = (
+    frozenset({name}) for name in ("loads", "stores", "products", "arrivals")
+)
+FIRST_LAGS, SECOND_LAGS = (frozenset((rank, warp) for warp in range(SECOND)) for rank in range(2))  # CTAs of a pair
+
+
+class Bug(NamedTuple):
+    """A bug, and what finds it."""
+
+    text: str  # what is wrong
+    plant: Change
+    call: str  # that shows it, by its name
+    lags: Lagging = frozenset()  # who is to lag for it to show
+    lint: str = ""  # the rule that finds it; "": none
+    shows: bool = True  # whether the call ends in a fault, in a deadlock or with wrong numbers
+
+
+Bugs = Mapping[str, tuple[Bug, ...]]  # by what kind of bug they are
+AnyBugs = Mapping[str, tuple[Bug | LaunchBug, ...]]
+
+
+def table(bugs: AnyBugs) -> str:
+    """Table of bugs and of the checks that find each, for the page."""
+    none = "\N{EM DASH}"
+    lines = ["| bug | | lint | execution |", "|---|---|---|---|"]
+    for kind, some in bugs.items():
+        for bug in some:
+            lint = f"`{bug.lint}`" if bug.lint else none
+            lines.append(f"| {kind} | {bug.text} | {lint} | {'yes' if bug.shows else none} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(old: str, *tables: AnyBugs) -> str:
+    """The page with tables in the place of those that it has, each from its first line to its last."""
+    new = iter([table(bugs) for bugs in tables])
+    return re.sub(r"^\| bug \|.*?\n(?=\n)", lambda _: next(new), old, flags=re.MULTILINE | re.DOTALL)

@@ -1,0 +1,340 @@
+"""Translation of PTX for SM100 GPUs to PTX that a Hopper GPU runs.
+
+What Hopper lacks becomes either the same arithmetic in older instructions, or a call into ``runtime.cu``, which
+emulates tensor memory and the tcgen05 unit. All other text stays as it is, to the byte. What is neither Hopper's nor
+known here raises ``RefusedError``, which names the instruction and its line.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lab.ptx import tree
+from lab.ptx.tree import Instruction, Operand
+
+TARGETS = ("sm_100a", "sm_100f", "sm_103a", "sm_103f")
+
+
+class RefusedError(NotImplementedError):
+    """An instruction that is not emulated."""
+
+
+class Translation(NamedTuple):
+    """Result of a translation."""
+
+    body: str  # PTX without .version, .target and .address_size
+    replaced: dict[str, int]  # how often each kind of instruction was
+    emulated: tuple[str, ...]  # kernels that use tensor memory
+
+
+class _Argument(NamedTuple):
+    """Argument of a call."""
+
+    kind: str  # b32 or b64
+    value: str | int
+
+
+def _b32(value: str | int) -> _Argument:
+    return _Argument("b32", value)
+
+
+def _b64(value: str | int) -> _Argument:
+    return _Argument("b64", value)
+
+
+def _call(function: str, *arguments: _Argument, result: _Argument | None = None) -> str:
+    names = [f"sm100_a{i}" for i in range(len(arguments))]
+    text = "{ "
+    for name, (kind, value) in zip(names, arguments, strict=True):
+        text += f".param .{kind} {name}; st.param.{kind} [{name}], {value}; "
+    if result is not None:
+        text += f".param .{result.kind} sm100_r; "
+    text += f"call.uni {'(sm100_r), ' if result else ''}{function}, ({', '.join(names)}); "
+    if result is not None:
+        text += f"ld.param.{result.kind} {result.value}, [sm100_r]; "
+    return text + "}"
+
+
+def _sum(operand: Operand, register: str) -> str:
+    """Puts the address within brackets into a 32-bit register."""
+    (inner,) = operand.parts
+    base, offset = (inner.parts[0].text, inner.parts[1].text) if inner.marks == "+" else (inner.text, "0")
+    return f"mov.b32 {register}, {base}; add.u32 {register}, {register}, {offset}; "
+
+
+def _guarded(instruction: Instruction, text: str) -> str:
+    """The text, for the threads that execute the instruction."""
+    if instruction.guard is None:
+        return f"{{ {text} }}"
+    return f"{{ @{'' if instruction.negated else '!'}{instruction.guard} bra SM100_SKIP; {text} SM100_SKIP: }}"
+
+
+def _guard(instruction: Instruction) -> str:
+    if instruction.guard is None:
+        return ""
+    return f"@{'!' if instruction.negated else ''}{instruction.guard} "
+
+
+def _refuse(instruction: Instruction, why: str) -> RefusedError:
+    return RefusedError(f"line {instruction.line}: {instruction.opcode}: {why}")
+
+
+def _without(opcode: str, *words: str) -> str:
+    return ".".join(word for word in opcode.split(".") if word not in words)
+
+
+def _pairs(instruction: Instruction) -> str:
+    """add, sub, mul and fma of two float32 in 64 bits: twice the same of one."""
+    result, *sources = instruction.operands
+    scalar = instruction.opcode.replace(".f32x2", ".f32")
+    text = "{ .reg .f32 sm100_x<4>, sm100_y<4>; "
+    for i, source in enumerate(sources):
+        text += f"mov.b64 {{sm100_x{i}, sm100_y{i}}}, {source.text}; "
+    for half in "xy":
+        text += f"{scalar} sm100_{half}3, {', '.join(f'sm100_{half}{i}' for i in range(len(sources)))}; "
+    return text + f"{_guard(instruction)}mov.b64 {result.text}, {{sm100_x3, sm100_y3}}; }}"
+
+
+def _three_inputs(instruction: Instruction) -> str | None:
+    """The largest or the smallest of three float32."""
+    if len(instruction.operands) != 4:
+        return None
+    if instruction.parts & {"xorsign", "abs"}:
+        raise _refuse(instruction, "of three inputs, not with xorsign or abs")
+    d, a, b, c = (operand.text for operand in instruction.operands)
+    op = instruction.opcode
+    return f"{{ .reg .f32 sm100_x; {op} sm100_x, {a}, {b}; {_guard(instruction)}{op} {d}, sm100_x, {c}; }}"
+
+
+def _mixed(instruction: Instruction) -> str:
+    """fma, add and sub of float32 whose other operands are 16 bits wide."""
+    d, *sources = (operand.text for operand in instruction.operands)
+    narrow = instruction.opcode.rsplit(".", 1)[1]
+    op = instruction.opcode.removesuffix(f".{narrow}")
+    count = 2 if op.startswith("fma") else 1
+    text = "{ .reg .f32 sm100_x<2>; .reg .b16 sm100_z; mov.b16 sm100_z, 0; "
+    for i, source in enumerate(sources[:count]):
+        widen = (
+            f"mov.b32 sm100_x{i}, {{sm100_z, {source}}}" if narrow == "bf16" else f"cvt.f32.f16 sm100_x{i}, {source}"
+        )
+        text += f"{widen}; "
+    wide = [f"sm100_x{i}" for i in range(count)] + sources[count:]
+    return text + f"{_guard(instruction)}{op} {d}, {', '.join(wide)}; }}"
+
+
+def _wide_access(instruction: Instruction) -> str:
+    """A load or a store of 32 bytes: two of 16."""
+    is_load = instruction.is_a("ld")
+    vector, address = instruction.operands[:: 1 if is_load else -1]
+    (inner,) = address.parts
+    base, offset = (inner.parts[0].text, inner.parts[1].number) if inner.marks == "+" else (inner.text, 0)
+    if offset is None or len(instruction.operands) != 2:
+        raise _refuse(instruction, "only with one address and one vector")
+    op = (
+        re.sub(r"\.v8\b", ".v4", instruction.opcode)
+        if ".v8" in instruction.opcode
+        else instruction.opcode.replace(".v4", ".v2")
+    )
+    middle = len(vector.parts) // 2
+    text = f".reg .b64 sm100_p; mov.b64 sm100_p, {base}; "
+    for half, part in enumerate((vector.parts[:middle], vector.parts[middle:])):
+        values, place = f"{{{', '.join(x.text for x in part)}}}", f"[sm100_p+{offset + 16 * half}]"
+        text += f"{op} {values}, {place}; " if is_load else f"{op} {place}, {values}; "
+    return _guarded(instruction, text)
+
+
+def _allocate(instruction: Instruction) -> str:
+    destination, columns = instruction.operands
+    text = f".reg .b32 sm100_d; {_sum(destination, 'sm100_d')}"
+    pair = int("cta_group::2" in instruction.parts)
+    arguments = _b32("sm100_d"), _b32(columns.text), _b32(pair), _b32(instruction.line)
+    return _guarded(instruction, text + _call("sm100_alloc", *arguments))
+
+
+def _free(instruction: Instruction) -> str:
+    address, columns = instruction.operands
+    pair = int("cta_group::2" in instruction.parts)
+    arguments = _b32(address.text), _b32(columns.text), _b32(pair), _b32(instruction.line)
+    return _guarded(instruction, _call("sm100_dealloc", *arguments))
+
+
+def _tensor_memory_access(instruction: Instruction) -> str:
+    """tcgen05.ld and st of shape 32x32b: a register a column, of this thread's lane."""
+    columns = int(instruction.opcode.rsplit(".x", 1)[1].removesuffix(".b32"))
+    is_load = instruction.is_a("tcgen05.ld")
+    vector, address = instruction.operands[:: 1 if is_load else -1]
+    registers = vector.parts or (vector,)
+    if len(registers) != columns:
+        raise _refuse(instruction, f"expected {columns} registers, got {len(registers)}")
+    text = f".reg .b32 sm100_t; .reg .b64 sm100_p; {_sum(address, 'sm100_t')}"
+    text += _call("sm100_lane", _b32("sm100_t"), _b32(columns), _b32(instruction.line), result=_b64("sm100_p"))
+    for i, register in enumerate(registers):
+        place = f"[sm100_p+{512 * i}]"
+        operands = f"{register.text}, {place}" if is_load else f"{place}, {register.text}"
+        text += f"\n{'ld' if is_load else 'st'}.relaxed.gpu.global.b32 {operands};"
+    return _guarded(instruction, text)
+
+
+def _product(instruction: Instruction) -> str:
+    d, a, b, description, *rest = instruction.operands
+    text = ".reg .b32 sm100_d, sm100_m, sm100_f; .reg .b64 sm100_s; mov.b32 sm100_m, 0; "
+    if rest and rest[0].marks == "{":
+        for lanes in rest.pop(0).parts:
+            text += f"or.b32 sm100_m, sm100_m, {lanes.text}; "
+    if len(rest) != 1:
+        raise _refuse(instruction, "expected a predicate that says whether to accumulate, and nothing behind it")
+    (accumulates,) = rest
+    pair, in_tensor_memory = "cta_group::2" in instruction.parts, a.marks == "["
+    flags = int(in_tensor_memory) + 2 * int(pair)
+    text += _sum(d, "sm100_d")
+    if in_tensor_memory:
+        text += f"{_sum(a, 'sm100_f')} cvt.u64.u32 sm100_s, sm100_f; "
+    else:
+        text += f"mov.b64 sm100_s, {a.text}; "
+    if accumulates.number is not None:
+        text += f"mov.b32 sm100_f, {flags + 4 * bool(accumulates.number)}; "
+    elif accumulates.marks == "!":
+        text += f"selp.b32 sm100_f, {flags}, {flags + 4}, {accumulates.parts[0].text}; "
+    else:
+        text += f"selp.b32 sm100_f, {flags + 4}, {flags}, {accumulates.text}; "
+    return _guarded(
+        instruction,
+        text
+        + _call(
+            "sm100_mma",
+            _b32("sm100_d"),
+            _b64("sm100_s"),
+            _b64(b.text),
+            _b32(description.text),
+            _b32("sm100_f"),
+            _b32("sm100_m"),
+            _b32(instruction.line),
+        ),
+    )
+
+
+def _commit(instruction: Instruction) -> str:
+    barrier, *ctas = instruction.operands
+    text = f".reg .b16 sm100_h; .reg .b32 sm100_d, sm100_m; {_sum(barrier, 'sm100_d')}"
+    text += f"mov.b16 sm100_h, {ctas[0].text if ctas else 0}; cvt.u32.u16 sm100_m, sm100_h; "
+    return _guarded(instruction, text + _call("sm100_commit", _b32("sm100_d"), _b32("sm100_m"), _b32(instruction.line)))
+
+
+def _wait(instruction: Instruction) -> str:
+    """Waiting for an mbarrier: that is when the emulation goes on."""
+    if "parity" not in instruction.parts:
+        raise _refuse(instruction, "beside tensor memory, only with .parity")
+    done, barrier, parity = instruction.operands[:3]
+    patient = int(instruction.is_a("mbarrier.try_wait"))
+    text = f".reg .b32 sm100_d, sm100_w; {_sum(barrier, 'sm100_d')}"
+    arguments = _b32("sm100_d"), _b32(parity.text), _b32(patient), _b32(instruction.line)
+    text += _call("sm100_wait", *arguments, result=_b32("sm100_w"))
+    return _guarded(instruction, text + f" setp.ne.b32 {done.text}, sm100_w, 0;")
+
+
+def _pair_load(instruction: Instruction) -> str:
+    """A TMA load that signals a barrier of either CTA of a pair."""
+    if any(word.startswith("multicast") for word in instruction.parts):
+        raise _refuse(instruction, "not with multicast")
+    destination, source, barrier, *rest = instruction.operands
+    tensor_map = source.parts[0].text
+    text = ".reg .b32 sm100_d, sm100_b, sm100_o; .reg .b64 sm100_s, sm100_t; "
+    text += f"mov.b64 sm100_t, {tensor_map}; {_sum(destination, 'sm100_d')}{_sum(barrier, 'sm100_b')}"
+    text += "and.b32 sm100_d, sm100_d, 0xff000000; and.b32 sm100_o, sm100_b, 0x00ffffff; "
+    text += "or.b32 sm100_o, sm100_o, sm100_d; "
+    text += _call("sm100_before_load", _b32("sm100_b"), _b32("sm100_o"), _b64("sm100_t"), result=_b64("sm100_s"))
+    operands = [destination.text, source.text, "[sm100_o]", *(x.text for x in rest)]
+    text += f" {_without(instruction.opcode, 'cta_group::2')} {', '.join(operands)}; "
+    arguments = _b32("sm100_b"), _b32("sm100_o"), _b64("sm100_t"), _b64("sm100_s"), _b32(instruction.line)
+    return _guarded(instruction, text + _call("sm100_after_load", *arguments))
+
+
+def _one_cta_load(instruction: Instruction) -> str:
+    operands = ", ".join(x.text for x in instruction.operands)
+    return f"{_guard(instruction)}{_without(instruction.opcode, 'cta_group::1')} {operands};"
+
+
+def _nothing(instruction: Instruction) -> str:
+    """No code: the instruction orders accesses to tensor memory, or moves registers between warpgroups."""
+    return ""
+
+
+def _stores_done(instruction: Instruction) -> str:
+    return "fence.acq_rel.gpu;"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    pattern: re.Pattern[str]  # of whole opcodes
+    rewrite: Callable[[Instruction], str | None]  # None: it stays
+    only_emulated: bool = False  # in kernels that use tensor memory
+
+
+def _rule(pattern: str, rewrite: Callable[[Instruction], str | None], *, only_emulated: bool = False) -> _Rule:
+    return _Rule(re.compile(pattern), rewrite, only_emulated)
+
+
+_GROUP = r"cta_group::[12]"
+_RULES = (
+    _rule(r"(fma|mul|add|sub)\b.*\.f32x2", _pairs),
+    _rule(r"(max|min)(\.ftz|\.NaN|\.xorsign|\.abs)*\.f32", _three_inputs),
+    _rule(r"(fma|add|sub)\b.*\.f32\.(bf16|f16)", _mixed),
+    _rule(r"(ld|st)\b.*\.global\b.*(\.v8\.[bfus]32|\.v4\.[bfus]64)", _wide_access),
+    _rule(rf"tcgen05\.alloc\.{_GROUP}\.sync\.aligned\.shared::cta\.b32", _allocate),
+    _rule(rf"tcgen05\.dealloc\.{_GROUP}\.sync\.aligned\.b32", _free),
+    _rule(rf"tcgen05\.relinquish_alloc_permit\.{_GROUP}\.sync\.aligned", _nothing),
+    _rule(r"tcgen05\.(ld|st)\.sync\.aligned\.32x32b\.x(1|2|4|8|16|32|64|128)\.b32", _tensor_memory_access),
+    _rule(r"tcgen05\.wait::ld\.sync\.aligned|tcgen05\.fence::(before|after)_thread_sync", _nothing),
+    _rule(r"tcgen05\.wait::st\.sync\.aligned", _stores_done),
+    _rule(rf"tcgen05\.mma\.{_GROUP}\.kind::f16(\.collector::a::(discard|lastuse|fill|use))?", _product),
+    _rule(
+        rf"tcgen05\.commit\.{_GROUP}\.mbarrier::arrive::one(\.shared::cluster)?(\.multicast::cluster)?\.b64", _commit
+    ),
+    _rule(r"mbarrier\.(try|test)_wait\b.*", _wait, only_emulated=True),
+    _rule(r"setmaxnreg\b.*", _nothing, only_emulated=True),
+    _rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::2\b.*", _pair_load),
+    _rule(r"cp\.async\.bulk\.tensor\b.*\.cta_group::1\b.*", _one_cta_load),
+)
+_UNKNOWN = re.compile(r"tcgen05\b.*|clusterlaunchcontrol\b.*|.*\bcta_group::.*")
+
+
+def translate(text: str) -> Translation:
+    """The functions of a module for SM100 or SM103, for a Hopper GPU together with the runtime.
+
+    Args:
+        text: the PTX of a module.
+
+    Raises:
+        RefusedError: an instruction, or a form of one, that is not emulated.
+        PtxError: text that is not PTX as ``lab.ptx.tree`` knows it.
+        ValueError: PTX for other GPUs.
+    """
+    module = tree.parse(text)
+    if module.target not in TARGETS:
+        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {module.target}")
+    replaced: Counter[str] = Counter()
+    emulated = []
+    pieces, position = [], module.head_end
+    for function in module.functions:
+        uses_tensor_memory = any(x.is_a("tcgen05.alloc") for x in function.instructions)
+        if uses_tensor_memory:
+            emulated.append(function.name)
+        for instruction in function.instructions:
+            new = _rewritten(instruction, uses_tensor_memory)
+            if new is not None:
+                replaced[instruction.opcode] += 1
+                pieces += [module.text[position : instruction.start], new]
+                position = instruction.end
+    pieces.append(module.text[position:])
+    return Translation("".join(pieces), dict(replaced), tuple(emulated))
+
+
+def _rewritten(instruction: Instruction, uses_tensor_memory: bool) -> str | None:
+    for rule in _RULES:
+        if rule.pattern.fullmatch(instruction.opcode) and (uses_tensor_memory or not rule.only_emulated):
+            return rule.rewrite(instruction)
+    if _UNKNOWN.fullmatch(instruction.opcode):
+        raise _refuse(instruction, "not emulated")
+    return None

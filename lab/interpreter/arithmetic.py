@@ -1,0 +1,229 @@
+"""Instructions that compute with registers alone."""
+
+import functools
+import operator
+from collections.abc import Callable
+
+import numpy as np
+
+from lab.interpreter.state import LANES, RANK_PITCH, Array, Effect, Mask, Warp, converged, within_cta
+from lab.interpreter.statement import TYPES, Statement, vector
+
+
+def _plain(function: Callable[..., Array]) -> Callable[[Statement], Effect]:
+    """An instruction whose operands are all of the type that ends its name."""
+    return lambda s: s.compute(s.operands, [s.kind] * 3, function)
+
+
+def _arithmetic(function: Callable[..., Array]) -> Callable[[Statement], Effect]:
+    """Makes an effect of a function of numbers, or of pairs of float32."""
+
+    def on_pairs(*pairs: Array) -> Array:
+        flat = function(*(np.ascontiguousarray(x).view(np.float32) for x in pairs))
+        return np.ascontiguousarray(flat.astype(np.float32)).view(np.uint64)
+
+    def decode(s: Statement) -> Effect:
+        if s.name.endswith(".f32x2"):
+            return s.compute(s.operands, ["b64"] * 3, on_pairs)
+        return _plain(function)(s)
+
+    return decode
+
+
+def _fused(a: Array, b: Array, c: Array) -> Array:
+    return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+
+
+def _multiply(s: Statement) -> Effect:
+    kind = s.kind
+    if kind == "f32x2":
+        return _arithmetic(operator.mul)(s)
+    if ".wide." in s.name:
+        wide = TYPES[f"{kind[0]}{2 * int(kind[1:])}"]
+        return s.compute(s.operands, [kind] * 2, lambda a, b: a.astype(wide) * b.astype(wide))
+    return s.compute(s.operands, [kind] * 2, operator.mul)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    return (quotient * np.sign(a.astype(np.int64)) * np.sign(b.astype(np.int64))).astype(a.dtype)
+
+
+def _add(s: Statement) -> Effect:
+    return _arithmetic(_sum_rounded_down if ".rm." in s.name else operator.add)(s)
+
+
+def _sum_rounded_down(a: Array, b: Array) -> Array:
+    exact = a.astype(np.float64) + b.astype(np.float64)
+    nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
+def _extreme(s: Statement) -> Effect:
+    ignores_nan = s.name.endswith(".f32") and ".NaN." not in s.name
+    least, most = (np.fmin, np.fmax) if ignores_nan else (np.minimum, np.maximum)
+
+    def extreme(*x: Array) -> Array:
+        found: Array = functools.reduce(least if s.name.startswith("min") else most, x)
+        return np.maximum(found, 0) if ".relu." in s.name else found
+
+    return _plain(extreme)(s)
+
+
+def _shift(s: Statement) -> Effect:
+    kind = s.kind.replace("b", "u")
+    bits = int(kind[1:])
+
+    def shift(x: Array, count: Array) -> Array:
+        within = np.minimum(count, bits - 1).astype(x.dtype)
+        if s.name.startswith("shl"):
+            return np.where(count < bits, x << within, 0).astype(x.dtype)
+        return np.where((count < bits) | (kind[0] == "s"), x >> within, 0).astype(x.dtype)
+
+    return s.compute(s.operands, [kind, "u32"], shift)
+
+
+def _funnel(low: Array, high: Array, count: Array) -> Array:
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    return ((both << (count & 31).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+
+def _funnel_right(low: Array, high: Array, count: Array) -> Array:
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    return (both >> (count & 31).astype(np.uint64)).astype(np.uint32)
+
+
+def _bit_mask(start: Array, count: Array) -> Array:
+    both = zip(start.tolist(), count.tolist(), strict=True)
+    return np.array([((1 << min(n, 32)) - 1 << min(first, 32)) & 0xFFFFFFFF for first, n in both], np.uint32)
+
+
+def _move(s: Statement) -> Effect:
+    if s.operands[0].marks == "{":
+        low, high = (s.target(x) for x in vector(s.operands[0]))
+        bits = int(s.kind[1:]) // 2
+        read, half = s.source(s.operands[1], s.kind), TYPES[f"b{bits}"]
+
+        def unpack(warp: Warp, mask: Mask) -> None:
+            value = read(warp)
+            low(warp, value.astype(half), mask)
+            high(warp, (value >> bits).astype(half), mask)
+
+        return unpack
+    if s.operands[1].marks == "{":
+        joined = [s.operands[0], *vector(s.operands[1])]
+        return s.compute(joined, ["b32"] * 2, lambda a, b: b.astype(np.uint64) << np.uint64(32) | a)
+    return s.compute(s.operands, [s.kind], lambda x: x)
+
+
+def _convert(s: Statement) -> Effect:
+    if s.name.startswith("cvt.rn."):
+        kind = s.name.split(".")[2]
+        rounded = {"bf16": _bfloat16, "f16": _float16}[kind.removesuffix("x2")]
+        if not kind.endswith("x2"):
+            return s.compute(s.operands, ["f32"], lambda x: rounded(x).astype(np.uint16))
+        return s.compute(s.operands, ["f32"] * 2, lambda high, low: rounded(high) << 16 | rounded(low))
+    kind, given = s.name.split(".")[-2:]
+    return s.compute(s.operands, [given], lambda x: x.astype(TYPES[kind]))
+
+
+def _float16(x: Array) -> Array:
+    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+
+
+def _bfloat16(x: Array) -> Array:
+    bits = x.view(np.uint32)
+    even = bits + (0x7FFF + (bits >> 16 & 1)) >> 16  # which wraps around for some NaN only
+    return np.where(np.isnan(x), np.uint32(0x7FFF), even)
+
+
+_COMPARE: dict[str, Callable[..., Array]] = {
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "neu": lambda a, b: ~(a == b),
+}
+
+
+def _compare(s: Statement) -> Effect:
+    _, relation, kind = s.name.split(".")
+    return s.compute(s.operands, [kind] * 2, _COMPARE[relation])
+
+
+def _select(s: Statement) -> Effect:
+    kind = s.kind
+
+    def select(a: Array, b: Array, chosen: Array) -> Array:
+        return np.where(chosen, a, b)
+
+    return s.compute(s.operands, [kind, kind, "pred"], select)
+
+
+def _shuffle(s: Statement) -> Effect:
+    def shuffle(x: Array, lane: Array) -> Array:
+        return x[(LANES ^ lane if ".bfly." in s.name else lane) & 31]
+
+    return s.compute(s.operands[:3], ["b32", "u32"], shuffle)
+
+
+def _vote(s: Statement) -> Effect:
+    write, read = s.target(s.operands[0]), s.source(s.operands[1], "pred")
+
+    def vote(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        given = read(warp)
+        if ".ballot." in s.name:
+            write(warp, np.full(32, int((given << LANES).sum()), np.uint32), mask)
+        else:
+            write(warp, np.full(32, given.any() if ".any." in s.name else given.all()), mask)
+
+    return vote
+
+
+def _elect(s: Statement) -> Effect:
+    write = s.target(s.operands[0].parts[1])
+
+    def elect(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        write(warp, warp.elected, mask)
+
+    return elect
+
+
+# By how an instruction's name begins.
+INSTRUCTIONS: dict[str, Callable[[Statement], Effect]] = {
+    "mov": _move,
+    **dict.fromkeys(("cvta.param", "cvta.shared", "cvta.to.shared::cluster"), _plain(lambda x: x)),
+    "add": _add,
+    "sub": _arithmetic(operator.sub),
+    "fma": _arithmetic(_fused),
+    "mul": _multiply,
+    "mad": _plain(lambda a, b, c: a * b + c),
+    **dict.fromkeys(("div.s32", "div.s64", "div.u32"), _plain(_divide)),
+    **dict.fromkeys(("rem.s32", "rem.u32"), _plain(lambda a, b: a - _divide(a, b) * b)),
+    "mapa": _plain(lambda a, rank: within_cta(a) + rank * np.uint32(RANK_PITCH)),
+    "neg": _plain(operator.neg),
+    "abs": _plain(np.abs),
+    "not": _plain(operator.inv),
+    "and": _plain(operator.and_),
+    "or": _plain(operator.or_),
+    "xor": _plain(operator.xor),
+    "min": _extreme,
+    "max": _extreme,
+    "shl": _shift,
+    "shr": _shift,
+    "shf.l.wrap.b32": _plain(_funnel),
+    "shf.r.wrap.b32": _plain(_funnel_right),
+    "bmsk.clamp": lambda s: s.compute(s.operands, ["u32"] * 2, _bit_mask),
+    "popc": lambda s: s.compute(
+        s.operands, ["u32"], lambda x: np.array([bin(n).count("1") for n in x.tolist()], np.uint32)
+    ),
+    "cvt": _convert,
+    "setp": _compare,
+    "selp": _select,
+    "ex2.approx": _plain(lambda x: np.exp2(x).astype(np.float32)),
+    "lg2.approx": _plain(lambda x: np.log2(x).astype(np.float32)),
+    "rcp.approx": _plain(lambda x: (np.float32(1) / x).astype(np.float32)),
+    "tanh.approx": _plain(lambda x: np.tanh(x).astype(np.float32)),
+    **dict.fromkeys(("shfl.sync.idx", "shfl.sync.bfly"), _shuffle),
+    "vote.sync": _vote,
+    "elect.sync": _elect,
+}

@@ -1,0 +1,223 @@
+"""The state of a CTA: its memory, barriers and warps, and what its engines have been asked for."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.interpreter.weak import Late, Written
+
+if TYPE_CHECKING:
+    from lab.interpreter.tensor import Commit, Product
+    from lab.interpreter.tma import Copy
+
+Array = npt.NDArray[Any]
+Mask = Array | None  # of lanes; None: all
+Read = Callable[["Warp"], Array]
+Write = Callable[["Warp", Array, Mask], None]
+Effect = Callable[["Warp", Mask], None]  # of an instruction
+Name = int | str  # a warp's number, or of an engine "loads", "stores", "products" or "arrivals"
+Lagging = frozenset[Name | tuple[int, Name]]  # of every CTA, or with a rank in a cluster of one
+
+GLOBAL, SHARED, PARAMS = 1 << 28, 1 << 10, 1 << 46  # where each begins
+PARAM_PITCH = 1 << 12
+RANK_PITCH = 1 << 24  # from an address in shared memory to the same of the next CTA of the cluster
+LANES = np.arange(32)
+ALL = np.ones(32, bool)
+COLUMNS = 512  # of tensor memory
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel: its parameters, and the sizes of all."""
+
+    params: Sequence[bytes]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared: int = 2048  # bytes of a CTA's shared memory
+    name: str = ""  # the kernel's
+
+
+class FaultError(Exception):
+    """A kernel does what no GPU would do, or nothing any more."""
+
+
+def address_of(offset: int) -> int:
+    """The address of a byte in global memory."""
+    return GLOBAL + offset
+
+
+def only(mask: Mask) -> int:
+    """The lane that does something for its warp."""
+    if mask is None or mask.sum() != 1:
+        raise FaultError("something for one thread to do is done by another number of them")
+    return int(np.argmax(mask))
+
+
+def converged(mask: Mask) -> None:
+    """Refuses what a part of a warp does, where it is for all of it to do."""
+    if mask is not None:
+        raise FaultError("something for a whole warp to do is done by a part of it")
+
+
+def lanes_of(mask: Mask) -> Array:
+    """Which lanes do something, as a mask."""
+    return ALL if mask is None else mask
+
+
+@dataclass
+class Barrier:
+    """An mbarrier in shared memory."""
+
+    count: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+
+    def arrive(self, count: int = 1) -> None:
+        """Arrivals of a thread, or of a commit."""
+        self.pending -= count
+        self._check()
+
+    def complete(self, num_bytes: int) -> None:
+        """Bytes of a copy have arrived."""
+        self.bytes -= num_bytes
+        self._check()
+
+    def expect(self, num_bytes: int) -> None:
+        """Bytes are announced; hardware counts up to 2^20 - 1 of them."""
+        self.bytes += num_bytes
+        if abs(self.bytes) >= 1 << 20:
+            raise FaultError(f"an mbarrier that {self.bytes} bytes are to come to")
+
+    def _check(self) -> None:
+        if self.pending < 0:
+            raise FaultError("more arrivals than a phase has")
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+def within_cta(address: Any) -> Any:
+    """An address in shared memory, or several, without the bits that say whose it is."""
+    return address % RANK_PITCH
+
+
+@dataclass
+class Cluster:
+    """CTAs that reach each other's shared memory."""
+
+    ctas: list["Cta"] = field(default_factory=list)
+    num_warps: int = 0  # of all of them
+    arrived: int = 0  # warps, at its barrier
+    phase: int = 0  # of its barrier
+    to_global: list[Written] = field(default_factory=list)  # by warps that have arrived at barriers since
+
+    def arrive(self) -> None:
+        """Counts the arrival of a warp."""
+        self.arrived += 1
+        if self.arrived == self.num_warps:
+            self.arrived, self.phase = 0, self.phase + 1
+
+
+@dataclass
+class Cta:
+    """State that the threads of a CTA have in common."""
+
+    cluster: Cluster
+    rank: int  # in it
+    index: int
+    num_ctas: int  # of the grid
+    params: Sequence[bytes]
+    memory: Array  # global memory, in bytes
+    tensors: Sequence[slice]  # where tensors are in it; none: anywhere
+    shared: Array  # in bytes
+    draw: random.Random  # decides whose turn it is
+    shown: Array = field(init=False)  # shared memory as TMA and tensor cores see it
+    tensor_memory: Array = field(default_factory=lambda: np.full((128, COLUMNS), 0x7FC0DEAD, np.uint32))
+    columns: int = 0  # of tensor memory that are allocated
+    barriers: dict[int, Barrier] = field(default_factory=dict)
+    # What engines have been asked for.
+    loads: list["Copy"] = field(default_factory=list)
+    stores: list["Copy"] = field(default_factory=list)
+    products: "deque[Product | Commit]" = field(default_factory=deque)
+    arrivals: list[int] = field(default_factory=list)  # of commits, at mbarriers
+    is_over: bool = False  # all its warps have returned
+    free_registers: int = 0  # a thread of a warp, that some warps have given back and no others have got
+
+    def __post_init__(self) -> None:
+        self.shown = self.shared.copy()
+
+    @property
+    def first_shared(self) -> int:
+        """The address of the first byte of its shared memory."""
+        return SHARED + self.rank * RANK_PITCH
+
+    def owner(self, address: int) -> "Cta":
+        """The CTA of the cluster in whose shared memory an address is."""
+        rank = address // RANK_PITCH
+        if not 0 <= rank < len(self.cluster.ctas):
+            raise FaultError(f"an address of no CTA of the cluster: {address}")
+        if self.cluster.ctas[rank].is_over:
+            raise FaultError("shared memory of a CTA that is over")
+        return self.cluster.ctas[rank]
+
+    def barrier(self, address: int, *, of_cluster: bool = False) -> Barrier:
+        """The mbarrier at an address: its own, or of any CTA of the cluster."""
+        if not of_cluster and address // RANK_PITCH != self.rank:
+            raise FaultError(f"an mbarrier of another CTA: {address}")
+        barriers = self.owner(address).barriers
+        if address not in barriers:
+            raise FaultError(f"no mbarrier at {address}")
+        return barriers[address]
+
+
+@dataclass
+class Warp:
+    """A warp's registers, and where its lanes are: several places where they have gone different ways."""
+
+    cta: Cta
+    index: int
+    num_registers: int  # a thread's: what it holds of the CTA's
+    registers: dict[str, Array] = field(default_factory=dict)
+    places: dict[int, Array] = field(default_factory=lambda: {0: ALL})
+    held: set[int] = field(default_factory=set)  # places where lanes wait for the others of the warp
+    waits_for: tuple[str, int, int] | None = None
+    is_done: bool = False
+    polls: bool = False  # whether it does no more than look for what others write
+    open_group: list["Copy"] = field(default_factory=list)  # of stores
+    groups: list[list["Copy"]] = field(default_factory=list)
+    late: Late = field(default_factory=Late)
+    meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
+
+    @property
+    def elected(self) -> Array:
+        """The one lane that hardware chooses, which is any, and always the same."""
+        return np.eye(len(LANES), dtype=bool)[(5 + 7 * self.index) % len(LANES)]
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "%tid.x": 32 * self.index + LANES,
+            "%ctaid.x": np.full(32, self.cta.index),
+            "%nctaid.x": np.full(32, self.cta.num_ctas),
+            "%laneid": LANES,
+            "%cluster_ctarank": np.full(32, self.cta.rank),
+        }.items():
+            self.registers[name] = value.astype(np.uint32)
+
+    def get_registers(self, count: int) -> bool:
+        """Raises what it holds to a number; returns whether there are so many. It never gives any back."""
+        lacking = max(count - self.num_registers, 0)
+        if lacking > self.cta.free_registers:
+            return False
+        self.cta.free_registers -= lacking
+        self.num_registers += lacking
+        return True
+
+    def pending_groups(self, state: str) -> int:
+        """Groups of stores that are not all in a state (``is_read``, ``is_written``), or that come behind such."""
+        done = [all(getattr(store, state) for store in group) for group in self.groups]
+        return len(done) - next((i for i, is_done in enumerate(done) if not is_done), len(done))

@@ -1,0 +1,366 @@
+"""Copies between global and shared memory, of boxes of rows and of bytes: the instructions, and the engine."""
+
+import abc
+import functools
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from lab.interpreter import weak
+from lab.interpreter.state import (
+    GLOBAL,
+    PARAM_PITCH,
+    PARAMS,
+    SHARED,
+    Array,
+    Cta,
+    Effect,
+    FaultError,
+    Mask,
+    Warp,
+    converged,
+    only,
+    within_cta,
+)
+from lab.interpreter.statement import Statement, vector
+
+_ENCODING = struct.Struct("<QI5I5I3s5B")  # address, kind, strides / 16, sizes - 1, element strides - 1, box - 1
+_PLAIN = 0x40002  # of the kind: tiles, of elements that follow each other, with zeros where there are none
+_IS_LARGE = 1 << 21  # of the kind: a tensor of more than 128 KB
+_OF_16_BITS = {6, 10}  # float16 and bfloat16, as the kind says
+
+
+class TensorMap(NamedTuple):
+    """A tensor map, read from its 128 bytes; its tensor has elements of 16 bits."""
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    box: tuple[int, ...]  # elements of a copy in each dimension
+    swizzle: int  # bytes within which chunks of 16 change places
+
+    @classmethod
+    @functools.cache
+    def of(cls, encoded: bytes) -> "TensorMap":
+        """The map that a kernel gets, as the driver encodes it.
+
+        Raises:
+            FaultError: it is of another kind than these kernels use.
+        """
+        address, kind, *rest = _ENCODING.unpack_from(encoded)
+        strides, sizes, (steps, *box) = rest[:5], rest[5:10], rest[10:]
+        rank, element, swizzle = (kind >> 4 & 7) + 1, kind >> 7 & 15, 16 << (kind >> 13 & 3)
+        is_plain = kind & ~(_IS_LARGE | 7 << 4 | 15 << 7 | 3 << 13) == _PLAIN and not any(steps)
+        if not is_plain or element not in _OF_16_BITS or rank > 5 or 2 * (box[0] + 1) > swizzle:
+            raise FaultError(f"a tensor map of another kind: {encoded.hex()}")
+        in_bytes = 2, *(16 * stride for stride in strides[: rank - 1])
+        all_sizes, boxes = (tuple(x + 1 for x in some[:rank]) for some in (sizes, box))
+        return cls(address, all_sizes, in_bytes, boxes, swizzle)
+
+    def elements(self, coordinates: list[int]) -> tuple[Array, Array]:
+        """The addresses of a box's elements, a row for each of its rows, and which of them the tensor has."""
+        addresses, inside = np.array(self.address), np.array(True)
+        for first, size, stride, count in zip(coordinates, self.sizes, self.strides, self.box, strict=True):
+            if count == 1 and not 0 <= first < size:
+                raise FaultError(f"a box outside of a tensor: {coordinates}")
+            at = first + np.arange(count, dtype=np.int64)
+            # Dimensions are those of arrays in reverse. Sums wrap around, as views of ragged rows have it.
+            addresses = np.add.outer(at * np.int64(stride), addresses)
+            inside = np.logical_and.outer((at >= 0) & (at < size), inside)
+        return addresses.reshape(-1, self.box[0]), inside.reshape(-1, self.box[0])
+
+
+def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
+    """Which number of 16 bits of shared memory is at addresses of a swizzled tile, of rows of 128 bytes or fewer."""
+    return ((addresses ^ (addresses >> 7 & row_bytes // 16 - 1) << 4) - SHARED) // 2
+
+
+@dataclass(kw_only=True)
+class Copy(abc.ABC):
+    """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
+
+    warp: Warp  # that has asked for it
+    barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
+    data: Array | None = None  # what one to global memory has read
+    is_written: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether shared memory has been read."""
+        return self.data is not None
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that a copy to shared memory signals."""
+
+    @abc.abstractmethod
+    def halves(self) -> list["Copy"]:
+        """The copy in two, which are done at different times; what is too small for that stays whole."""
+
+    @abc.abstractmethod
+    def load(self, cta: Cta) -> None:
+        """Copies from global to shared memory."""
+
+    @abc.abstractmethod
+    def read(self, cta: Cta) -> Array:
+        """Reads the source from shared memory."""
+
+    @abc.abstractmethod
+    def write(self, cta: Cta, data: Array) -> None:
+        """Writes data into global memory."""
+
+
+@dataclass(kw_only=True)
+class Box(Copy):
+    """Copy of a box of a tensor."""
+
+    at: Array  # where its elements are in global memory, as numbers of 16 bits
+    inside: Array  # which of them the tensor has
+    shared: Array  # where they are in shared memory, likewise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole box, behind the end of the tensor too."""
+        return 2 * self.at.size
+
+    def halves(self) -> list[Copy]:
+        """Some of its rows, and the others."""
+        rows = len(self.at) // 2
+        parts = [slice(None, rows), slice(rows, None)] if rows else [slice(None)]
+        return [replace(self, at=self.at[x], inside=self.inside[x], shared=self.shared[x]) for x in parts]
+
+    def load(self, cta: Cta) -> None:
+        """With zeros behind the end of the tensor."""
+        data = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
+        for memory in (cta.shared, cta.shown):
+            memory.view("u2")[self.shared] = data
+
+    def read(self, cta: Cta) -> Array:
+        """Reads the box, as TMA sees it."""
+        return cta.shown.view("u2")[self.shared]
+
+    def write(self, cta: Cta, data: Array) -> None:
+        """Writes the elements that are within the tensor."""
+        words, at, values = cta.memory.view("u2"), self.at[self.inside], data[self.inside]
+        if len(at):
+            weak.write_global(self.warp, 2 * at, 2, lambda: words.__setitem__(at, values))
+
+
+@dataclass(kw_only=True)
+class Bytes(Copy):
+    """Copy of bytes as they are, or an addition of float32 numbers."""
+
+    whole: slice  # in global memory
+    shared: slice
+    adds: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the range."""
+        return int(self.shared.stop - self.shared.start)
+
+    def halves(self) -> list[Copy]:
+        """Some of its bytes, and the others."""
+        return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
+
+    def load(self, cta: Cta) -> None:
+        """All."""
+        cta.shared[self.shared] = cta.shown[self.shared] = cta.memory[self.whole]
+
+    def read(self, cta: Cta) -> Array:
+        """All."""
+        return cta.shown[self.shared].copy()
+
+    def write(self, cta: Cta, data: Array) -> None:
+        """In place of what is there, or added to it."""
+        place = cta.memory[self.whole]
+
+        def write() -> None:
+            if self.adds:
+                place.view(np.float32)[:] += data.view(np.float32)
+            else:
+                place[:] = data
+
+        weak.write_global(self.warp, np.array([self.whole.start]), len(place), write)
+
+
+@dataclass(kw_only=True)
+class BetweenCtas(Copy):
+    """Copy of bytes of shared memory to that of another CTA of the cluster."""
+
+    target: Cta
+    whole: slice  # there
+    shared: slice
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the range."""
+        return int(self.shared.stop - self.shared.start)
+
+    def halves(self) -> list[Copy]:
+        """Some of its bytes, and the others."""
+        return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
+
+    def load(self, cta: Cta) -> None:
+        """All."""
+        self.target.shared[self.whole] = self.target.shown[self.whole] = cta.shown[self.shared]
+
+    def read(self, cta: Cta) -> Array:
+        """There are no such stores."""
+        raise NotImplementedError
+
+    def write(self, cta: Cta, data: Array) -> None:
+        """There are no such stores."""
+        raise NotImplementedError
+
+
+def _halves(whole: slice) -> list[slice]:
+    """Pieces of 16 bytes each, the first half of them and the others; one of them alone."""
+    middle = whole.start + (whole.stop - whole.start) // 32 * 16
+    return [slice(whole.start, middle), slice(middle, whole.stop)] if middle > whole.start else [whole]
+
+
+def commit_group(s: Statement) -> Effect:
+    """Stores so far are a group."""
+
+    def commit(warp: Warp, mask: Mask) -> None:
+        converged(mask)
+        warp.groups.append(warp.open_group)
+        warp.open_group = []
+
+    return commit
+
+
+def _is_store(s: Statement) -> bool:
+    return ".global.shared::cta." in s.name
+
+
+def _ask(warp: Warp, copy: Copy, *, is_store: bool) -> None:
+    halves = copy.halves()
+    if is_store:
+        warp.open_group += halves
+        warp.cta.stores += halves
+    else:
+        warp.cta.loads += halves
+
+
+def copy_box(s: Statement) -> Effect:
+    """Asks for a load or a store of a box."""
+    is_store = _is_store(s)
+    whole, other = (s.operands[0], s.operands[1]) if is_store else (s.operands[1], s.operands[0])
+    descriptor, place = whole.parts
+    which, shared = s.source(descriptor, "u64"), s.address(other)
+    coordinates = [s.source(x, "s32") for x in vector(place)]
+    barrier = None if is_store else s.address(s.operands[2])
+
+    def ask(warp: Warp, mask: Mask) -> None:
+        if is_store:  # written as the whole warp's, which issues one
+            converged(mask)
+        lane = 0 if is_store else only(mask)
+        number, offset = divmod(int(which(warp)[lane]) - PARAMS, PARAM_PITCH)
+        tensor = TensorMap.of(warp.cta.params[number][offset : offset + 128])
+        address, pitch = int(shared(warp)[lane]), 2 * tensor.box[0]
+        rows = math.prod(tensor.box[1:])
+        if address % 1024 or (not is_store and warp.cta.owner(address) is not warp.cta):
+            raise FaultError(f"a box at {address}")
+        at_barrier = None if barrier is None else int(barrier(warp)[lane])
+        if at_barrier is not None:  # either CTA of a pair may get the signal
+            warp.cta.barrier(at_barrier, of_cluster="cta_group::2" in s.instruction.parts)
+        at, inside = tensor.elements([int(c(warp)[lane]) for c in coordinates])
+        _check_in_a_tensor(warp.cta, at[inside] - GLOBAL)
+        places = within_cta(address) + np.arange(rows)[:, None] * pitch + np.arange(tensor.box[0]) * 2
+        box = Box(
+            warp=warp,
+            at=np.where(inside, at - GLOBAL, 0) // 2,
+            inside=inside,
+            shared=swizzled(places, tensor.swizzle),
+            barrier=at_barrier or 0,
+        )
+        _ask(warp, box, is_store=is_store)
+
+    return ask
+
+
+def _check_in_a_tensor(cta: Cta, places: Array) -> None:
+    if not places.size:
+        return
+    first, last = places.min(), places.max()
+    tensors = cta.tensors or [slice(0, len(cta.memory))]
+    if not any(tensor.start <= first and last < tensor.stop for tensor in tensors):
+        raise FaultError(f"a box from {first} to {last}, outside of tensors")
+
+
+def _copy_within_cluster(s: Statement) -> Effect:
+    reads = [s.address(s.operands[i]) for i in (0, 1, 3)]
+    size = s.source(s.operands[2], "u32")
+
+    def ask(warp: Warp, mask: Mask) -> None:
+        lane = only(mask)
+        target, source, barrier = (int(read(warp)[lane]) for read in reads)
+        num_bytes, places = int(size(warp)[lane]), []
+        owner = warp.cta.owner(target)
+        if owner.barrier(barrier) is None or warp.cta.owner(source) is not warp.cta:
+            raise FaultError(f"from {source} to {target}")
+        for address in (target, source):
+            start = within_cta(address) - SHARED
+            if start < 0 or start + num_bytes > len(owner.shared) or start % 16 or num_bytes % 16:
+                raise FaultError(f"{num_bytes} bytes from {source} to {target}")
+            places.append(slice(start, start + num_bytes))
+        _ask(
+            warp,
+            BetweenCtas(warp=warp, target=owner, whole=places[0], shared=places[1], barrier=barrier),
+            is_store=False,
+        )
+
+    return ask
+
+
+def copy_bytes(s: Statement) -> Effect:
+    """Asks for a load, a store or an addition of bytes, or for a copy to another CTA of the cluster."""
+    if ".shared::cluster.shared::cta." in s.name:
+        return _copy_within_cluster(s)
+    is_store = _is_store(s)
+    whole, shared = (s.operands[0], s.operands[1]) if is_store else (s.operands[1], s.operands[0])
+    reads = [s.address(whole, "u64"), s.address(shared), s.source(s.operands[2], "u32")]
+    barrier = None if is_store else s.address(s.operands[3])
+
+    def ask(warp: Warp, mask: Mask) -> None:
+        lane = only(mask)
+        first, begin, size = (int(read(warp)[lane]) for read in reads)
+        places = []
+        for memory, start in ((warp.cta.memory, first - GLOBAL), (warp.cta.shared, begin - warp.cta.first_shared)):
+            if start < 0 or start + size > len(memory) or start % 16 or size % 16:
+                raise FaultError(f"{size} bytes between {first} and {begin}")
+            places.append(slice(start, start + size))
+        copy = Bytes(
+            warp=warp,
+            whole=places[0],
+            shared=places[1],
+            adds=s.instruction.is_a("cp.reduce"),
+            barrier=0 if barrier is None else int(barrier(warp)[lane]),
+        )
+        _ask(warp, copy, is_store=is_store)
+
+    return ask
+
+
+def load(cta: Cta) -> None:
+    """The engine's next load, any of those that have been asked for."""
+    copy = cta.loads.pop(cta.draw.randrange(len(cta.loads)))
+    copy.load(cta)
+    cta.barrier(copy.barrier, of_cluster=True).complete(copy.num_bytes)
+
+
+def store(cta: Cta) -> None:
+    """The engine's next store, any of those that have been asked for: reads it, or writes what has been read."""
+    copy = cta.stores.pop(cta.draw.randrange(len(cta.stores)))
+    if copy.data is None:
+        copy.data = copy.read(cta)
+        cta.stores.append(copy)
+    else:
+        copy.write(cta, copy.data)
+        copy.is_written = True

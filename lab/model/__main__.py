@@ -1,0 +1,192 @@
+"""``python -m lab.model``: predictions beside what was measured, of designs, and timelines."""
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lab.model import timeline
+from lab.model.blackwell import ForwardDesign
+from lab.model.designs import CHANGES, DESIGNS, OPEN, PUBLISHED, Case, Change, on
+from lab.model.launch import Shape, steady_state
+from lab.model.machine import B200, B200_BY_POWER, B300, H200, Machine
+from lab.model.record import hopper_pass, rows
+from lab.model.sm import Maker
+
+_MACHINES = {"B200": (B200, B200_BY_POWER), "B300": (B300, replace(B200_BY_POWER, exp2=B300.exp2))}
+_HOPPER = {
+    "hopper forward full": Shape(4, 8192, 16, 128, 128),
+    "hopper forward causal": Shape(4, 8192, 16, 128, 128, causal=True),
+    "hopper forward d = 64": Shape(4, 8192, 32, 64, 64),
+    "hopper backward": Shape(4, 8192, 16, 128, 128, backward=True),
+    "hopper backward d = 256": Shape(4, 8192, 8, 256, 256, backward=True),
+}
+
+
+def main() -> None:
+    """Parses the command line and prints tables in Markdown."""
+    parser = argparse.ArgumentParser(prog="python -m lab.model", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("record", help="the Hopper kernels, beside benchmarks/results")
+    commands.add_parser("published", help="flash-attn-4 on a B200, beside what was published")
+    commands.add_parser("sensitivity", help="the same with other constants")
+    designs = commands.add_parser("designs", help="our kernels for Blackwell")
+    designs.add_argument("--machine", choices=_MACHINES, default="B200")
+    designs.add_argument("--forward", action="store_true", help="those alone")
+    commands.add_parser("changes", help="what one change did to them")
+    commands.add_parser("open", help="what one would that has not been made, the largest first")
+    shows = commands.add_parser("timeline", help="a stretch of a kernel's steady state")
+    shows.add_argument("name", choices=_makers())
+    shows.add_argument("--clocks", type=float, default=6000.0)
+    shows.add_argument("--png", type=Path, help="draw it (needs matplotlib)")
+    given = parser.parse_args()
+    lines: dict[str, Callable[[], Iterable[str]]] = {
+        "record": _record,
+        "published": _published,
+        "sensitivity": _sensitivity,
+        "designs": lambda: _designs(given.machine, forward=given.forward),
+        "changes": _changes,
+        "open": _open,
+        "timeline": lambda: _timeline(given.name, given.clocks, given.png),
+    }
+    for line in lines[given.command]():
+        print(line, flush=True)
+
+
+def _makers() -> dict[str, Maker]:
+    named = {name: hopper_pass(shape).make for name, shape in _HOPPER.items()}
+    named |= {f"flash-attn-4 {name}": case.make() for name, case in PUBLISHED.items()}
+    return named | {f"our {name}": Case(design, causal=False).make() for name, design in DESIGNS.items()}
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+
+
+def _record() -> Iterator[str]:
+    yield from _table("suite, case", "GHz", "measured, TFLOP/s", "predicted", "error of time", "clocks a step", "bound")
+    for suite in ("forward", "backward", "lengths", "bias"):
+        for row in rows(suite):
+            p = hopper_pass(row.shape).predict()
+            busiest = f"{p.bound} {p.busy[p.bound]:.0%}"
+            predicted = row.tflops / (1 + row.error(p))
+            yield (
+                f"| {suite} {row.name} | {row.ghz(p):.2f} | {row.tflops:.0f} | {predicted:.0f} "
+                f"| {row.error(p):+.1%} | {p.step:.0f} | {busiest} |"
+            )
+
+
+def _published() -> Iterator[str]:
+    yield from _table(
+        "pass",
+        "published, TFLOP/s",
+        "predicted",
+        "error",
+        "clocks a step",
+        "bound",
+        "by power",
+        "error",
+        "GHz",
+        "clocks a step",
+    )
+    for name, case in PUBLISHED.items():
+        assert case.published is not None
+        cells = [name, f"{case.published:.0f}"]
+        for machine in (B200, B200_BY_POWER):
+            p = case.predict(machine)
+            predicted = case.tflops(p, machine)
+            cells += [f"{predicted:.0f}", f"{predicted / case.published - 1:+.1%}"]
+            if machine is B200:
+                cells += [f"{p.step:.0f}", f"{p.bound} {p.busy[p.bound]:.0%}"]
+            else:
+                cells += [f"{machine.clock(p.busy['tensor cores']):.2f}", f"{p.step:.0f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _sensitivity() -> Iterator[str]:
+    machines = {
+        "as it is": B200,
+        **{f"dispatch {x}": replace(B200, dispatch=x) for x in (1.2, 1.6)},
+        **{f"handover {x:.0f}": replace(B200, handover=x) for x in (50.0, 150.0)},
+        **{f"load {x:.0f}": replace(B200, load=x) for x in (700.0, 1200.0)},
+        "adds 15": replace(B200, adds=15.0, adds_together=15.0),
+        "L2 35 when all read": replace(B200, l2_together=H200.l2_together),
+        "power alone": replace(B200, gemm=B200_BY_POWER.gemm),
+    }
+    yield from _table("error of", *machines)
+    for name, case in PUBLISHED.items():
+        assert case.published is not None
+        errors = (case.tflops(case.predict(m), m) / case.published - 1 for m in machines.values())
+        yield f"| {name} | {' | '.join(f'{x:+.1%}' for x in errors)} |"
+
+
+def _designs(machine: str, *, forward: bool) -> Iterator[str]:
+    yield from _table(
+        "design", "full / causal, TFLOP/s", "by power", "clocks a step", "by power", "busiest units, clocks a step"
+    )
+    for name, of_b200 in DESIGNS.items():
+        if forward and not isinstance(of_b200, ForwardDesign):
+            continue
+        design = on(machine, of_b200)
+        rates, steps, units = [], [], ""
+        for constants in _MACHINES[machine]:
+            cases = [Case(design, causal) for causal in (False, True)]
+            full, causal = (case.predict(constants) for case in cases)
+            reached = (c.tflops(p, constants) for c, p in zip(cases, (full, causal), strict=True))
+            rates.append(" / ".join(f"{x:.0f}" for x in reached))
+            steps.append(f"{full.step:.0f}")
+            if not units:
+                busiest = sorted(full.busy.items(), key=lambda x: -x[1])[:3]
+                units = ", ".join(f"{unit} {share * full.step:.0f}" for unit, share in busiest)
+        yield f"| {' | '.join([name, *rates, *steps, units])} |"
+
+
+def _rates(change: Change, machine: Machine) -> list[tuple[float, float]]:
+    """TFLOP/s before and after, with each mask."""
+    cases = [change.cases(causal) for causal in change.masks]
+    return [
+        (before.tflops(before.predict(machine), machine), after.tflops(after.predict(machine), machine))
+        for before, after in cases
+    ]
+
+
+def _gains(rates: Iterable[tuple[float, float]]) -> str:
+    return " / ".join(f"{after / before - 1:+.1%}" for before, after in rates)
+
+
+def _changes() -> Iterator[str]:
+    yield from _table("change", "full / causal", "by power", "clocks a step", "by power")
+    for name, change in CHANGES.items():
+        gains, steps = [], []
+        for machine in (B200, B200_BY_POWER):
+            gains.append(_gains(_rates(change, machine)))
+            steps.append(" to ".join(f"{case.predict(machine).step:.0f}" for case in change.cases(causal=False)))
+        yield f"| {' | '.join([name, *gains, *steps])} |"
+
+
+def _open() -> Iterator[str]:
+    yield from _table("change", "full / causal, or a window: TFLOP/s", "with it", "gain", "by power", "with it", "gain")
+    found = {name: [_rates(change, machine) for machine in (B200, B200_BY_POWER)] for name, change in OPEN.items()}
+    for name, readings in sorted(found.items(), key=lambda item: -_least_gain(item[1])):
+        cells = [name]
+        for rates in readings:
+            cells += [" / ".join(f"{x:.0f}" for x in which) for which in zip(*rates, strict=True)]
+            cells.append(_gains(rates))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _least_gain(readings: Iterable[Iterable[tuple[float, float]]]) -> float:
+    """Least gain over all readings and masks."""
+    return min(after / before for rates in readings for before, after in rates)
+
+
+def _timeline(name: str, clocks: float, png: Path | None) -> Iterator[str]:
+    sm, start, _ = steady_state(_makers()[name])
+    yield from timeline.text(sm, start, start + clocks)
+    if png is not None:
+        timeline.picture(sm, start, start + clocks, png)
+
+
+if __name__ == "__main__":
+    main()

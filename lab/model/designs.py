@@ -1,0 +1,210 @@
+"""Blackwell designs by name: flash-attn-4's, with what was published of them, and ours.
+
+Published: TFLOP/s of flash-attn-4 on a B200, bfloat16, 8k tokens in a sequence, 32k in all (Zadouri et al., 2026).
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
+from lab.model.launch import Order, Prediction, Shape, predict
+from lab.model.machine import B200, Machine
+from lab.model.sm import Maker
+from lab.model.two_pass import BackwardTwoPass
+
+_TOKENS, _COLUMNS = 32768, 2048
+_HEADS_TOGETHER = 3  # of passes with an order, as on Hopper at 8k
+
+
+@dataclass(frozen=True)
+class Case:
+    """A design at work on a shape."""
+
+    design: ForwardDesign | BackwardDesign
+    causal: bool
+    published: float | None = None  # TFLOP/s
+    seqlen: int = 8192
+    window: int | None = None  # keys that a query sees, if causal
+    columns: int | None = None  # of q, k and v, if fewer than those that a tile is made for
+
+    @property
+    def shape(self) -> Shape:
+        """32k tokens in all, and as many heads as make 2048 columns of v."""
+        d, d_v = (self.columns or columns for columns in (self.design.d, self.design.d_v))
+        backward = isinstance(self.design, BackwardDesign)
+        batch, heads = _TOKENS // self.seqlen, _COLUMNS // d_v
+        return Shape(batch, self.seqlen, heads, d, d_v, self.causal, backward, self.window)
+
+    def make(self, machine: Machine = B200) -> Maker:
+        """Makes a CTA to simulate."""
+        if isinstance(self.design, BackwardDesign):
+            return Maker(Backward if self.design.num_passes == 1 else BackwardTwoPass, self.design, machine)
+        return Maker(Forward, self.design, machine)
+
+    def predict(self, machine: Machine = B200) -> Prediction:
+        """Prediction of the case."""
+        design, shape, make = self.design, self.shape, self.make(machine)
+        if isinstance(design, ForwardDesign):
+            return predict(shape, machine, make, Order(8, last_first=True))
+        inputs, sums = 2.0 * shape.rows * 2 * shape.d_v, 4.0 * shape.rows * shape.d
+        memory = inputs + 1.5 * sums  # delta, and dQ rounded
+        if not design.overwrites:
+            memory += sums  # zeros
+        if not design.ordered:
+            return predict(shape, machine, make, Order(1, last_first=False), memory=memory, launches=3)
+        # flash-attn-4 hands a block over when it is at the next one.
+        hand_over = 2.0 * machine.load + (0.0 if design.turns_ahead else _STEP)
+        order = Order(_HEADS_TOGETHER, last_first=True)
+        return predict(shape, machine, make, order, hand_over=hand_over, memory=memory, launches=3)
+
+    def tflops(self, prediction: Prediction, machine: Machine = B200) -> float:
+        """At the clock that power leaves it."""
+        return prediction.tflops(machine.clock(prediction.busy["tensor cores"]))
+
+
+_STEP = 4600.0  # clocks of a block of flash-attn-4's backward pass
+
+
+def _fa4_forward(d: int, causal: bool) -> ForwardDesign:
+    return ForwardDesign(
+        d, d, polynomials=0.125 if causal else 0.1875, persistent=not causal, stages=10 if d == 64 else 3
+    )
+
+
+_FA4_1 = BackwardDesign(128, 128)
+_FA4_2 = replace(_FA4_1, pair=True, q_stages=1, piece_columns=8, piece_stages=4)
+_FA4_2_ORDERED = replace(_FA4_2, ordered=True, piece_columns=16, piece_stages=2)
+PUBLISHED = {
+    "forward full": Case(_fa4_forward(128, False), False, 1535),
+    "forward causal": Case(_fa4_forward(128, True), True, 1418),
+    "backward 1-CTA full": Case(_FA4_1, False, 1248),
+    "backward 1-CTA causal": Case(_FA4_1, True, 1118),
+    "backward 2-CTA full": Case(_FA4_2, False, 1360),
+    "backward 2-CTA causal": Case(_FA4_2, True, 1209),
+    "deterministic 1-CTA full": Case(replace(_FA4_1, ordered=True), False, 980),
+    "deterministic 1-CTA causal": Case(replace(_FA4_1, ordered=True), True, 934),
+    "deterministic 2-CTA full": Case(_FA4_2_ORDERED, False, 1167),
+    "deterministic 2-CTA causal": Case(_FA4_2_ORDERED, True, 1097),
+    "forward 2-CTA full, best": Case(replace(_fa4_forward(128, False), pair=True, stages=6), False, 1610),
+    "forward d = 64 full": Case(_fa4_forward(64, False), False, 1190),
+}
+
+
+def on(machine: str, design: ForwardDesign | BackwardDesign) -> ForwardDesign | BackwardDesign:
+    """A design as it is compiled for a GPU: a B300 has the units for all exponentials."""
+    if machine == "B300" and isinstance(design, ForwardDesign):
+        return replace(design, polynomials=0.0)
+    return design
+
+
+# Ours. The first version as planned: three stages of keys and values, P handed over whole, no maxima.
+PLANNED = ForwardDesign(128, 128, maxima=False, early=False)
+_FOUR = replace(PLANNED, stages=4)
+_OURS = replace(_FOUR, early=True, polynomials=0.125)
+_64 = ForwardDesign(64, 64, maxima=False, stages=8, polynomials=0.125)
+_WIDE = ForwardDesign(256, 256, maxima=False, keys=64, stages=4, tiles=1, warpgroups=1, polynomials=0.125)
+_WIDE_PAIR = replace(_WIDE, keys=128, pair=True)
+_WIDE_192 = replace(_WIDE, d=192, d_v=192, stages=6)
+_WIDE_192_PAIR = replace(_WIDE_PAIR, d=192, d_v=192, stages=6)
+_192 = ForwardDesign(192, 128, maxima=False, stages=3, polynomials=0.125, o_over_q=True)
+_192_PAIR = replace(_192, stages=4, o_over_q=False, pair=True)
+_PAIR = replace(_OURS, pair=True, stages=8)
+_BACKWARD = BackwardDesign(128, 128, meets=False, ordered=True, turns_ahead=True, overwrites=True, persistent=True)
+_BACKWARD_PAIR = replace(_BACKWARD, pair=True, q_stages=1, piece_columns=16)
+_BACKWARD_64 = replace(_BACKWARD, d=64, d_v=64, kv_stages=2, do_stages=2, own_columns=True)
+_BACKWARD_64_PAIR = replace(_BACKWARD_PAIR, d=64, d_v=64, kv_stages=2, own_columns=True)
+_BACKWARD_96_PAIR = replace(_BACKWARD_PAIR, d=96, d_v=96, own_columns=True)
+_BACKWARD_192 = replace(_BACKWARD, d=192, queries=64, do_stages=2)
+_BACKWARD_192_PAIR = replace(_BACKWARD_PAIR, d=192, queries=64, own_columns=True)
+_BACKWARD_256 = replace(_BACKWARD, d=256, d_v=256, num_passes=2, queries=64, q_stages=1, own_columns=True)
+_BACKWARD_256_PAIR = replace(_BACKWARD_256, pair=True, q_stages=2, own_columns=False, piece_columns=16)
+_BACKWARD_TWO_192 = replace(_BACKWARD_256, d=192, d_v=192, q_stages=2, do_stages=2)
+_BACKWARD_TWO_192_PAIR = replace(_BACKWARD_256_PAIR, d=192, d_v=192, own_columns=True)
+_NO_ORDER = {"ordered": False, "turns_ahead": False, "overwrites": False}
+DESIGNS: dict[str, ForwardDesign | BackwardDesign] = {
+    "forward as planned": PLANNED,
+    "forward": _OURS,
+    "forward 2-CTA": _PAIR,
+    "forward d = 64": _64,
+    "forward (192, 128)": _192,
+    "forward (192, 128) 2-CTA": _192_PAIR,
+    "forward d = 192": _WIDE_192,
+    "forward d = 256": _WIDE,
+    "forward d = 256 2-CTA": _WIDE_PAIR,
+    "backward 1-CTA": _BACKWARD,
+    "backward 1-CTA, no order": replace(_BACKWARD, **_NO_ORDER),
+    "backward 2-CTA": _BACKWARD_PAIR,
+    "backward 2-CTA, no order": replace(_BACKWARD_PAIR, **_NO_ORDER),
+    "backward d = 64": _BACKWARD_64,
+    "backward (192, 128) 1-CTA": _BACKWARD_192,
+    "backward (192, 128) 2-CTA": _BACKWARD_192_PAIR,
+    "backward d = 192 1-CTA": _BACKWARD_TWO_192,
+    "backward d = 192 2-CTA": _BACKWARD_TWO_192_PAIR,
+    "backward d = 256 1-CTA": _BACKWARD_256,
+    "backward d = 256 2-CTA": _BACKWARD_256_PAIR,
+}
+
+
+class Change(NamedTuple):
+    """A design without it and with it, and at which work."""
+
+    before: ForwardDesign | BackwardDesign
+    after: ForwardDesign | BackwardDesign
+    window: int | None = None  # causal alone, then
+    columns: int | None = None
+
+    def cases(self, causal: bool) -> tuple[Case, Case]:
+        """Cases before and after the change."""
+        before, after = (
+            Case(design, causal, window=self.window, columns=self.columns) for design in (self.before, self.after)
+        )
+        return before, after
+
+    @property
+    def masks(self) -> tuple[bool, ...]:
+        """Whether they are causal: full and causal, or causal alone under a window."""
+        return (False, True) if self.window is None else (True,)
+
+
+# What one change alone does to a design: those that have been made, or are part of the plan.
+CHANGES: dict[str, Change] = {
+    "forward: P handed over in two parts": Change(PLANNED, replace(PLANNED, early=True)),
+    "forward: a fourth stage": Change(PLANNED, _FOUR),
+    "forward: an eighth of exp2 as polynomials": Change(PLANNED, replace(PLANNED, polynomials=0.125)),
+    "forward: P in two parts and a fourth stage": Change(PLANNED, replace(_FOUR, early=True)),
+    "forward: all three": Change(PLANNED, _OURS),
+    "forward: a fifth stage, O leaving through the place of Q": Change(_OURS, replace(_OURS, stages=5, o_over_q=True)),
+    "forward (192, 128): 2-CTA": Change(_192, _192_PAIR),
+    "forward d = 256: blocks of 64 keys instead of 128": Change(replace(_WIDE, keys=128, stages=2), _WIDE),
+    "forward d = 256: 2-CTA": Change(_WIDE, _WIDE_PAIR),
+    "forward: no maxima (in the plan)": Change(replace(_OURS, maxima=True), _OURS),
+    "backward: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR),
+    "backward (192, 128): 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR),
+    "backward d = 192: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR),
+    "backward d = 256: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR),
+    "backward: compute warpgroups do not meet (in the plan)": Change(
+        replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR
+    ),
+    "backward: a warp waits for turns (in the plan)": Change(
+        replace(_BACKWARD_PAIR, turns_ahead=False), _BACKWARD_PAIR
+    ),
+    "the same, 1-CTA": Change(replace(_BACKWARD, turns_ahead=False), _BACKWARD),
+}
+
+# And those that have not. They fit into shared memory (a test counts).
+OPEN: dict[str, Change] = {
+    "backward d = 256, a window of 1024 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=1024),
+    "backward d = 256, a window of 256 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=256),
+    "backward d = 192, a window of 1024 keys: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR, window=1024),
+    "backward (192, 128), a window of 1024 keys: 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR, window=1024),
+    "backward d = 128, a window of 1024 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=1024),
+    "backward d = 128, a window of 256 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=256),
+    "forward (192, 128), a window of 1024 keys: 2-CTA": Change(_192, _192_PAIR, window=1024),
+    "forward d = 192: 2-CTA": Change(_WIDE_192, _WIDE_192_PAIR),
+    "backward d = 96: tiles of 96 columns": Change(_BACKWARD_PAIR, _BACKWARD_96_PAIR, columns=96),
+    "backward d = 64: 2-CTA": Change(_BACKWARD_64, _BACKWARD_64_PAIR),
+    "forward: 2-CTA": Change(_OURS, _PAIR),
+    "forward d = 96: tiles of 96 columns": Change(_OURS, replace(_OURS, d=96, d_v=96, stages=6), columns=96),
+    "forward: three sixteenths of exp2 as polynomials": Change(_OURS, replace(_OURS, polynomials=0.1875)),
+    "forward d = 64: three sixteenths of exp2 as polynomials": Change(_64, replace(_64, polynomials=0.1875)),
+}

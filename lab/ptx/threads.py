@@ -1,0 +1,374 @@
+"""Threads of a kernel as its PTX shows them: which instructions each may reach, and with which addresses.
+
+Constants are propagated through registers and branches together (Wegman and Zadeck, "Constant propagation with
+conditional branches", 1991), for one thread at a time, whose number is a constant. Roles of warps depend on it, so
+what is left of a kernel for a thread is its role's part. Shared memory begins at 0. Of a number that is unknown but for
+what is added to it, the known part is kept: the address of a stage of a ring is where the ring begins. An address in
+the shared memory of another CTA of the cluster is the same as in the own one, and knows whose it is.
+"""
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lab.ptx.tree import Function, Instruction, Operand
+
+WARP = 32
+_MOST_CHANGES = 8  # of a register's value, before it counts as unknown
+_WITHOUT_RESULT = {
+    "st",
+    "stmatrix",
+    "red",
+    "bar",
+    "barrier",
+    "bra",
+    "ret",
+    "exit",
+    "trap",
+    "fence",
+    "membar",
+    "cp",
+    "prefetch",
+    "prefetchu",
+    "setmaxnreg",
+    "nanosleep",
+    "griddepcontrol",
+    "discard",
+    "applypriority",
+}
+_WITHOUT_RESULT_AT_LENGTH = (
+    "mbarrier.init",
+    "mbarrier.inval",
+    "mbarrier.expect_tx",
+    "mbarrier.complete_tx",
+    "tcgen05.st",
+    "tcgen05.alloc",
+    "tcgen05.dealloc",
+    "tcgen05.mma",
+    "tcgen05.cp",
+    "tcgen05.commit",
+    "wgmma.fence",
+    "wgmma.commit_group",
+    "wgmma.wait_group",
+    "st.async",
+)
+
+
+class Value(NamedTuple):
+    """Value of a register, as far as it is known."""
+
+    number: int
+    is_exact: bool = True  # if not, something unknown is added to it, or it is the least of several
+    is_shared: bool = False  # an address in shared memory, or made of one
+    rank: int | None = None  # of the CTA whose memory that is, if it comes from ``mapa``
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Registers of an instruction, distinguished from those of the same name in other scopes."""
+
+    results: tuple[str, ...]
+    sources: tuple[str, ...]
+    guard: str | None
+
+
+def has_result(instruction: Instruction) -> bool:
+    """Whether the first operand is written, as far as it is a register."""
+    return instruction.operation not in _WITHOUT_RESULT and not instruction.is_a(*_WITHOUT_RESULT_AT_LENGTH)
+
+
+def resolve(instruction: Instruction) -> Resolved:
+    """The registers that an instruction writes and reads."""
+    results: tuple[str, ...] = ()
+    operands = instruction.operands
+    if operands and has_result(instruction) and operands[0].marks != "[":
+        results = operands[0].names
+        # Accumulators of wgmma are read as well.
+        operands = operands if instruction.is_a("wgmma.mma_async") else operands[1:]
+    sources = tuple(name for operand in operands for name in operand.names)
+    name = instruction.register
+    guard = None if instruction.guard is None else name(instruction.guard)
+    return Resolved(tuple(map(name, results)), tuple(map(name, sources)), guard)
+
+
+Reader = Callable[["Thread"], Value | None]  # reads an operand
+
+
+def _reader(instruction: Instruction, operand: Operand) -> Reader:
+    """Makes the reader of an operand; of an address it reads the value within the brackets."""
+    if operand.marks == "[":
+        return _reader(instruction, operand.parts[0])
+    if operand.marks == "+":
+        a, b = (_reader(instruction, part) for part in operand.parts)
+        return lambda thread: _add(a(thread), b(thread))
+    if operand.marks == "!":
+        negated = _reader(instruction, operand.parts[0])
+        return lambda thread: _predicate("not", [negated(thread)])
+    if operand.number is not None or operand.marks:
+        constant = None if operand.number is None else Value(operand.number)
+        return lambda thread: constant
+    name = operand.text
+    if name in ("%laneid", "%cluster_ctarank") or (name.startswith("%") and "." in name):
+        return lambda thread: thread.special(name)
+    is_shared = instruction.scope.holder(name) is None and re.search(r"sh(ared_)?mem", name)
+    register, undefined = instruction.register(name), Value(0, True, True) if is_shared else None
+    return lambda thread: thread.values.get(register, undefined)
+
+
+class Program:
+    """A function, with what all its threads share."""
+
+    def __init__(self, function: Function, rank: int | None = None) -> None:
+        """``rank`` is that of the CTA in its cluster; None: any."""
+        self.function = function
+        self.rank = rank
+        self.instructions = function.instructions
+        self.resolved = [resolve(x) for x in function.instructions]
+        self.users: dict[str, list[int]] = defaultdict(list)
+        for number, one in enumerate(self.resolved):
+            for register in {*one.sources, *([one.guard] if one.guard else [])}:
+                self.users[register].append(number)
+        self.num_threads = function.num_threads
+        self._readers: dict[int, Reader] = {}  # by the identity of operands, which the function keeps
+
+    def reader(self, instruction: Instruction, operand: Operand) -> Reader:
+        """Finds the reader of an operand, which is made once for all threads."""
+        found = self._readers.get(id(operand))
+        if found is None:
+            found = self._readers[id(operand)] = _reader(instruction, operand)
+        return found
+
+    @cached_property
+    def warps(self) -> list[tuple["Thread", "Thread"]]:
+        """First thread of every warp, which is the elected one, and its second, which stands for all others."""
+        return [(Thread(self, number), Thread(self, number + 1)) for number in range(0, max(self.num_threads, 2), WARP)]
+
+
+class Thread:
+    """One thread: which instructions it may execute, and the values of its registers."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.program = program
+        self.number = number
+        self.values: dict[str, Value | None] = {}
+        self.reached: set[int] = set()
+        self.next_ones: dict[int, tuple[int, ...]] = {}
+        self._changes: dict[str, int] = defaultdict(int)
+        self._run()
+
+    @cached_property
+    def executed(self) -> list[int]:
+        """The numbers of the instructions that it may execute, their guards being considered."""
+        return [x for x in sorted(self.reached) if self._guard(x) is not False]
+
+    def executes(self, number: int) -> bool:
+        """Whether it may execute an instruction."""
+        return number in self.reached and self._guard(number) is not False
+
+    def value(self, instruction: Instruction, operand: Operand) -> Value | None:
+        """Value of an operand; of an address, the value within the brackets."""
+        return self.program.reader(instruction, operand)(self)
+
+    def address(self, number: int, operand: int) -> Value | None:
+        """Where in shared memory an operand of an instruction points to, if that is known in part."""
+        instruction = self.program.instructions[number]
+        found = self.value(instruction, instruction.operands[operand])
+        return found if found is not None and found.is_shared else None
+
+    def special(self, name: str) -> Value | None:
+        """Value of a register that the hardware writes."""
+        known = {"%tid.x": self.number, "%tid.y": 0, "%tid.z": 0, "%laneid": self.number % WARP}
+        known |= {"%ntid.x": self.program.num_threads, "%ntid.y": 1, "%ntid.z": 1}
+        if self.program.rank is not None:
+            known["%cluster_ctarank"] = self.program.rank
+        return Value(known[name]) if name in known else None
+
+    def _guard(self, number: int) -> bool | None:
+        """Whether an instruction's predicate lets it be executed; None if that is unknown."""
+        instruction = self.program.instructions[number]
+        register = self.program.resolved[number].guard
+        if register is None:
+            return True
+        value = self.values.get(register)
+        return None if value is None or not value.is_exact else bool(value.number) != instruction.negated
+
+    def _run(self) -> None:
+        instructions, successors = self.program.instructions, self.program.function.successors
+        end = len(instructions)
+        waiting: deque[int] = deque([0])
+        while waiting:
+            number = waiting.popleft()
+            if number == end:
+                continue
+            self.reached.add(number)
+            changed = self._execute(number)
+            guard = self._guard(number)
+            next_ones = successors[number]
+            if len(next_ones) == 2 and guard is not None:
+                next_ones = next_ones[:1] if guard else next_ones[1:]
+            elif instructions[number].guard is not None and self.program.resolved[number].guard not in self.values:
+                next_ones = ()  # its predicate has no value yet
+            before = self.next_ones.get(number, ())
+            self.next_ones[number] = tuple(dict.fromkeys((*before, *next_ones)))
+            waiting.extend(x for x in next_ones if x not in self.reached)
+            for register in changed:
+                waiting.extend(x for x in self.program.users[register] if x in self.reached)
+
+    def _execute(self, number: int) -> list[str]:
+        """Joins an instruction's results to what its registers may hold; returns those that changed."""
+        results = self.program.resolved[number].results
+        if not results or self._guard(number) is False:
+            return []
+        instruction = self.program.instructions[number]
+        found = self._results(instruction, len(results))
+        changed = []
+        for register, value in zip(results, found, strict=True):
+            if register in self.values:
+                value = _join(self.values[register], value)
+                if value == self.values[register]:
+                    continue
+                self._changes[register] += 1
+                if self._changes[register] > _MOST_CHANGES:
+                    value = None
+            self.values[register] = value
+            changed.append(register)
+        return changed
+
+    def _results(self, instruction: Instruction, count: int) -> list[Value | None]:
+        unknown: list[Value | None] = [None] * count
+        op, words = instruction.operation, instruction.parts
+        if op == "elect":
+            return [*unknown[1:], Value(int(self.number % WARP == 0))]
+        operands = [self.value(instruction, x) for x in instruction.operands[1:]]
+        if op == "mov" and count == 2 and operands[0] is not None:  # of 64 bits into two registers
+            whole = operands[0]
+            low = Value(whole.number & 0xFFFFFFFF, whole.is_exact, whole.is_shared)
+            return [low, Value(whole.number >> 32 & 0xFFFFFFFF) if whole.is_exact else None]
+        if op == "mov" and instruction.operands[1].marks == "{":
+            halves = [self.value(instruction, x) for x in instruction.operands[1].parts]
+            if len(halves) != 2 or halves[0] is None:
+                return unknown
+            upper = halves[1].number << 32 if halves[1] is not None else 0
+            return [halves[0]._replace(number=halves[0].number | upper)]
+        if count != 1:
+            return [operands[0], *unknown[1:]] if op == "shfl" else unknown
+        return [_compute(op, words, operands)]
+
+
+def _join(a: Value | None, b: Value | None) -> Value | None:
+    if a == b or a is None:
+        return a
+    if b is None or a.is_shared != b.is_shared:
+        return None
+    return Value(min(a.number, b.number), False, a.is_shared, a.rank if a.rank == b.rank else None)
+
+
+def _add(a: Value | None, b: Value | None) -> Value | None:
+    return _binary(a, b, lambda x, y: x + y)
+
+
+def _binary(a: Value | None, b: Value | None, compute: Callable[[int, int], int]) -> Value | None:
+    """Computes with two known numbers. Of a known and an unknown one, an address is kept, and then is not exact."""
+    if a is None or b is None:
+        known = a if a is not None else b
+        return known._replace(is_exact=False) if known is not None and known.is_shared else None
+    number = compute(_signed(a.number), _signed(b.number))
+    exact, shared = a.is_exact and b.is_exact, a.is_shared or b.is_shared
+    return Value(number & (1 << 64) - 1 if number >= 0 else number, exact, shared, a.rank if b.rank is None else b.rank)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 32) if 1 << 31 <= number < 1 << 32 else number
+
+
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "shl": lambda x, y: x << y if 0 <= y < 64 else 0,
+    "shr": lambda x, y: x >> y if 0 <= y < 64 else 0,
+    "mul": lambda x, y: x * y,
+    "min": min,
+    "max": max,
+    "div": lambda x, y: x // y if x >= 0 and y > 0 else 0,
+    "rem": lambda x, y: x % y if x >= 0 and y > 0 else 0,
+}
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "lo": lambda x, y: x % (1 << 32) < y % (1 << 32),
+    "ls": lambda x, y: x % (1 << 32) <= y % (1 << 32),
+    "hi": lambda x, y: x % (1 << 32) > y % (1 << 32),
+    "hs": lambda x, y: x % (1 << 32) >= y % (1 << 32),
+}
+_INTEGERS = {f"{kind}{width}" for kind in "bsu" for width in (16, 32, 64)}
+
+
+def _compute(op: str, words: frozenset[str], operands: list[Value | None]) -> Value | None:
+    """The result of an instruction of integers or predicates; None if it is unknown."""
+    if "pred" in words:
+        return _predicate(op, operands)
+    if op == "setp":
+        return _comparison(words, operands)
+    if op == "selp" and words & _INTEGERS:
+        condition = operands[2]
+        if condition is None or not condition.is_exact:
+            return _join(*operands[:2])
+        return operands[0] if condition.number else operands[1]
+    if not words & _INTEGERS:
+        return None
+    if op == "mapa" and operands[0] is not None:
+        to = operands[1]
+        return operands[0]._replace(rank=to.number if to is not None and to.is_exact else None)
+    if op in ("mov", "cvt", "cvta", "shfl"):
+        return operands[0] if not any(word.startswith("f") for word in words) else None
+    if op == "mad" and "hi" not in words:
+        return _add(_binary(operands[0], operands[1], _BINARY["mul"]), operands[2])
+    if op in _BINARY and "hi" not in words:
+        if op in ("mul", "min", "max", "div", "rem") and None in operands:
+            return None
+        return _binary(operands[0], operands[1], _BINARY[op])
+    return None
+
+
+def _predicate(op: str, operands: list[Value | None]) -> Value | None:
+    numbers = [None if x is None or not x.is_exact else bool(x.number) for x in operands]
+    if op == "mov":
+        return operands[0]
+    if op == "not":
+        return None if numbers[0] is None else Value(int(not numbers[0]))
+    if op == "and" and False in numbers:
+        return Value(0)
+    if op == "or" and True in numbers:
+        return Value(1)
+    if None in numbers or op not in ("and", "or", "xor"):
+        return None
+    a, b = (bool(x) for x in numbers)
+    return Value(int({"and": a and b, "or": a or b, "xor": a != b}[op]))
+
+
+def _comparison(words: frozenset[str], operands: list[Value | None]) -> Value | None:
+    a, b = operands[:2]
+    if a is None or b is None or not (a.is_exact and b.is_exact) or not words & _INTEGERS:
+        return None
+    name = next((word for word in words if word in _COMPARED), None)
+    if name is None:
+        return None
+    x, y = a.number, b.number
+    if words & {"u16", "u32", "u64"}:
+        x, y = (number % (1 << (64 if "u64" in words else 32)) for number in (x, y))
+    else:
+        x, y = _signed(x), _signed(y)
+    found = Value(int(_COMPARED[name](x, y)))
+    for combined in words & {"and", "or", "xor"}:
+        return _predicate(combined, [found, operands[2]])
+    return found

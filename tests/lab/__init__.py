@@ -1,0 +1,1 @@
+"""The instruments of ``lab``: each finds what it is for, and refuses what it does not know."""

@@ -1,0 +1,332 @@
+"""Bugs planted in the Blackwell kernels are found, each by what the tables of ``lab.bugs`` say."""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cute import BlockMask
+from flash_attn_cute.backends.cute import backend as cute_backend
+from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
+from flash_attn_cute.backends.packing import over_scores
+from flash_attn_cute.kernels.registry import ARCHITECTURES
+from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
+from lab.interpreter import FaultError, Lagging, Program
+from lab.lint import lint
+from tests.lib import masks
+from tests.lib.checks import random_call
+from tests.lib.compiled import code_for
+from tests.lib.configurations import forward_paired, paired
+from tests.lib.interpreted import backward, common, forward
+from tests.lib.interpreted.backward import Interpreted, execute
+from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
+from tests.lib.oracle import Call
+
+SEEDS = 8  # schedules, at most, under which a bug is to show
+EVERY = 3  # of the bugs that the lint does not find: how many of them ordinary runs execute one of
+
+
+def rising(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
+    """A call whose blocks of keys, worked on from the last to the first, have larger scores each time."""
+    call = random_call(lengths_q, lengths_k, packed=False, dtype=torch.bfloat16, **options)
+    with torch.no_grad():
+        call.q[:, ::3] *= 8
+        call.k *= torch.linspace(4, 0.1, call.k.shape[1], dtype=call.k.dtype)[:, None, None]
+    return call
+
+
+def plain(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
+    return random_call(
+        lengths_q, lengths_k, **{"packed": False, "head_dim": 64, "nheads": 1, "dtype": torch.bfloat16, **options}
+    )
+
+
+def listed(visible: list[list[int]], **options: Any) -> Call:
+    """Under a block mask: of each 128 queries, which blocks of 128 keys they see some keys of."""
+    shown = torch.tensor(visible, dtype=torch.bool).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    shown[:, 5::7] = False
+    call = plain([shown.shape[0]], [shown.shape[1]], **options)
+    return dataclasses.replace(call, block_mask=BlockMask.from_dense(shown), shown=shown[None, None])
+
+
+def listed_causal(queries: int, keys: int) -> Call:
+    shown = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return dataclasses.replace(
+        plain([queries], [keys]), block_mask=masks.listed(BlockMask.causal(queries, keys)), shown=shown[None, None]
+    )
+
+
+Calls = dict[str, Callable[[], Call]]  # as small as what they show allows
+
+
+class Forward:
+    """The forward kernel; one CTA, or a pair, has all tiles."""
+
+    def __init__(self, bugs: Bugs, calls: Calls, kernel: str = "ForwardSm100"):
+        self.bugs, self.calls, self.kernel = bugs, calls, kernel
+        self.by_pairs = kernel == "ForwardPair"
+
+    @functools.cache  # noqa: B019 (there is one of each kernel)
+    def code(self, config: Any) -> Code:
+        """Code of a configuration."""
+        from flash_attn_cute.kernels.sm100.forward_shared import Rings
+
+        return Code(code_for(config).ptx, self.kernel, where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Configuration of a call's kernel."""
+        config = forward.planned(call)[0]
+        return forward_paired(config) if self.by_pairs else config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: Program, lags: Lagging) -> None:
+        """The results of a call."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "NUM_SMS", 1 + self.by_pairs)
+            forward.check(call, draw, program, lags, by_pairs=self.by_pairs)
+
+
+class Backward:
+    """A backward kernel; one CTA, or a pair, has all tiles, but where turns are what matters."""
+
+    def __init__(self, bugs: Bugs, calls: Calls, kernel: str):
+        self.bugs, self.calls, self.kernel = bugs, calls, kernel
+        self.by_pairs = kernel.startswith("BackwardPair")
+
+    @functools.cache  # noqa: B019 (there is one of each kernel)
+    def code(self, config: Any) -> Code:
+        """Code of a configuration."""
+        from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings
+        from flash_attn_cute.kernels.sm100.backward.pair_shared import PairRings
+
+        stages = (PairRings if self.by_pairs else Rings).stages(config)
+        return Code(code_for(config).ptx, self.kernel, where_barriers_are(stages))
+
+    def configuration(self, call: Call) -> Any:
+        """Configuration of a call's kernel."""
+        inputs, spec = common.as_given(call)
+        layout = cute_backend._layout(over_scores(inputs), inputs.bias)
+        shapes = Shapes(call.q.shape, call.k.shape, 0, call.q.shape[-3], scores=layout)
+        config = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 1).config
+        return paired(config) if self.by_pairs else config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: Program, lags: Lagging) -> None:
+        """The results of a call."""
+        num_ctas = (1 + self.by_pairs) * (1 + (name == "turns"))
+        backward.check(call, Interpreted(draw, num_ctas, program, lags, by_pairs=self.by_pairs))
+
+
+class BiasGradient:
+    """The kernel of a bias's gradient, alone; a CTA for each tile."""
+
+    def __init__(self, bugs: Bugs, calls: Calls):
+        self.bugs, self.calls = bugs, calls
+
+    @staticmethod
+    @functools.cache
+    def code(config: Any) -> Code:
+        """Code of a configuration."""
+        from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
+
+        return Code(code_for(config).ptx, "BiasGradient", where_barriers_are(Rings.stages(config)))
+
+    def configuration(self, call: Call) -> Any:
+        """Configuration of a call's kernel."""
+        backend = WithGradient(random.Random(0), num_sms=1, is_alone=True)
+        backend.launches = False
+        execute(call, backend, torch.zeros(call.q.shape[:-1]).mT.contiguous(), torch.zeros_like(call.v), None)
+        (plan,) = backend.plans
+        return plan.config
+
+    def check(self, name: str, call: Call, draw: random.Random, program: Program, lags: Lagging) -> None:
+        """The results of a call."""
+        check_dbias(call, WithGradient(draw, 1, program, lags, is_alone=True))
+
+
+of_d128, of_d256 = functools.partial(plain, head_dim=128), functools.partial(plain, head_dim=256)
+of_d192 = functools.partial(plain, head_dim=192, head_dim_v=128)
+KERNELS: dict[str, Forward | Backward | BiasGradient] = {
+    "forward": Forward(
+        TABLES["forward"],
+        {
+            "d64": lambda: rising([130], [200], head_dim=64, nheads=2),
+            "one": lambda: rising([130], [100], head_dim=64, nheads=1),
+            "short": lambda: rising([130], [100], head_dim=64, nheads=4),  # tiles of one block
+            "long": lambda: plain([130], [600]),  # more blocks than stages
+            "packed": lambda: plain([130, 20], [130, 300], packed=True),
+            "d128": lambda: rising([130], [100], head_dim=128, nheads=1),
+            "d192": lambda: rising([130], [100], head_dim=192, head_dim_v=128, nheads=2),
+            "d256": lambda: rising([128], [260], head_dim=256, nheads=1),
+        },
+    ),
+    "masks": Forward(
+        TABLES["masks"],
+        {
+            "lists": lambda: listed([[1, 0, 1], [0, 1, 1]]),
+            "many": lambda: listed([[1, 0] * 5, [0, 1] * 5]),  # more blocks than stages of entries
+            "blind": lambda: listed([[1, 1], [0, 0]]),
+        },
+    ),
+    "forward pairs": Forward(
+        TABLES["forward pairs"],
+        {
+            "d256": lambda: of_d256([150], [100]),
+            "rising": lambda: rising([150], [260], head_dim=256, nheads=1),
+            "blocks": lambda: of_d256([150], [500]),  # more blocks than stages
+            "tiles": lambda: of_d256([150], [100], nheads=4),  # more tiles than stages
+        },
+        "ForwardPair",
+    ),
+    "backward": Backward(
+        TABLES["backward"],
+        {
+            "d64": lambda: plain([130], [100]),
+            "steps": lambda: plain([600], [100]),  # more blocks of queries than stages
+            "tiles": lambda: plain([130], [600]),  # more tiles of keys than stages
+            "turns": lambda: plain([130], [300]),
+            "causal": lambda: plain([130], [130], causal=True),
+            "d128": lambda: of_d128([300], [100]),
+            "d128-tiles": lambda: of_d128([130], [300]),
+            "bias": lambda: plain([100], [100], bias=(1, 1)),
+        },
+        "BackwardCta",
+    ),
+    "backward under masks": Backward(
+        TABLES["backward under masks"],
+        {
+            "lists": lambda: listed([[1, 0, 1], [0, 1, 1]]),
+            "turns": lambda: listed([[1, 1, 1], [0, 1, 1]]),
+            "many": lambda: listed([[1]] * 10),  # more blocks of queries than stages of entries
+            "causal": lambda: listed_causal(150, 130),  # in each half of a block something else is hidden
+        },
+        "BackwardCta",
+    ),
+    "pairs": Backward(
+        TABLES["pairs"],
+        {
+            "d128": lambda: of_d128([130], [140]),
+            "one": lambda: of_d128([100], [140]),
+            "steps": lambda: of_d128([300], [140]),
+            "tiles": lambda: of_d128([20], [700]),  # more tiles of keys than stages
+        },
+        "BackwardPair",
+    ),
+    "wide pairs": Backward(
+        TABLES["wide pairs"],
+        {
+            "one": lambda: of_d192([50], [140]),
+            "two": lambda: of_d192([70], [140]),
+            "steps": lambda: of_d192([150], [140]),
+            "tiles": lambda: of_d192([50], [300]),
+        },
+        "BackwardPair",
+    ),
+    "two passes": Backward(
+        TABLES["two passes"],
+        {
+            "one": lambda: of_d256([60], [64]),  # a block of queries; dK and dV have rows enough for a narrow bound
+            "d256": lambda: of_d256([70], [60]),
+            "steps": lambda: of_d256([150], [60]),
+            "tiles": lambda: of_d256([60], [150]),
+            "lists": lambda: listed([[1, 1]], head_dim=256),
+            "many": lambda: listed([[1, 1, 1]], head_dim=256),  # more steps than stages of entries
+        },
+        "BackwardTwoPass",
+    ),
+    "pairs in two passes": Backward(
+        TABLES["pairs in two passes"],
+        {
+            "one": lambda: of_d256([50], [140]),
+            "two": lambda: of_d256([70], [140]),
+            "steps": lambda: of_d256([150], [140]),
+            "tiles": lambda: of_d256([50], [300]),
+        },
+        "BackwardPairTwoPass",
+    ),
+    "bias": BiasGradient(
+        TABLES["bias"],
+        {
+            "one": lambda: plain([100], [100], nheads=2, bias=(1, 1)),
+            "several": lambda: plain([100], [100], nheads=6, bias=(1, 1)),  # more pieces than stages
+            "unseen": lambda: plain([150], [150], bias=(1,), causal=True),  # with a piece that is fully masked
+            "number": lambda: plain([100], [100], bias=()),
+        },
+    ),
+}
+PLANTED = [(name, kind, bug) for name, kernel in KERNELS.items() for kind, bugs in kernel.bugs.items() for bug in bugs]
+
+
+@functools.cache
+def call_of(kernel: str, name: str) -> Call:
+    torch.manual_seed(0)
+    return KERNELS[kernel].calls[name]()
+
+
+def code_of(kernel: str, name: str) -> Code:
+    """Code of the kernel that a call takes."""
+    return KERNELS[kernel].code(KERNELS[kernel].configuration(call_of(kernel, name)))
+
+
+findings = functools.cache(lint)  # of several calls a kernel is the same
+
+
+def ends_well(kernel: str, name: str, program: Program, seed: int, lags: Lagging) -> bool:
+    try:
+        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(seed), program, lags)
+    except (FaultError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "kernel", "bug"),
+    [(number, kernel, bug) for number, (kernel, _, bug) in enumerate(PLANTED)],
+    ids=[f"{kernel}: {kind}: {bug.text}" for kernel, kind, bug in PLANTED],
+)
+def test_planted(number: int, kernel: str, bug: Bug, all_bugs: bool) -> None:
+    """The lint is always asked, execution of every bug only on request."""
+    assert bug.lint or bug.shows
+    text = code_of(kernel, bug.call).changed(bug.plant)
+    if bug.lint:
+        assert bug.lint in {finding.rule for finding in lint(text)}
+    if bug.shows and (all_bugs or number % EVERY == 0):
+        program = Program(text)
+        assert not all(ends_well(kernel, bug.call, program, seed, bug.lags) for seed in range(SEEDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(kernel, name) for kernel in KERNELS for name in KERNELS[kernel].calls], ids=str
+)
+def test_without_a_bug(kernel: str, name: str, all_bugs: bool) -> None:
+    """Without a bug these calls end well, whichever role lags, and the lint finds nothing."""
+    text = code_of(kernel, name).text
+    assert not findings(text)
+    program = Program(text)
+    lags = sorted({bug.lags for each, _, bug in PLANTED if (each, bug.call) == (kernel, name)}, key=str)
+    for lagging in lags if all_bugs else lags[:1]:
+        KERNELS[kernel].check(name, call_of(kernel, name), random.Random(0), program, lagging)
+
+
+def test_the_tables() -> None:
+    """They are in the docs as they are here."""
+    assert KERNELS.keys() == TABLES.keys()
+    assert min(len([bug for each, _, bug in PLANTED if each == kernel]) for kernel in KERNELS) >= 10
+    assert len({(kernel, bug.text) for kernel, _, bug in PLANTED}) == len(PLANTED)
+    old = PAGE.read_text()
+    assert page(old, *TABLES.values(), LAUNCHES) == old, "python -m lab.bugs writes it"
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    """A bug is never planted in another place, or in fewer of them, without anyone's notice."""
+    code = code_of("forward", "d64")
+    with pytest.raises(ValueError, match=r"tcgen05.dealloc .* of warp 12: expected 2, got those of lines \[\d+\]"):
+        code.changed(find(12, "tcgen05.dealloc", 2).left_out())
+    with pytest.raises(ValueError, match="expected 1, got those of lines \\[\\]"):
+        code.changed(waits(0, "k.full").left_out())
+    with pytest.raises(ValueError, match="128 fits 0 times, not once"):
+        code.changed(find(12, "tcgen05.dealloc").rewritten("128", "256"))

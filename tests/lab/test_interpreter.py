@@ -1,0 +1,79 @@
+"""The interpreter of PTX (``lab.interpreter``): deadlocks and faults of small kernels, a CTA of two warps."""
+
+import random
+
+import numpy as np
+import pytest
+
+from lab import interpreter
+
+HEAD = """.version 9.0
+.target sm_100a
+.address_size 64
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
+.visible .entry kernel(.param .align 8 .b8 kernel_param_0[8])
+.reqntid 64, 1, 1
+.maxnreg 128
+{
+.reg .pred %p<4>;
+.reg .b32 %r<16>;
+.reg .b64 %rd<4>;
+mov.u32 %r1, %tid.x;
+mov.b32 %r3, __dynamic_shmem__0;
+setp.ge.u32 %p1, %r1, 32;
+@%p1 bra SECOND;
+"""
+
+
+def run(first: str, second: str, seed: int) -> None:
+    """Two warps, each with code of its own."""
+    program = interpreter.Program(f"{HEAD}{first}\nret;\nSECOND:\n{second}\nret;\n}}\n")
+    launch = interpreter.Launch([interpreter.address_of(0).to_bytes(8, "little")], (1, 1, 1), (64, 1, 1))
+    interpreter.run(program, launch, np.zeros(1024, np.uint8), random.Random(seed))
+
+
+def registers(direction: str, count: int) -> str:
+    return f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
+
+
+ELECT = "elect.sync %r4|%p2, -1;\n@%p2 mbarrier.init.shared.b64 [%r3], 3;\n"
+EXPECT = "@%p2 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], 600000;\n"
+
+
+def test_bytes_that_an_mbarrier_counts() -> None:
+    """A phase counts fewer than 2^20 bytes."""
+    run(ELECT + EXPECT, "", 0)
+    with pytest.raises(interpreter.FaultError, match="that 1200000 bytes are to come to"):
+        run(ELECT + 2 * EXPECT, "", 0)
+
+
+def test_any_lane_is_elected() -> None:
+    """Code that takes the first one for the elected one is refused."""
+    only_first = "elect.sync %r4|%p2, -1;\nsetp.eq.s32 %p3, %r1, 0;\nand.pred %p2, %p2, %p3;\n"
+    with pytest.raises(interpreter.FaultError, match="no mbarrier"):
+        run(
+            only_first + "@%p2 mbarrier.init.shared.b64 [%r3], 1;\nmbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0;",
+            "",
+            0,
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_registers_that_others_give_back(seed: int) -> None:
+    run(registers("inc", 200), registers("dec", 56), seed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (registers("inc", 208), registers("dec", 56), "deadlock"),
+        (registers("inc", 200), registers("inc", 56), "deadlock"),  # which gives none back
+        (registers("inc", 200), "", "deadlock"),  # nor does the end of a warp
+        (registers("inc", 200) + "bar.sync 0;", "bar.sync 0;" + registers("dec", 56), "deadlock"),
+        ("", registers("dec", 136), "down to 136 of 128"),
+    ],
+)
+def test_registers_that_are_not_given_back(first: str, second: str, message: str) -> None:
+    for seed in range(4):
+        with pytest.raises(interpreter.FaultError, match=message):
+            run(first, second, seed)

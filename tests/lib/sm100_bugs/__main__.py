@@ -1,5 +1,0 @@
-"""Writes the tables of the page."""
-
-from tests.lib.sm100_bugs import LAUNCHES, PAGE, TABLES, page
-
-PAGE.write_text(page(PAGE.read_text(), *TABLES.values(), LAUNCHES))
