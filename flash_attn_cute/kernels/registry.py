@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArguments, ForwardArguments
 from flash_attn_cute.kernels.features import PassName
+from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90 import config as sm90
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm100 import config as sm100
 
 
@@ -27,6 +29,7 @@ class Pass(NamedTuple):
     configure: Callable[..., Any]
     kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
+    schedule: Callable[[Any], Schedule] | None = None  # from a configuration to its main kernel's, if it is described
 
     def make_kernel(self, config: Any) -> Any:
         """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
@@ -62,7 +65,7 @@ ARCHITECTURES = {
             dtypes=sm90.DTYPES,
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
-                "forward": Pass(sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments),
+                "forward": Pass(sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments, forward_schedule),
                 "backward": Pass(sm90.backward_config, "sm90.backward.launch:BackwardPassSm90", BackwardArguments),
                 "bias_gradient": Pass(
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from flash_attn_cute.kernels.features import Features
+from flash_attn_cute.kernels.sm90 import config as sm90
 from flash_attn_cute.kernels.sm100.config import (
     TARGETS,
     BackwardConfig,
@@ -17,6 +18,15 @@ from flash_attn_cute.kernels.sm100.config import forward_config as config
 EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right", "softcap", "sink"), True)
 MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
 BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
+
+# Configurations whose main kernel has a schedule (``kernels.schedule``), one for each way in which it differs.
+DESCRIBED: dict[str, Any] = {
+    "sm90-forward": sm90.forward_config("bfloat16", 64, 64, Features()),
+    "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
+    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
+    "sm90-forward-group": sm90.forward_config("bfloat16", 192, 128, Features(packed=True), group=8),
+}
 
 B200, B300 = TARGETS.values()
 LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any

@@ -15,8 +15,6 @@ from flash_attn_cute.kernels.common.lengths import SeqRows, rows_of
 from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
 
-TILE_FIELDS = 12  # Int32 that describe a tile: see ``QueryTile``
-
 
 @dataclass(frozen=True)
 class QueryTile:

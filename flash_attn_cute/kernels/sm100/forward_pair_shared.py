@@ -6,12 +6,13 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
+from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.ring import LedRing
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import CTAS, SECOND, TILE_STAGES, ForwardConfig
 from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, fields_of
 
-_FIRST_KEY = TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
+_FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PairShared(Shared):
     def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
         """Shared memory of a CTA, on the device."""
         rings = PairRings.at(config, storage.barriers.data_ptr())
-        both = storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES, CTAS)))
+        both = storage.tiles.get_tensor(cute.make_layout((QUERY_TILE_FIELDS, TILE_STAGES, CTAS)))
         return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=both[None, None, SECOND])
 
     @property

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS
 from flash_attn_cute.kernels.common.ring import Ring, RingSet
+from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
 from flash_attn_cute.kernels.sm100.config import (
     ENTRY_STAGES,
     ITERATOR_FIELDS,
@@ -105,7 +105,7 @@ def storage_of(config: ForwardConfig, dtype: type, layouts: Layouts) -> type:
         entries: cute.struct.MemRange[Int32, num_entries]
         iterator: cute.struct.MemRange[Int32, num_fields]
         stats: cute.struct.MemRange[Float32, 2 * PART_ROWS * config.q_parts]
-        tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES * config.ctas_a_tile], 16]
+        tiles: cute.struct.Align[cute.struct.MemRange[Int32, QUERY_TILE_FIELDS * TILE_STAGES * config.ctas_a_tile], 16]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
@@ -159,7 +159,7 @@ def fields_of(config: ForwardConfig, dtype: type, storage: Any, rings: Rings) ->
         "sK": storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
         "sV": storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
         "sO": None if c.o_in_q else storage.sO.get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
-        "tiles": storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
+        "tiles": storage.tiles.get_tensor(cute.make_layout((QUERY_TILE_FIELDS, TILE_STAGES))),
         "entries": entries,
         "iterator": iterator,
         "stats": storage.stats.get_tensor(cute.make_layout((PART_ROWS, 2, c.q_parts))),

@@ -1,26 +1,15 @@
 """Attention forward on Hopper.
 
-Roles (a CTA works on tiles of ``tile_m`` queries of one head, one after the other):
-    warpgroup 0         producer. Its warp 0 chooses the tiles and issues TMA: Q once a tile, K and V block by block.
-                        Warps 1 to 3 copy the elements of a bias that go with a block, unless these are strided.
-    warpgroups 1 ..     mma: 64 queries each, independent but for the order in which they use the tensor cores.
-Registers a thread: ``ForwardConfig.registers``.
+``forward_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. ``python -m flash_attn_cute.kernels describe sm90 forward --d 128`` prints it for a configuration.
 
-Pipelines (producer -> consumers, stages, arrive counts):
-    tiles  mbarriers, ``tile_stages`` deep: what the tile is, and its Q. Warp 0 -> one arrival an mma warp, when the
-           tile is done, and one each of warps 1 to 3 that copy for it. A tile of no sequence ends the work.
-    k, v   PipelineTmaAsync, ``stages`` deep, across tiles: warp 0 -> one arrival an mma warp. A warpgroup releases K
-           when its scores are complete and V when O is.
-    bias   ``Ring``, ``bias_stages`` deep, across tiles. An arrival of each of the 96 threads of warps 1 to 3 -> one
-           arrival an mma warp, when its elements are in registers.
-
-Steady state of an mma warpgroup (n counts down):
-    tensor cores   S(n) = Q K(n)^T, O += P(n+1) V(n+1) |                      | S(n-1) ...
-    other units                                        | P(n) = softmax(S(n)) |
-so that the softmax of one warpgroup runs beside both products of the others, whose order a named barrier keeps (as in
-FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile S(n) is the next tile's first, and O is stored
-while the other warpgroups have the tensor cores. So only the first tile of a CTA waits for its loads. Where shared
-memory has no room for the next tile's Q and for O, a CTA has but one tile.
+A CTA takes tiles of ``tile_m`` queries of one head, one after the other. Warpgroup 0 chooses tiles and loads; a tile
+whose first query is -1 ends the work. Each mma warpgroup computes 64 rows, from their first block of keys to out and
+lse. In the mainloop n counts down: S(n) = Q K(n)' and O += P(n+1) V(n+1) are in flight together, then
+P(n) = softmax(S(n)). A named barrier keeps the order in which warpgroups use the tensor cores, so that the softmax of
+one runs beside the products of the others (as in FlashAttention-3, Shah et al., arXiv 2407.08608). At the end of a tile
+S(n) is the next tile's first, and O is stored while the other warpgroups have the tensor cores. So only the first tile
+of a CTA waits for its loads. Where shared memory has no room for the next tile's Q and for O, a CTA has but one tile.
 
 Masks of windows and sequence ends are applied only in blocks that an edge can cross: the mainloop is cut into parts
 (``Blocks.parts``). Under a mask a tile iterates over a list of blocks instead (``common.block_lists``), which kernels
@@ -49,21 +38,16 @@ from flash_attn_cute.kernels.common.block_lists import Tables, bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.mask_tiles import RowTables
-from flash_attn_cute.kernels.common.query_tiles import TILE_FIELDS, QueryTile
-from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward_shared import (
-    Entry,
-    Shared,
-    entry_stages,
-    layouts_of,
-    storage_of,
-)
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.sm90.forward_shared import Entry, Shared
 from flash_attn_cute.kernels.sm90.forward_transfers import Tma, Transfers
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, rows_and_columns, store_row, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import (
@@ -74,14 +58,12 @@ from flash_attn_cute.kernels.sm90.scores import (
     load_row_interval,
     mask_outside_interval,
 )
-from flash_attn_cute.kernels.sm90.shared import tma_pipeline, transposed, write
+from flash_attn_cute.kernels.sm90.shared import swizzled, tma_pipeline, transposed, write
 from flash_attn_cute.kernels.sm90.softmax import OnlineSoftmax
 
 # Named barriers; 0 is the whole CTA's.
 _BARRIER_TENSOR_CORES = 1  # one a warpgroup
 _BARRIER_EPILOGUE = 4  # one a warpgroup
-
-_LOADING_THREADS = 96  # of warps 1 to 3
 
 
 class _Mmas(NamedTuple):
@@ -97,8 +79,9 @@ class ForwardSm90:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = forward_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
         self.warpgroups = config.num_mma_warpgroups
-        self.threads = 128 * (self.warpgroups + 1)
         self.queries = 64 // config.group  # of a warpgroup
         self.transfers = Transfers(config)
         self.row_tables = RowTables(config)
@@ -118,8 +101,7 @@ class ForwardSm90:
                 ((c.group, rows), d, heads // c.group, batch), stride=((head, row), column, head * c.group, entry)
             )
             mQ = cute.make_tensor(mQ.iterator, layout)
-        layouts = layouts_of(c, self.dtype)
-        self.Storage = storage_of(c, self.dtype, layouts)
+        self.Storage = self.memory.struct()
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         mmas = _Mmas(
@@ -127,7 +109,7 @@ class ForwardSm90:
             O=tiled_mma(dtype, k_major, mn_major, c.tile_dv, registers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one warpgroup and stage
+        sQ, sK, sV, sO = self.memory.stage_layouts("sQ", "sK", "sV", "sO")
         packed = c.features.packed
         tma = Tma(
             Q=make_row_tiles(load, mQ, sQ, (64, c.tile_d), packed and c.group == 1),
@@ -141,7 +123,7 @@ class ForwardSm90:
         if const_expr(c.persistent):
             ctas = cutlass.min(ctas, a.numbers.num_sms)
         self.kernel(mmas, tma, mO, mLSE, a, tables, scales).launch(
-            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[ctas, 1, 1], block=[self.schedule.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -156,60 +138,45 @@ class ForwardSm90:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
-        c = self.config
+        c, schedule, memory = self.config, self.schedule, self.memory
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tile_full = storage.tile_barriers.data_ptr()
-        tile_empty = tile_full + c.tile_stages
-        mma_warps = 4 * self.warpgroups
-        bias = Ring(storage.bias_barriers.data_ptr(), c.bias_stages)
+        tiles, k, v, bias = (memory.ring(storage, name) for name in ("tiles", "k", "v", "bias"))
+        tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
         if warp_idx == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.tile_stages):
-                    cute.arch.mbarrier_init(tile_full + i, 1)
-                    cute.arch.mbarrier_init(tile_empty + i, mma_warps + (3 if c.bias_pitch else 0))
-                if const_expr(c.bias_pitch):
-                    bias.init(full=_LOADING_THREADS, empty=mma_warps)
-        pipe_K, pipe_V = (
-            tma_pipeline(barriers.data_ptr(), c.stages, mma_warps, 2 * c.tile_n * columns)
-            for barriers, columns in ((storage.k_barriers, c.tile_d), (storage.v_barriers, c.tile_dv))
-        )
+                memory.init(storage, "tiles", "bias")
+        pipe_K, pipe_V = (tma_pipeline(schedule.pipeline(name), ring.barriers) for name, ring in (("k", k), ("v", v)))
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         shared = Shared(
-            sQ=storage.sQ.get_tensor(layouts.sQ.outer, swizzle=layouts.sQ.inner),
-            sK=storage.sK.get_tensor(layouts.sK.outer, swizzle=layouts.sK.inner),
-            sV=storage.sV.get_tensor(layouts.sV.outer, swizzle=layouts.sV.inner),
-            sO=(storage.sO if c.persistent else storage.sQ).get_tensor(layouts.sO.outer, swizzle=layouts.sO.inner),
-            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, c.tile_stages))),
+            **memory.tensors(storage, "sQ", "sK", "sV", "sO", "tiles", "entries"),
             tile_full=tile_full,
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
-            entries=storage.entries.get_tensor(cute.make_layout((2, entry_stages(c)))) if c.features.listed else None,
             bias=SharedBias(
                 ScoreTensors.of(c.features, arguments),
                 bias,
-                storage.bias.data_ptr(),
+                storage.sBias.data_ptr(),
                 c.bias_rows,
                 c.bias_pitch,
-                _LOADING_THREADS,
+                schedule.pipeline("bias").full_count,
                 c.features.paired_bias,
                 c.features.uniform_bias,
             ),
         )
         if warp_idx < 4:
-            set_registers(c.registers[0], self.threads)
+            set_registers(schedule.role("producer").registers, schedule.threads)
             if warp_idx == 0:
                 self.transfers.producer(arguments, tables, tma, shared)
             if const_expr(c.bias_pitch):
                 if warp_idx > 0:
                     self.transfers.bias_producer(tables, shared)
         else:
-            set_registers(c.registers[1], self.threads)
+            set_registers(schedule.role("mma").registers, schedule.threads)
             self.mma(arguments, tables, mmas, tma.O, shared, mO, mLSE, scales)
 
     @cute.jit
@@ -358,7 +325,7 @@ class ForwardSm90:
     @cute.jit
     def _read_entry(self, work: "_Work", step: Int32) -> Entry:
         """Entry of a step's block, published by warp 0 with K; its bits are being loaded."""
-        entries, i = work.shared.entries, step % entry_stages(self.config)
+        entries, i = work.shared.entries, step % work.shared.entries.shape[1]
         block, code = entries[0, i], entries[1, i]
         return Entry(block, code, bits_of(work.tables.mBits, code, work.warpgroup, work.thread, asks=True))
 

@@ -11,7 +11,8 @@ from flash_attn_cute.kernels.common.block_lists import Tables
 from flash_attn_cute.kernels.common.query_tiles import QueryTile, QueryTiles
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
-from flash_attn_cute.kernels.sm90.forward_shared import Shared, entry_stages
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.sm90.forward_shared import Shared
 
 
 class Tma(NamedTuple):
@@ -28,6 +29,7 @@ class Transfers:
 
     def __init__(self, config: ForwardConfig):
         self.config = config
+        self.schedule = forward_schedule(config)
         self.warpgroups = config.num_mma_warpgroups
         self.tiles = QueryTiles(config)
 
@@ -76,7 +78,7 @@ class Transfers:
         """Publishes a step's block and the place of its bits, before K of the step arrives."""
         with cute.arch.elect_one():
             for i, value in enumerate((block, code)):
-                shared.entries[i, step % entry_stages(self.config)] = value
+                shared.entries[i, step % shared.entries.shape[1]] = value
 
     @cute.jit
     def _entry(self, tables: Tables, i: Int32) -> tuple[Int32, Int32]:
@@ -127,7 +129,7 @@ class Transfers:
         cute.arch.mbarrier_wait(shared.tile_empty + state.index, state.phase)  # all are done with the stage's last tile
         with cute.arch.elect_one():
             tile.write(shared.tiles[None, state.index])
-            num_bytes = 2 * 64 * self.warpgroups * c.tile_d if some_keys else 0
+            num_bytes = self.schedule.pipeline("tiles").num_bytes if some_keys else 0
             cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
         if some_keys:
             for w in cutlass.range_constexpr(self.warpgroups):

@@ -7,6 +7,8 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_attn_cute.kernels.schedule import Pipeline
+
 
 def swizzled(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:
     """(rows, columns, ...), each row contiguous, in the widest swizzled atoms that ``columns`` is a multiple of."""
@@ -37,13 +39,13 @@ def write(
     cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX))
 
 
-def tma_pipeline(barriers: cute.Pointer, stages: int, consumer_warps: int, num_bytes: int) -> pipeline.PipelineTmaAsync:
-    """Pipeline from a warp that loads ``num_bytes`` a stage by TMA to warps that each release a stage once."""
+def tma_pipeline(described: Pipeline, barriers: cute.Pointer) -> pipeline.PipelineTmaAsync:
+    """The pipeline of a description, from a warp that loads by TMA to warps that each release a stage once."""
     return pipeline.PipelineTmaAsync.create(
-        num_stages=stages,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
-        tx_count=num_bytes,
+        num_stages=described.stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, described.full_count),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, described.empty_count),
+        tx_count=described.num_bytes,
         barrier_storage=barriers,
         defer_sync=True,
     )

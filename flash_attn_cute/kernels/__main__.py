@@ -1,0 +1,126 @@
+"""Prints what a kernel does, in one configuration.
+
+    python -m flash_attn_cute.kernels describe sm90 forward --d 128 --causal
+
+The page has the roles of a CTA, its pipelines with their arrive counts, its shared memory, and the steps of its steady
+state. It needs no GPU and no compiler.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from flash_attn_cute.kernels import registry
+from flash_attn_cute.kernels.features import Features, PassName, words
+from flash_attn_cute.kernels.schedule import Arrivals, Schedule
+
+_PROGRAM = "flash_attn_cute.kernels"
+
+
+def page(schedule: Schedule, title: str) -> str:
+    """A schedule as text.
+
+    Args:
+        schedule: the schedule.
+        title: the line on top.
+    """
+    used = [pipeline for pipeline in schedule.pipelines if pipeline.stages]
+    roles = [(r.name, _range(r.warps), r.registers, r.does) for r in schedule.roles]
+    pipelines = [
+        (
+            p.name,
+            p.stages,
+            _arrivals(p.full),
+            p.num_bytes or "",
+            _arrivals(p.empty),
+            p.count,
+        )
+        for p in used
+    ]
+    shared = [
+        (b.name, " x ".join(map(str, b.shape)), b.modes, b.dtype, f"in {b.place_of}" if b.place_of else b.num_bytes)
+        for b in schedule.shared
+        if 0 not in b.shape
+    ]
+    steps = [(n, s.role, s.waits, s.does, s.signals) for n, s in enumerate(schedule.steps, 1)]
+    parts = [
+        f"{title}\n{schedule.kernel}\n{schedule.work}",
+        f"Roles ({schedule.threads} threads)\n" + _table(("role", "warps", "registers", "does"), roles),
+        f"Pipelines ({len(schedule.arrive_counts)} mbarriers)\n"
+        + _table(("name", "stages", "filled by", "bytes", "released by", "a step is"), pipelines),
+        f"Shared memory ({schedule.num_bytes:,} bytes)\n" + _table(("name", "shape", "of", "dtype", "bytes"), shared),
+        "Steady state\n" + _table(("", "role", "waits for", "does", "signals"), steps),
+        "Timeline\n" + schedule.timeline.strip("\n"),
+    ]
+    return "\n\n".join(parts)
+
+
+def _range(warps: range) -> str:
+    """The first and the last warp, or the only one."""
+    return str(warps[0]) if len(warps) == 1 else f"{warps[0]} to {warps[-1]}"
+
+
+def _arrivals(all_of: Sequence[Arrivals]) -> str:
+    """The arrive count, and who arrives."""
+    who = [f"{a.each} {a.role}{f' of {a.ctas} CTAs' if a.ctas > 1 else ''}".lstrip() for a in all_of]
+    return f"{sum(a.count for a in all_of)}: {', '.join(who)}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
+    """Rows below a head, in columns."""
+    cells = [head, *(tuple(map(str, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def described_passes() -> list[tuple[registry.Architecture, PassName]]:
+    """Architectures and passes whose kernels have a schedule."""
+    return [(a, name) for a in registry.ARCHITECTURES.values() for name, p in a.passes.items() if p.schedule]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Parser of the command line."""
+    top = argparse.ArgumentParser(
+        prog=f"python -m {_PROGRAM}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    describe = top.add_subparsers(dest="command", required=True).add_parser("describe", help="print a kernel's page")
+    describe.add_argument("architecture", choices=tuple(registry.ARCHITECTURES))
+    describe.add_argument("pass_name", choices=("forward", "backward", "bias_gradient"), metavar="pass")
+    describe.add_argument("--d", type=int, required=True, help="head dimension of q and k")
+    describe.add_argument("--d-v", type=int, help="head dimension of v (default: that of q and k)")
+    describe.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"))
+    describe.add_argument("--causal", action="store_true", help="the feature right, by its usual name")
+    describe.add_argument("--features", nargs="+", default=[], choices=tuple(words()), metavar="F", help="by name")
+    describe.add_argument("--rows", type=int, default=0, help="of a sequence, where a kernel is chosen by it")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    chosen = parser().parse_args(arguments)
+    architecture = registry.ARCHITECTURES[chosen.architecture]
+    one_pass = architecture.passes[chosen.pass_name]
+    if one_pass.schedule is None:
+        described = [f"{a.name} {name}" for a, name in described_passes()]
+        print(
+            f"{_PROGRAM}: expected {' or '.join(described)}, got {architecture.name} {chosen.pass_name}: "
+            "its kernel's docstring says what it does",
+            file=sys.stderr,
+        )
+        return 2
+    d, d_v = chosen.d, chosen.d_v or chosen.d
+    if not 0 < min(d, d_v) <= max(d, d_v) <= architecture.max_head_dim:
+        print(f"--d, --d-v: expected 1 to {architecture.max_head_dim}, got {d} and {d_v}", file=sys.stderr)
+        return 2
+    features = Features.parse([*(["right"] if chosen.causal else []), *chosen.features])
+    rows = {"queries" if chosen.pass_name == "forward" else "keys": chosen.rows}
+    config = one_pass.configure(chosen.dtype, d, d_v, features, **rows)
+    flags = f" {Features.format(vars(config.features))}".rstrip()
+    title = f"{architecture.name} {chosen.pass_name}, d = {d}, d_v = {d_v}, {chosen.dtype}{flags}"
+    print(page(one_pass.schedule(config), title))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

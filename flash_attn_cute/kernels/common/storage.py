@@ -1,0 +1,67 @@
+"""Shared memory of a kernel, as its schedule describes it (``kernels.schedule``)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8
+
+from flash_attn_cute.kernels.common.ring import Ring
+from flash_attn_cute.kernels.schedule import Buffer, Schedule
+
+_DTYPES = {"int32": Int32, "float32": Float32, "uint8": Uint8}
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The barriers and buffers of a schedule."""
+
+    schedule: Schedule
+    dtype: type  # of operands
+    # The architecture's layout of a tile, from a dtype, the columns that its swizzled atoms divide, and a shape.
+    swizzled: Callable[[type, int, tuple[int, ...]], cute.ComposedLayout]
+
+    def struct(self) -> type:
+        """The struct of a CTA's shared memory: mbarriers of all pipelines, ``<name>_barriers``, then all buffers."""
+        members: dict[str, Any] = {}
+        for pipeline in self.schedule.pipelines:
+            members[f"{pipeline.name}_barriers"] = cute.struct.MemRange[Int64, len(pipeline.arrive_counts)]
+        for buffer in self.schedule.shared:
+            array = cute.struct.MemRange[_DTYPES.get(buffer.dtype, self.dtype), buffer.elements]
+            members[buffer.name] = cute.struct.Align[array, buffer.align]
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    def ring(self, storage: Any, name: str) -> Ring:
+        """The ring of a pipeline."""
+        return Ring(getattr(storage, f"{name}_barriers").data_ptr(), self.schedule.pipeline(name).stages)
+
+    def init(self, storage: Any, *names: str) -> None:
+        """Initialises the mbarriers of pipelines, by one thread, before any role starts."""
+        for name in names:
+            pipeline = self.schedule.pipeline(name)
+            self.ring(storage, name).init(full=pipeline.full_count, empty=pipeline.empty_count)
+
+    def tensors(self, storage: Any, *names: str) -> dict[str, cute.Tensor | None]:
+        """Buffers by name; None for those that the configuration does without."""
+        return {name: self._tensor(storage, self.schedule.buffer(name)) for name in names}
+
+    def stage_layouts(self, *names: str) -> list[cute.ComposedLayout]:
+        """Layouts of one stage of swizzled buffers: their first two modes, which TMA moves."""
+        return [cute.select(self._swizzled(self.schedule.buffer(name)), mode=[0, 1]) for name in names]
+
+    def _tensor(self, storage: Any, buffer: Buffer) -> cute.Tensor | None:
+        if 0 in buffer.shape:
+            return None
+        place = getattr(storage, buffer.place_of or buffer.name)
+        if not buffer.swizzle:
+            return place.get_tensor(cute.make_layout(buffer.shape))
+        layout = self._swizzled(buffer)
+        return place.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _swizzled(self, buffer: Buffer) -> cute.ComposedLayout:
+        if not buffer.apart:
+            return self.swizzled(self.dtype, buffer.swizzle, buffer.shape)
+        one = self.swizzled(self.dtype, buffer.swizzle, buffer.shape[:-1])
+        outer = cute.append(one.outer, cute.make_layout(buffer.shape[-1], stride=buffer.apart))
+        return cute.make_composed_layout(one.inner, one.offset, outer)

@@ -1,0 +1,159 @@
+"""A kernel's schedule as data: its roles, pipelines, shared memory, and the steps of its steady state.
+
+A main kernel has one description, a function of its configuration, in a file beside it (``*_schedule.py``). Shared
+memory, arrive counts, expected bytes and registers follow from it, and the page that ``python -m
+flash_attn_cute.kernels describe`` prints. Needs no cutlass.
+"""
+
+import math
+from dataclasses import dataclass
+
+QUERY_TILE_FIELDS = 12  # Int32 that describe a tile of queries: ``common.query_tiles.QueryTile``
+
+ELEMENT_BYTES = {"operand": 2, "int32": 4, "float32": 4, "uint8": 1}  # an operand has the configuration's dtype
+
+
+@dataclass(frozen=True)
+class Role:
+    """Warps that execute the same code."""
+
+    name: str
+    warps: range  # of the CTA
+    registers: int  # a thread
+    does: str
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Arrivals of a role at a barrier, for one phase."""
+
+    role: str
+    each: str  # who of the role arrives: "", one thread; "each warp of" or "each thread of"
+    count: int
+    ctas: int = 1  # of the cluster, whose roles arrive
+
+
+def once(role: Role) -> Arrivals:
+    """One arrival, by one thread of the role."""
+    return Arrivals(role.name, "", 1)
+
+
+def per_warp(role: Role, ctas: int = 1) -> Arrivals:
+    """One arrival by each warp of the role, in so many CTAs."""
+    return Arrivals(role.name, "each warp of", len(role.warps) * ctas, ctas)
+
+
+def per_thread(role: Role) -> Arrivals:
+    """One arrival by each thread of the role."""
+    return Arrivals(role.name, "each thread of", 32 * len(role.warps))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages that a producer fills and consumers release, each with a full and an empty mbarrier."""
+
+    name: str
+    stages: int  # 0: the configuration does without
+    count: str  # what goes through in one step
+    full: tuple[Arrivals, ...]  # of producers, when a stage is filled
+    empty: tuple[Arrivals, ...]  # of consumers, when they have read it
+    num_bytes: int = 0  # that TMA brings to a stage
+
+    @property
+    def full_count(self) -> int:
+        """Arrive count of a full barrier."""
+        return sum(arrivals.count for arrivals in self.full)
+
+    @property
+    def empty_count(self) -> int:
+        """Arrive count of an empty barrier."""
+        return sum(arrivals.count for arrivals in self.empty)
+
+    @property
+    def arrive_counts(self) -> tuple[int, ...]:
+        """Arrive counts of all barriers, in the order of their addresses: those of full stages, then of empty ones."""
+        return (self.full_count,) * self.stages + (self.empty_count,) * self.stages
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array in shared memory."""
+
+    name: str
+    shape: tuple[int, ...]  # a size of 0: the configuration does without
+    modes: str  # what each size counts
+    dtype: str = "operand"  # a key of ``ELEMENT_BYTES``
+    align: int = 4  # bytes
+    swizzle: int = 0  # columns of which its swizzled atoms have a divisor; 0: it is not swizzled
+    apart: int = 0  # elements from one index of the last mode to the next, if that is not contiguous
+    place_of: str = ""  # the buffer in whose place it lies; "" if it has its own
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of its own place."""
+        if self.place_of:
+            return 0
+        return self.shape[-1] * self.apart if self.apart else math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own place."""
+        return self.elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one index of the last mode."""
+        return math.prod(self.shape[:-1]) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a role, once an iteration of its mainloop."""
+
+    role: str
+    waits: str  # barriers, such as "k.full", or another event
+    does: str
+    signals: str = ""  # barriers at which the role, or what it has issued, arrives
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A kernel's schedule in one configuration."""
+
+    kernel: str  # module and class
+    work: str  # what a CTA computes
+    roles: tuple[Role, ...]
+    pipelines: tuple[Pipeline, ...]  # in the order of their barriers in shared memory
+    shared: tuple[Buffer, ...]  # behind the barriers, in the order of their addresses
+    steps: tuple[Step, ...]  # of the steady state, in the order of issue of each role
+    timeline: str  # a picture of the steady state: a line for each unit, moments from left to right
+
+    def role(self, name: str) -> Role:
+        """The role of a name."""
+        return next(role for role in self.roles if role.name == name)
+
+    def pipeline(self, name: str) -> Pipeline:
+        """The pipeline of a name."""
+        return next(pipeline for pipeline in self.pipelines if pipeline.name == name)
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer of a name."""
+        return next(buffer for buffer in self.shared if buffer.name == name)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * (1 + max(role.warps[-1] for role in self.roles))
+
+    @property
+    def arrive_counts(self) -> tuple[int, ...]:
+        """Arrive counts of all mbarriers, in the order of their addresses, 8 bytes apart."""
+        return tuple(count for pipeline in self.pipelines for count in pipeline.arrive_counts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        end = 8 * len(self.arrive_counts)
+        for buffer in self.shared:
+            end = -(-end // buffer.align) * buffer.align + buffer.num_bytes
+        return end

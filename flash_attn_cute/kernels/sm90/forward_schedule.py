@@ -1,0 +1,94 @@
+"""The schedule of the forward kernel (``forward``): roles, pipelines, shared memory and steps of a configuration."""
+
+from flash_attn_cute.kernels.schedule import (
+    QUERY_TILE_FIELDS,
+    Buffer,
+    Pipeline,
+    Role,
+    Schedule,
+    Step,
+    once,
+    per_thread,
+    per_warp,
+)
+from flash_attn_cute.kernels.sm90.config import ForwardConfig
+
+# The softmax of one warpgroup runs beside both products of the others, as in FlashAttention-3.
+_TIMELINE = """
+one warpgroup   tensor cores   S(n), O += P(n+1) V(n+1)                        S(n-1), O += P(n) V(n)
+                other units                              P(n) = softmax(S(n))                          P(n-1) ...
+the others      tensor cores                             S, O                                          S, O
+                other units    softmax                                         softmax
+"""
+
+
+def forward_schedule(config: ForwardConfig) -> Schedule:
+    """The schedule of a configuration."""
+    c, warpgroups, has_bias = config, config.num_mma_warpgroups, config.bias_pitch > 0
+    assert c.tile_dv <= c.tile_d  # O fits the place of Q
+
+    loading, computing = c.registers
+    producer = Role("producer", range(1), loading, "chooses tiles; issues TMA: Q once a tile, K and V block by block")
+    copies = "copies the bias of each block" if has_bias else "idle"
+    bias = Role("bias", range(1, 4), loading, copies)
+    mma = Role(
+        "mma",
+        range(4, 4 + 4 * warpgroups),
+        computing,
+        f"{warpgroups} warpgroups of 64 rows each, independent but for the order in which they use the tensor cores",
+    )
+
+    # Entries: the producer publishes a block before it knows that the block's stage of K is released. The stage of the
+    # block before is released, so the scores of the block ``stages`` before that are computed, and its entry read.
+    num_entries = 2 * c.stages if c.features.listed else 0
+    bias_stages = c.bias_stages if has_bias else 0
+    tiles = Buffer("tiles", (QUERY_TILE_FIELDS, c.tile_stages), "field, tile stage", "int32")
+    entries = Buffer("entries", (2, num_entries), "block and code, entry", "int32")
+    sO = Buffer(
+        "sO",
+        (64, c.tile_dv, warpgroups),
+        "row, d_v, warpgroup",
+        align=1024,
+        swizzle=c.tile_dv,
+        # Where a CTA has one tile, a warpgroup's part of O lies in the place of its own part of Q.
+        place_of="" if c.persistent else "sQ",
+        apart=0 if c.persistent else 64 * c.tile_d,
+    )
+    modes = "row, d, warpgroup, tile stage"
+    sQ = Buffer("sQ", (64, c.tile_d, warpgroups, c.tile_stages), modes, align=1024, swizzle=c.tile_d)
+    sK = Buffer("sK", (c.tile_n, c.tile_d, c.stages), "key, d, stage", align=1024, swizzle=c.tile_d)
+    sV = Buffer("sV", (c.tile_n, c.tile_dv, c.stages), "key, d_v, stage", align=1024, swizzle=c.tile_dv)
+    sBias = Buffer("sBias", (c.bias_pitch, c.bias_rows, bias_stages), "byte, row, bias stage", "uint8", align=128)
+
+    of_bias = (
+        Step("bias", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
+        Step("bias", "bias.empty", "copies the bias of block n", "bias.full"),
+    )
+    done = (per_warp(mma), per_warp(bias)) if has_bias else (per_warp(mma),)
+    return Schedule(
+        kernel="kernels/sm90/forward.py:ForwardSm90",
+        work=f"{c.tile_m} queries of {'a head' if c.group == 1 else f'{c.group} heads'}: "
+        + ("one tile after the other" if c.persistent else "one tile"),
+        roles=(producer, bias, mma),
+        pipelines=(
+            Pipeline("tiles", c.tile_stages, "a tile's fields and its Q", (once(producer),), done, sQ.stage_bytes),
+            Pipeline("k", c.stages, "K of a block, of all tiles", (once(producer),), (per_warp(mma),), sK.stage_bytes),
+            Pipeline("v", c.stages, "V of a block, of all tiles", (once(producer),), (per_warp(mma),), sV.stage_bytes),
+            Pipeline("bias", bias_stages, "bias of a block", (per_thread(bias),), (per_warp(mma),)),
+        ),
+        shared=(tiles, entries, sO, sQ, sK, sV, sBias),
+        steps=(
+            Step("producer", "tiles.empty", "once a tile: publishes its fields, loads Q", "tiles.full"),
+            Step("producer", "k.empty", "loads K(n)", "k.full"),
+            Step("producer", "v.empty", "loads V(n)", "v.full"),
+            *(of_bias if has_bias else ()),
+            Step("mma", "k.full, its turn at the tensor cores", "issues S(n) = Q K(n)'"),
+            Step("mma", "v.full", "issues O += P(n+1) V(n+1)", "the next warpgroup's turn"),
+            Step("mma", "S(n) complete", "releases K(n)", "k.empty"),
+            Step("mma", "O complete", "releases V(n+1)", "v.empty"),
+            *([Step("mma", "bias.full", "adds the bias to S(n)", "bias.empty")] if has_bias else []),
+            Step("mma", "", "P(n) = softmax(S(n)), in registers; rescales O"),
+            Step("mma", "tiles.full", "once a tile: begins the next tile's S, then stores O and lse", "tiles.empty"),
+        ),
+        timeline=_TIMELINE,
+    )

@@ -1,0 +1,84 @@
+"""Schedules of kernels: they name what they wait for, fit the hardware, and are printed without a compiler."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flash_attn_cute.kernels import __main__ as command
+from flash_attn_cute.kernels import registry
+from flash_attn_cute.kernels.schedule import Schedule
+from tests.lib.configurations import DESCRIBED
+
+REGISTERS = 64 * 1024  # of an SM
+SHARED_MEMORY = 227 * 1024  # bytes, that a CTA can have
+
+
+def schedule_of(config: Any) -> Schedule:
+    make = registry.pass_of(config).schedule
+    assert make is not None
+    return make(config)
+
+
+@pytest.mark.parametrize("config", DESCRIBED.values(), ids=DESCRIBED)
+def test_roles_and_sizes_fit(config: Any) -> None:
+    """Each warp has one role, and registers and shared memory suffice for all."""
+    schedule = schedule_of(config)
+    warps = [warp for role in schedule.roles for warp in role.warps]
+    assert warps == list(range(schedule.threads // 32))
+    registers = {warp // 4: role.registers for role in schedule.roles for warp in role.warps}
+    assert all(registers[warp // 4] == role.registers for role in schedule.roles for warp in role.warps)
+    assert 128 * sum(registers.values()) <= REGISTERS
+    assert schedule.num_bytes <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("config", DESCRIBED.values(), ids=DESCRIBED)
+def test_steps_name_all_barriers(config: Any) -> None:
+    """Each role that arrives at a barrier has a step that says so, each barrier is waited for, and no others are."""
+    schedule = schedule_of(config)
+    signals = {(step.role, name) for step in schedule.steps for name in step.signals.split(", ") if "." in name}
+    waits = {name for step in schedule.steps for name in step.waits.split(", ") if "." in name}
+    used = [pipeline for pipeline in schedule.pipelines if pipeline.stages]
+    sides = [(f"{p.name}.{side}", getattr(p, side)) for p in used for side in ("full", "empty")]
+    assert signals == {(arrivals.role, name) for name, all_of in sides for arrivals in all_of}
+    assert waits == {name for name, _ in sides}
+    assert {step.role for step in schedule.steps} <= {role.name for role in schedule.roles}
+
+
+def test_each_described_pass_has_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page has every pipeline that is used, its arrive counts, and every role."""
+    for config in DESCRIBED.values():
+        schedule = schedule_of(config)
+        text = command.page(schedule, "title")
+        pipelines = text.split("\n\n")[2]
+        for pipeline in schedule.pipelines:
+            assert (f"\n  {pipeline.name} " in pipelines) == (pipeline.stages > 0)
+        for role in schedule.roles:
+            assert role.does in text
+    for architecture, name in command.described_passes():
+        assert command.main(["describe", architecture.name, name, "--d", "128", "--causal"]) == 0
+        assert f"{architecture.name} {name}, d = 128" in capsys.readouterr().out
+
+
+def test_the_command_needs_no_cutlass() -> None:
+    program = (
+        "import sys; sys.modules['cutlass'] = None\n"
+        "from flash_attn_cute.kernels.__main__ import main\n"
+        "sys.exit(main(['describe', 'sm90', 'forward', '--d', '64']))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "sm90 forward, d = 64" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sm90", "bias_gradient", "--d", "128"], "expected sm90 forward"),
+        (["sm90", "forward", "--d", "512"], "expected 1 to 256, got 512 and 512"),
+        (["sm90", "forward", "--d", "0"], "expected 1 to 256, got 0 and 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["describe", *arguments]) == 2
+    assert said in capsys.readouterr().err
