@@ -12,7 +12,7 @@ CTAs of a cluster run side by side, and reach each other's shared memory; those 
 Effects come as late as hardware may show them: behind a proxy fence, ``tcgen05.wait`` or a release (``weak``). Not seen
 are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquire.
 
-    state         a CTA: its memory, barriers and warps; clusters
+    state         a CTA: its memory, barriers and warps, and what its engines have been asked for; clusters
     statement     one instruction of ``lab.ptx.tree``: how its operands are read and written
     arithmetic    instructions on registers
     weak          effects that come later than their instruction
@@ -21,6 +21,7 @@ are a missing ``tcgen05.fence``, and a read ahead of a poll that does not acquir
     tensor        tensor memory and products: instructions, and the engine
     program       a kernel, every instruction turned into what it does
     scheduling    whose turn it is: CTAs, warps and engines
+    host          tensors in global memory, and the launching code of a pass
 """
 
 from lab.interpreter.program import Program

@@ -1,19 +1,14 @@
 """The state of a CTA: its memory, barriers and warps, and what its engines have been asked for."""
 
+import abc
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from lab.interpreter.weak import Late, Written
-
-if TYPE_CHECKING:
-    from lab.interpreter.tensor import Commit, Product
-    from lab.interpreter.tma import Copy
 
 Array = npt.NDArray[Any]
 Mask = Array | None  # of lanes; None: all
@@ -106,6 +101,79 @@ def within_cta(address: Any) -> Any:
     return address % RANK_PITCH
 
 
+class Product(NamedTuple):
+    """An MMA that has been issued."""
+
+    target: int  # column of tensor memory
+    a: int  # column of tensor memory, or a descriptor
+    a_in_tensor_memory: bool
+    b: int
+    instruction: int
+    accumulates: bool
+    by_pair: bool  # of CTAs
+
+
+class Commit(NamedTuple):
+    """Arrivals when all products that were issued before are done."""
+
+    barrier: int
+    ranks: tuple[int, ...]  # of the CTAs at whose barriers, at the same place
+
+
+@dataclass(kw_only=True)
+class Copy(abc.ABC):
+    """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
+
+    warp: "Warp"  # that has asked for it
+    barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
+    data: Array | None = None  # what one to global memory has read
+    is_written: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether shared memory has been read."""
+        return self.data is not None
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that a copy to shared memory signals."""
+
+    @abc.abstractmethod
+    def halves(self) -> list["Copy"]:
+        """The copy in two, which are done at different times; what is too small for that stays whole."""
+
+    @abc.abstractmethod
+    def load(self, cta: "Cta") -> None:
+        """Copies from global to shared memory."""
+
+    @abc.abstractmethod
+    def read(self, cta: "Cta") -> Array:
+        """Reads the source from shared memory."""
+
+    @abc.abstractmethod
+    def write(self, cta: "Cta", data: Array) -> None:
+        """Writes data into global memory."""
+
+
+class Written(NamedTuple):
+    """A write to global memory: which bytes it changes, and what does it."""
+
+    first: int
+    last: int
+    write: Callable[[], None]
+
+
+@dataclass
+class Late:
+    """The effects of a warp that are still to be shown."""
+
+    to_async: list[tuple[Array, Callable[[Array], None]]] = field(default_factory=list)  # by lanes
+    loads: list[Callable[[], None]] = field(default_factory=list)  # from tensor memory
+    stores: list[Callable[[], None]] = field(default_factory=list)  # to tensor memory
+    to_global: list[Written] = field(default_factory=list)
+
+
 @dataclass
 class Cluster:
     """CTAs that reach each other's shared memory."""
@@ -141,9 +209,9 @@ class Cta:
     columns: int = 0  # of tensor memory that are allocated
     barriers: dict[int, Barrier] = field(default_factory=dict)
     # What engines have been asked for.
-    loads: list["Copy"] = field(default_factory=list)
-    stores: list["Copy"] = field(default_factory=list)
-    products: "deque[Product | Commit]" = field(default_factory=deque)
+    loads: list[Copy] = field(default_factory=list)
+    stores: list[Copy] = field(default_factory=list)
+    products: deque[Product | Commit] = field(default_factory=deque)
     arrivals: list[int] = field(default_factory=list)  # of commits, at mbarriers
     is_over: bool = False  # all its warps have returned
     free_registers: int = 0  # a thread of a warp, that some warps have given back and no others have got
@@ -188,8 +256,8 @@ class Warp:
     waits_for: tuple[str, int, int] | None = None
     is_done: bool = False
     polls: bool = False  # whether it does no more than look for what others write
-    open_group: list["Copy"] = field(default_factory=list)  # of stores
-    groups: list[list["Copy"]] = field(default_factory=list)
+    open_group: list[Copy] = field(default_factory=list)  # of stores
+    groups: list[list[Copy]] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     meeting: int | None = None  # the phase of the cluster's barrier at which it has arrived
 

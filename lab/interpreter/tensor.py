@@ -1,32 +1,24 @@
 """Tensor memory and the products of the tensor cores: the instructions, and the engine."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from lab.interpreter import weak
-from lab.interpreter.state import RANK_PITCH, Array, Cta, Effect, FaultError, Mask, Warp, converged, only, within_cta
+from lab.interpreter.state import (
+    RANK_PITCH,
+    Array,
+    Commit,
+    Cta,
+    Effect,
+    FaultError,
+    Mask,
+    Product,
+    Warp,
+    converged,
+    only,
+    within_cta,
+)
 from lab.interpreter.statement import Statement, vector
 from lab.interpreter.tma import swizzled
-
-
-class Product(NamedTuple):
-    """An MMA that has been issued."""
-
-    target: int  # column of tensor memory
-    a: int  # column of tensor memory, or a descriptor
-    a_in_tensor_memory: bool
-    b: int
-    instruction: int
-    accumulates: bool
-    by_pair: bool  # of CTAs
-
-
-class Commit(NamedTuple):
-    """Arrivals when all products that were issued before are done."""
-
-    barrier: int
-    ranks: tuple[int, ...]  # of the CTAs at whose barriers, at the same place
 
 
 def access(s: Statement) -> Effect:

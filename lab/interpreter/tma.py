@@ -1,6 +1,5 @@
 """Copies between global and shared memory, of boxes of rows and of bytes: the instructions, and the engine."""
 
-import abc
 import functools
 import math
 import struct
@@ -16,6 +15,7 @@ from lab.interpreter.state import (
     PARAMS,
     SHARED,
     Array,
+    Copy,
     Cta,
     Effect,
     FaultError,
@@ -76,42 +76,6 @@ class TensorMap(NamedTuple):
 def swizzled(addresses: Array, row_bytes: int = 128) -> Array:
     """Which number of 16 bits of shared memory is at addresses of a swizzled tile, of rows of 128 bytes or fewer."""
     return ((addresses ^ (addresses >> 7 & row_bytes // 16 - 1) << 4) - SHARED) // 2
-
-
-@dataclass(kw_only=True)
-class Copy(abc.ABC):
-    """A copy that has been asked for. One to global memory is read at one time, and written at a later one."""
-
-    warp: Warp  # that has asked for it
-    barrier: int = 0  # where one to shared memory signals its bytes, in its own CTA or in another one of the cluster
-    data: Array | None = None  # what one to global memory has read
-    is_written: bool = False
-
-    @property
-    def is_read(self) -> bool:
-        """Whether shared memory has been read."""
-        return self.data is not None
-
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Bytes that a copy to shared memory signals."""
-
-    @abc.abstractmethod
-    def halves(self) -> list["Copy"]:
-        """The copy in two, which are done at different times; what is too small for that stays whole."""
-
-    @abc.abstractmethod
-    def load(self, cta: Cta) -> None:
-        """Copies from global to shared memory."""
-
-    @abc.abstractmethod
-    def read(self, cta: Cta) -> Array:
-        """Reads the source from shared memory."""
-
-    @abc.abstractmethod
-    def write(self, cta: Cta, data: Array) -> None:
-        """Writes data into global memory."""
 
 
 @dataclass(kw_only=True)

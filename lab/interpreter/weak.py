@@ -11,31 +11,10 @@ Each effect is shown at once or as late as that, by chance. What of a kernel dep
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from lab.interpreter.state import Array, Warp
-
-
-class Written(NamedTuple):
-    """A write to global memory: which bytes it changes, and what does it."""
-
-    first: int
-    last: int
-    write: Callable[[], None]
-
-
-@dataclass
-class Late:
-    """The effects of a warp that are still to be shown."""
-
-    to_async: list[tuple["Array", Callable[["Array"], None]]] = field(default_factory=list)  # by lanes
-    loads: list[Callable[[], None]] = field(default_factory=list)  # from tensor memory
-    stores: list[Callable[[], None]] = field(default_factory=list)  # to tensor memory
-    to_global: list[Written] = field(default_factory=list)
+from lab.interpreter.state import Array, Warp, Written
 
 
 def is_late(draw: random.Random) -> bool:
@@ -50,7 +29,7 @@ def show(effects: list[Callable[[], None]]) -> None:
     effects.clear()
 
 
-def show_to_async(warp: "Warp", lanes: "Array") -> None:
+def show_to_async(warp: Warp, lanes: Array) -> None:
     """Shows to TMA and tensor cores what lanes have stored in shared memory."""
     left = []
     for stored, copy in warp.late.to_async:
@@ -60,7 +39,7 @@ def show_to_async(warp: "Warp", lanes: "Array") -> None:
     warp.late.to_async = left
 
 
-def write_global(warp: "Warp", places: "Array", size: int, write: Callable[[], None]) -> None:
+def write_global(warp: Warp, places: Array, size: int, write: Callable[[], None]) -> None:
     """Writes to global memory, ``size`` bytes at each of some places, now or later; never ahead of an earlier write."""
     if warp.late.to_global or warp.cta.cluster.to_global or is_late(warp.cta.draw):
         warp.late.to_global.append(Written(int(places.min()), int(places.max()) + size, write))
@@ -68,21 +47,21 @@ def write_global(warp: "Warp", places: "Array", size: int, write: Callable[[], N
         write()
 
 
-def arrive(warp: "Warp") -> None:
+def arrive(warp: Warp) -> None:
     """Lets others of the cluster release what the warp has written: it arrives at a barrier."""
     if warp.late.to_global:
         warp.cta.cluster.to_global += warp.late.to_global
         warp.late.to_global = []
 
 
-def release(warp: "Warp") -> None:
+def release(warp: Warp) -> None:
     """Shows to all what the warp has written to global memory, and what others have that it knows of."""
     arrive(warp)
     show([x.write for x in warp.cta.cluster.to_global])
     warp.cta.cluster.to_global.clear()
 
 
-def read_global(warp: "Warp", places: "Array", size: int) -> None:
+def read_global(warp: Warp, places: Array, size: int) -> None:
     """Shows what is read of what the cluster has written: within it, barriers are enough."""
     for written in (warp.cta.cluster.to_global, warp.late.to_global):
         if written and any(places.min() < x.last and x.first < places.max() + size for x in written):

@@ -12,6 +12,7 @@ import pytest
 import flash_attn_cute
 
 ROOT = Path(flash_attn_cute.__file__).parent
+INSTRUMENTS = ROOT.parent / "lab"
 
 # From the top down. A module may import from its own level and from those below it.
 LEVELS = [
@@ -150,9 +151,10 @@ def import_graph(root: Path) -> dict[str, set[str]]:
 
 def test_imports_go_in_no_circle(tmp_path: Path) -> None:
     """Imports within functions count, too."""
-    graph = import_graph(ROOT)
-    assert len(graph) > 10
-    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+    for root in (ROOT, INSTRUMENTS):
+        graph = import_graph(root)
+        assert len(graph) > 10
+        TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
     (tmp_path / "p").mkdir()
     for name, source in {
         "__init__": "",
@@ -163,6 +165,12 @@ def test_imports_go_in_no_circle(tmp_path: Path) -> None:
         (tmp_path / "p" / f"{name}.py").write_text(source)
     with pytest.raises(CycleError):
         TopologicalSorter(import_graph(tmp_path / "p")).prepare()
+
+
+def test_instruments_are_below_tests() -> None:
+    """Tests import instruments, never the other way round."""
+    for path in INSTRUMENTS.rglob("*.py"):
+        assert not any(module.split(".")[0] in ("tests", "tools") for module in imported_modules(path)), path
 
 
 def test_tensors_are_made_on_devices_that_are_named() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from lab import interpreter
 from lab.interpreter import tensor
-from lab.interpreter.state import SHARED, Array, Barrier, Cluster, Cta
-from lab.interpreter.tensor import Commit, Product
+from lab.interpreter.state import SHARED, Array, Barrier, Cluster, Commit, Cta, Product
 from lab.interpreter.tma import swizzled
 
 HEAD = """.version 9.0

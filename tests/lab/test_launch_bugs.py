@@ -9,10 +9,11 @@ import torch
 
 from lab import interpreter
 from lab.bugs.launches import LAUNCHES, LaunchBug
+from lab.interpreter.host import Memory
 from tests.lib.checks import random_call
 from tests.lib.interpreted import backward, forward
 from tests.lib.interpreted.bias_gradient import WithGradient, check_dbias
-from tests.lib.interpreted.common import Executed, Memory
+from tests.lib.interpreted.common import Executed
 from tests.lib.oracle import Call
 from tests.lib.tiers import tiered
 

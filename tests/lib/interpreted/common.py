@@ -1,55 +1,21 @@
-"""Global memory, arguments and launches of interpreted kernels, whatever the pass."""
+"""Arguments and launches of interpreted kernels, whatever the pass."""
 
 import dataclasses
 import functools
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flash_attn_cute.kernels.sm100.config import TARGETS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from lab import interpreter
+from lab.interpreter.host import Host, Memory
 from tests.lib.compiled import code_for
-from tests.lib.interpreted.host import Host
 from tests.lib.oracle import Call
 
 B200, B300 = TARGETS  # their compute capabilities
-
-
-class Memory:
-    """Global memory, filled with NaN, and tensors in it, by names."""
-
-    def __init__(self, given: dict[str, Tensor]):
-        """The last one ends with memory, so that nothing is read behind it."""
-        self.given, self.places, size = given, dict[str, int](), 0
-        for name, x in given.items():
-            self.places[name] = size // 256 * 256 + 512 + x.data_ptr() % 16  # as aligned as it is
-            size = self.places[name] + num_bytes(x)
-        self.bytes: Any = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.tensors = [slice(place, place + num_bytes(given[name])) for name, place in self.places.items()]
-        for x, place in zip(given.values(), self.tensors, strict=True):
-            self.bytes[place] = spread(x).view(torch.uint8).numpy()
-
-    def read(self) -> None:
-        """Puts into tensors what is in memory, where that is something else."""
-        for x, place in zip(self.given.values(), self.tensors, strict=True):
-            found = torch.from_numpy(self.bytes[place].copy())
-            if not torch.equal(found, spread(x).view(torch.uint8)):
-                spread(x).copy_(found.view(x.dtype))
-
-
-def num_bytes(x: Tensor) -> int:
-    """Bytes of the memory behind a tensor, as far as its strides reach."""
-    return spread(x).numel() * x.element_size()
-
-
-def spread(x: Tensor) -> Tensor:
-    """The memory behind a tensor, as far as its strides reach."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.detach().as_strided((reach if x.numel() else 0,), (1,))
 
 
 def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, AttentionSpec]:
@@ -75,7 +41,8 @@ def as_given(call: Call, *, backward: bool = False) -> tuple[AttentionInputs, At
 @functools.cache
 def host(config: Any) -> Host:
     """The launching code of a configuration."""
-    return Host(code_for(config))
+    code = code_for(config)
+    return Host(code.ptx, code.host)
 
 
 @dataclasses.dataclass(frozen=True)

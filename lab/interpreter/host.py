@@ -1,6 +1,6 @@
-"""The launching code of a pass, as it was compiled, run without a GPU.
+"""The host's side of a pass, run without a GPU: tensors in global memory, and the launching code as it was compiled.
 
-It is the host's code in the object file that users' processes load (``flash_attn_cute.jit.code``): it computes grids,
+The launching code is in the object file that users' processes load (``flash_attn_cute.jit.code``). It computes grids,
 tensor maps and parameters, and calls CUDA. Here CUDA's functions are in Python, and write down what is launched. They
 are put into the object file's empty section ``.text``, as a jump each, under the names that the file does not define.
 """
@@ -12,11 +12,13 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from flash_attn_cute.kernels.sm100.config import SHARED_MEMORY
-from lab import interpreter
-from tests.lib.compiled import Code
+from lab.interpreter.program import Program
+from lab.interpreter.state import FaultError, Launch, address_of
 
 # Numbers of CUDA's enumerations.
 _SHARED_A_BLOCK, _STATIC_SHARED = 97, 1  # attributes of a device, and of a kernel
@@ -33,19 +35,53 @@ _CODE = {
 }
 
 
+class Memory:
+    """Global memory, filled with NaN, and tensors in it, by names."""
+
+    def __init__(self, given: dict[str, Tensor]):
+        """The last one ends with memory, so that nothing is read behind it."""
+        self.given, self.places, size = given, dict[str, int](), 0
+        for name, x in given.items():
+            self.places[name] = size // 256 * 256 + 512 + x.data_ptr() % 16  # as aligned as it is
+            size = self.places[name] + num_bytes(x)
+        self.bytes: Any = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.tensors = [slice(place, place + num_bytes(given[name])) for name, place in self.places.items()]
+        for x, place in zip(given.values(), self.tensors, strict=True):
+            self.bytes[place] = spread(x).view(torch.uint8).numpy()
+
+    def read(self) -> None:
+        """Puts into tensors what is in memory, where that is something else."""
+        for x, place in zip(self.given.values(), self.tensors, strict=True):
+            found = torch.from_numpy(self.bytes[place].copy())
+            if not torch.equal(found, spread(x).view(torch.uint8)):
+                spread(x).copy_(found.view(x.dtype))
+
+
+def num_bytes(x: Tensor) -> int:
+    """Bytes of the memory behind a tensor, as far as its strides reach."""
+    return spread(x).numel() * x.element_size()
+
+
+def spread(x: Tensor) -> Tensor:
+    """The memory behind a tensor, as far as its strides reach."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.detach().as_strided((reach if x.numel() else 0,), (1,))
+
+
 class Host:
     """The launching code of a configuration, and its kernels."""
 
-    def __init__(self, code: Code):
+    def __init__(self, ptx: str, launching_code: bytes):
+        """PTX of the kernels, and the object file of what launches them."""
         from cutlass.cute.export import _BinaryExecutionEngine
         from cutlass.cute.runtime import find_runtime_libraries
         from cutlass.cutlass_dsl.tvm_ffi_provider import tvm_ffi
 
-        self._text, self._from_dlpack = code.ptx, tvm_ffi.from_dlpack
-        self._programs: dict[str, interpreter.Program] = {}
+        self._text, self._from_dlpack = ptx, tvm_ffi.from_dlpack
+        self._programs: dict[str, Program] = {}
         self._kernels: list[str] = []  # by their handles
         self._most_shared: dict[int, int] = {}
-        self._launches: list[interpreter.Launch] = []
+        self._launches: list[Launch] = []
         self._error: Exception | None = None
         functions = {
             "cuda_dialect_init_library_once": self._load_library,
@@ -63,17 +99,17 @@ class Host:
         libraries = find_runtime_libraries(enable_tvm_ffi=True)
         for library in libraries:
             ctypes.CDLL(library)
-        engine = _BinaryExecutionEngine(_linked(code.host, stubs), libraries, True)
+        engine = _BinaryExecutionEngine(_linked(launching_code, stubs), libraries, True)
         found = engine.lookup("__tvm_ffi_kernel")
         self._function = tvm_ffi.Function.__from_extern_c__(found, keep_alive_object=engine)
 
-    def program(self, name: str) -> interpreter.Program:
+    def program(self, name: str) -> Program:
         """A kernel, by its whole name."""
         if name not in self._programs:
-            self._programs[name] = interpreter.Program(self._text, name)
+            self._programs[name] = Program(self._text, name)
         return self._programs[name]
 
-    def launches(self, arguments: Any, places: Mapping[str, int]) -> list[interpreter.Launch]:
+    def launches(self, arguments: Any, places: Mapping[str, int]) -> list[Launch]:
         """The kernels that a call launches, in order.
 
         Args:
@@ -95,7 +131,7 @@ class Host:
         given = {}
         for name, x in arguments._asdict().items():
             if isinstance(x, Tensor):
-                x = self._from_dlpack(_Claimed(x, interpreter.address_of(places[name])))
+                x = self._from_dlpack(_Claimed(x, address_of(places[name])))
             elif isinstance(x, tuple):
                 x = self._on_gpu(x, places)
             given[name] = x
@@ -148,8 +184,8 @@ class Host:
         pointers = itertools.count(params, 8)
         given = [ctypes.string_at(_read("<Q", next(pointers))[0], size) for size in self.program(name).param_sizes]
         if shared > self._most_shared[kernel]:
-            raise interpreter.FaultError(f"{shared} bytes of shared memory of {self._most_shared[kernel]}")
-        launch = interpreter.Launch(given, tuple(sizes[:3]), tuple(sizes[3:]), cluster, shared, name)
+            raise FaultError(f"{shared} bytes of shared memory of {self._most_shared[kernel]}")
+        launch = Launch(given, tuple(sizes[:3]), tuple(sizes[3:]), cluster, shared, name)
         self._launches.append(launch)
 
 
