@@ -114,7 +114,6 @@ ALLOWED: dict[str, int] = {
     "flash_attn_cute": 3,
     "flash_attn_cute/backends": 24,
     "flash_attn_cute/calls": 15,
-    "flash_attn_cute/integrations": 12,
     "flash_attn_cute/kernels/sm90": 6,
 }
 

@@ -1,4 +1,4 @@
-"""What layers of transformers are given as ``attention_mask``: rows of sequences, or a mask in memory.
+"""Mask functions of transformers; they give layers as ``attention_mask`` rows of sequences, or a mask in memory.
 
 A class that supports flash attention hands its mask from the model to the layers without looking at it. It gets *rows*:
 a tensor of four dimensions, (sequences + 1, 1 + number, longest, 4), uint32, which no mask in memory is.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-# Of the functions that transformers joins to masks: those that a pattern can tell, and whether it is causal.
+# Functions that transformers joins to masks and that a pattern stands for, and whether that is causal.
 _LEFT, _BOTH = "sliding_window_overlay", "sliding_window_bidirectional_overlay"
 _IS_CAUSAL = {
     frozenset({"causal_mask_function"}): True,
@@ -47,7 +47,7 @@ _PATTERNS = [Pattern()]
 
 
 class Rows(NamedTuple):
-    """What a tensor of rows says."""
+    """Contents of a tensor of rows."""
 
     pattern: Pattern
     longest: int
@@ -104,7 +104,7 @@ def rows_of_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """What ``attend`` needs to know of the mask of a forward pass.
+    """Returns what ``attend`` needs to know of the mask of a forward pass.
 
     The host waits for the device once if there is an attention_mask, and twice for packed sequences. In compiled
     functions it is a break of the graph.
@@ -118,7 +118,7 @@ def rows_of_mask(
         mask_function: whether a query sees a key, by entry, head and positions.
         attention_mask: (batch, positions) bool, True = real; what is behind its end is not.
         device: where to make the result.
-        others: what transformers tells those who make masks in memory.
+        others: arguments of transformers for functions that make masks in memory.
 
     Returns:
         None if every query sees every key; or rows, as the module describes them; or a bool mask (batch, 1, q_length,
@@ -162,8 +162,8 @@ def rows_of_mask(
     starts, lengths = real.int().argmax(1), real.sum(1)
     is_run = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
     fits = torch.as_tensor(stop <= kv_length, device=device)
-    is_whole, can_be_told = torch.stack([real.all(), fits & (is_run == real).all()]).tolist()
-    if not can_be_told:
+    is_whole, are_runs = torch.stack([real.all(), fits & (is_run == real).all()]).tolist()
+    if not are_runs:
         return make_mask()
     if is_whole:
         return whole
@@ -179,7 +179,7 @@ def rows_of_mask(
 
 
 def _recognised(mask_function: Callable[..., Tensor]) -> tuple[Pattern, Tensor | None] | None:
-    """What a function of transformers stands for; None if it could be anything.
+    """Finds what a function of transformers stands for; None if it could be anything.
 
     Returns:
         The pattern; and for packed sequences (batch, rows), ascending: the number of the sequence of each row within

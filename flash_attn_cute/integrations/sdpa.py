@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
     window: tuple[int | None, int | None] = (None, None)
     if is_causal:
         seqlen_q = q.shape[1]
-        if seqlen_q < k.shape[1]:  # nobody sees the others
+        if seqlen_q < k.shape[1]:  # no query sees the others
             k, v = k[:, :seqlen_q], v[:, :seqlen_q]
         window = (None, seqlen_q - k.shape[1])
     elif lower_right:

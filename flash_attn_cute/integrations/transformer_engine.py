@@ -38,7 +38,7 @@ def thd_attention(
     learnable_sink: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """What ``DotProductAttention`` computes with ``qkv_format="thd"`` and without dropout, names being those it has.
+    """Computes what ``DotProductAttention`` does with ``qkv_format="thd"`` and without dropout, by its argument names.
 
     Sequence b has ``cu_seqlens[b + 1] - cu_seqlens[b]`` rows, the first of which is ``cu_seqlens_padded[b]``. All other
     rows are padding: ignored whatever they hold, NaN included, and zero in out and gradients.

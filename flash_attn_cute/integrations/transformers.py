@@ -310,7 +310,7 @@ def _check_offsets(*offsets: object, attention_mask: Tensor | None) -> None:
 def _mask_and_bias(
     attention_mask: Tensor | None, position_bias: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What is given for all scores, as arguments of ours.
+    """Turns tensors over all scores into arguments of ours.
 
     Raises:
         TypeError: an attention_mask that is no tensor, or of integers.

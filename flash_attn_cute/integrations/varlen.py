@@ -10,7 +10,7 @@ from flash_attn_cute.integrations import check_tensors
 
 
 class AuxRequest(Protocol):
-    """What to return beside out; PyTorch's ``torch.nn.attention.varlen.AuxRequest`` is one."""
+    """A request for results beside out; PyTorch's ``torch.nn.attention.varlen.AuxRequest`` is one."""
 
     @property
     def lse(self) -> bool:
