@@ -71,28 +71,15 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Result:
-    """Attention over a dense batch. Arguments that are not listed: see the module.
+    """Attention over a dense batch.
+
+    Arguments that are not listed: see the module.
 
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64, the last dimension contiguous.
         k: (batch, seqlen_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
         v: (batch, seqlen_k, nheads_k, d_v), of q's dtype.
-        dropout_p: 0.0.
-        softmax_scale: see the module, as all that follow.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: (nheads,) or (batch, nheads), floating point.
-        deterministic: see the module.
-        return_attn_probs: see the module.
-        qv: None.
-        q_descale: None.
-        k_descale: None.
-        v_descale: None.
-        attention_chunk: 0.
-        num_splits: not used.
-        pack_gqa: not used.
-        sm_margin: 0.
 
     Returns:
         out (batch, seqlen_q, nheads, d_v) of q's dtype; with return_attn_probs, (out, softmax_lse, None), softmax_lse
@@ -133,17 +120,12 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with k and v in one tensor, of which they are views.
 
+    Arguments that are not listed: see the module.
+
     Args:
         q: (batch, seqlen_q, nheads, d).
         kv: (batch, seqlen_k, 2, nheads_k, d), of q's dtype.
-        dropout_p: see the module, as all that follow.
-        softmax_scale: see the module.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: (nheads,) or (batch, nheads).
-        deterministic: see the module.
-        return_attn_probs: see the module.
 
     Returns:
         As ``flash_attn_func``.
@@ -171,16 +153,11 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with q, k and v in one tensor, of which they are views.
 
+    Arguments that are not listed: see the module.
+
     Args:
         qkv: (batch, seqlen, 3, nheads, d).
-        dropout_p: see the module, as all that follow.
-        softmax_scale: see the module.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: (nheads,) or (batch, nheads).
-        deterministic: see the module.
-        return_attn_probs: see the module.
 
     Returns:
         As ``flash_attn_func``.
@@ -226,6 +203,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention over packed sequences. Rows that belong to none are ignored and come out as zeros.
 
+    Arguments that are not listed: see the module.
+
     Args:
         q: (total_q, nheads, d), float16, bfloat16, float32 or float64, the last dimension contiguous.
         k: (total_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
@@ -234,25 +213,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (batch + 1,) int32, those of their rows in k and v.
         max_seqlen_q: upper bound on the query rows of any sequence.
         max_seqlen_k: likewise for keys.
-        dropout_p: see the module, as all that follow.
-        softmax_scale: see the module.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: (nheads,), floating point, or (batch, nheads) if that is an expanded view of (nheads,).
-        deterministic: see the module.
-        return_attn_probs: see the module.
-        block_table: None.
         seqused_q: (batch,) int32, the real query rows of each sequence if fewer than it owns.
         seqused_k: (batch,) int32, likewise for the rows of k and v.
-        qv: None.
-        q_descale: None.
-        k_descale: None.
-        v_descale: None.
-        attention_chunk: 0.
-        num_splits: not used.
-        pack_gqa: not used.
-        sm_margin: 0.
 
     Returns:
         out (total_q, nheads, d_v) of q's dtype; with return_attn_probs, (out, softmax_lse, None), softmax_lse being
@@ -320,6 +283,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with k and v in one tensor, of which they are views.
 
+    Arguments that are not listed: see the module.
+
     Args:
         q: (total_q, nheads, d).
         kv: (total_k, 2, nheads_k, d), of q's dtype.
@@ -327,14 +292,7 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k: (batch + 1,) int32.
         max_seqlen_q: upper bound on the query rows of any sequence.
         max_seqlen_k: likewise for keys.
-        dropout_p: see the module, as all that follow.
-        softmax_scale: see the module.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: see ``flash_attn_varlen_func``.
-        deterministic: see the module.
-        return_attn_probs: see the module.
 
     Returns:
         As ``flash_attn_varlen_func``.
@@ -364,18 +322,13 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """``flash_attn_varlen_func`` with q, k and v in one tensor, of which they are views.
 
+    Arguments that are not listed: see the module.
+
     Args:
         qkv: (total, 3, nheads, d).
         cu_seqlens: (batch + 1,) int32.
         max_seqlen: upper bound on the rows of any sequence.
-        dropout_p: see the module, as all that follow.
-        softmax_scale: see the module.
-        causal: see the module.
-        window_size: see the module.
-        softcap: see the module.
         alibi_slopes: see ``flash_attn_varlen_func``.
-        deterministic: see the module.
-        return_attn_probs: see the module.
 
     Returns:
         As ``flash_attn_varlen_func``.

@@ -52,26 +52,14 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention over a dense batch. Arguments that are not listed: see the module.
+    """Attention over a dense batch.
+
+    Arguments that are not listed: see the module.
 
     Args:
         q: (batch, seqlen_q, nheads, d), float16, bfloat16, float32 or float64, the last dimension contiguous.
         k: (batch, seqlen_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
         v: (batch, seqlen_k, nheads_k, d_v), of q's dtype.
-        softmax_scale: see the module, as all that follow.
-        causal: see the module.
-        qv: None.
-        q_descale: None.
-        k_descale: None.
-        v_descale: None.
-        window_size: see the module.
-        attention_chunk: 0.
-        softcap: see the module.
-        num_splits: not used.
-        pack_gqa: not used.
-        deterministic: see the module.
-        sm_margin: 0.
-        return_attn_probs: see the module.
 
     Returns:
         out (batch, seqlen_q, nheads, d_v) of q's dtype; with return_attn_probs, (out, softmax_lse), softmax_lse being
@@ -120,21 +108,12 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with q, k and v in one tensor, of which they are views.
 
+    Arguments that are not listed: see the module.
+
     Args:
         qkv: (batch, seqlen, 3, nheads, d); or (batch, seqlen, nheads + 2 * nheads_k, d), the heads of q, k and v one
             behind another.
-        softmax_scale: see the module, as all that follow.
-        causal: see the module.
-        q_descale: None.
-        k_descale: None.
-        v_descale: None.
-        window_size: see the module.
-        attention_chunk: 0.
-        softcap: see the module.
-        deterministic: see the module.
         num_heads_q: nheads, for a qkv of four dimensions.
-        sm_margin: 0.
-        return_attn_probs: see the module.
 
     Returns:
         As ``flash_attn_func``.
@@ -199,6 +178,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention over packed sequences. Rows that belong to none are ignored and come out as zeros.
 
+    Arguments that are not listed: see the module.
+
     Args:
         q: (total_q, nheads, d), float16, bfloat16, float32 or float64, the last dimension contiguous.
         k: (total_k, nheads_k, d), of q's dtype; nheads_k divides nheads.
@@ -209,20 +190,6 @@ def flash_attn_varlen_func(
         max_seqlen_k: likewise for keys.
         seqused_q: (batch,) int32, the real query rows of each sequence if fewer than it owns.
         seqused_k: (batch,) int32, likewise for the rows of k and v.
-        softmax_scale: see the module, as all that follow.
-        causal: see the module.
-        qv: None.
-        q_descale: None.
-        k_descale: None.
-        v_descale: None.
-        window_size: see the module.
-        attention_chunk: 0.
-        softcap: see the module.
-        num_splits: not used.
-        pack_gqa: not used.
-        deterministic: see the module.
-        sm_margin: 0.
-        return_attn_probs: see the module.
 
     Returns:
         out (total_q, nheads, d_v) of q's dtype; with return_attn_probs, (out, softmax_lse), softmax_lse being
