@@ -1,1 +1,1 @@
-"""The tools of ``flash_attn_cute.profile``, also by the names ``tools.nsys``, ``tools.ncu`` and ``tools.workload``."""
+"""Small commands for contributors: words of the project, and the hook of its site."""

@@ -368,9 +368,9 @@ def test_what_pages_name_is_there(page: str) -> None:
 def test_what_is_not_there_is_missed() -> None:
     page = """`api.py`, `apy.py`, jit/{cache,cash}.py, `jit/key.py:identity`, `jit/key.py:identify`, `kernels/sm90/`,
     `kernels/sm80/`, `kernels/common/query_tiles.py:QueryTile.read`, `kernels/common/query_tiles.py:QueryTile.rread`,
-    `jit.cache`, `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m tools.ncu, tools.nsight,
+    `jit.cache`, `jit.cash`, `jit.cache.kernel`, `jit.cache.colonel`, python -m tools.prose, tools.poetry,
     `spec.AttentionSpec`, `backends/cute/backend.py:_MAX_PACKED_ROWS`. See flash_attn_cute.calls."""
     missing = (
         "apy.py jit/cash.py jit/key.py:identify kernels/common/query_tiles.py:QueryTile.rread kernels/sm80 jit.cash"
     )
-    assert what_is_missing(page) == [*missing.split(), "jit.cache.colonel", "tools.nsight"]
+    assert what_is_missing(page) == [*missing.split(), "jit.cache.colonel", "tools.poetry"]
