@@ -2,23 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from torch import Tensor
 
-from flash_attn_cute.calls import lowering, nested, ops, prepared_call, validate
+from flash_attn_cute.calls import torch_modes, validate
+from flash_attn_cute.calls.attend import Result, attend, is_replaced
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# ``out``, or ``(out, lse)`` with return_lse=True.
-Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
-
-# What integrations ask, which know nothing below this module.
-is_same_memory = ops.is_same_memory
-is_over_ranks = ops.is_replaced
+# For integrations, which know nothing below this module.
+is_same_memory = torch_modes.is_same_memory
+is_over_ranks = is_replaced
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -180,8 +178,10 @@ def flash_attn_func(
         backend=backend,
         dropout_p=dropout_p,
     )
-    tensors = (q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias)
-    return _attend(tensors, (), block_mask, options, backend, return_lse)
+    call = AttentionCall(
+        q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias, None, block_mask, options, backend
+    )
+    return attend(call, return_lse)
 
 
 @overload
@@ -317,52 +317,20 @@ def flash_attn_varlen_func(
         validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),
         validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),
     )
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias)
-    return _attend(tensors, bounds, block_mask, options, backend, return_lse)
-
-
-def _attend(
-    tensors: prepared_call.Tensors,
-    bounds: prepared_call.Bounds,
-    block_mask: BlockMask | None,
-    options: Options,
-    backend: str | None,
-    return_lse: bool,
-) -> Result:
-    watched = ops.needs_dispatcher(tensors)
-    if watched and not bounds and nested.is_among(tensors[:3]):
-        return _attend_nested(tensors, block_mask, options, backend, return_lse)
-    tensors = ops.autocast(tensors)
-    lowered = lowering.of(tensors, bounds, block_mask, options)
-    if lowered is not None:
-        tensors, bounds, options, _ = lowered
-        block_mask = None
-    backward = block_mask is not None and ops.is_recorded(tensors, watched)
-    chosen, options, tables = prepared_call.with_tables(
-        tensors, bounds, block_mask, options, backend, backward=backward, watched=watched
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        learnable_sink,
+        mask,
+        bias,
+        bounds,
+        block_mask,
+        options,
+        backend,
     )
-    inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
-    out, lse = ops.attention(inputs, options, chosen.spec, chosen.backend, watched=watched)
-    if lowered is not None:
-        out, lse = lowered.unpacked(out, lse)
-    return (out, lse) if return_lse else out
-
-
-def _attend_nested(
-    tensors: prepared_call.Tensors,
-    block_mask: BlockMask | None,
-    options: Options,
-    backend: str | None,
-    return_lse: bool,
-) -> Result:
-    if is_over_ranks():
-        raise TypeError(
-            "q: expected a dense tensor within context_parallel, got a nested one: give flash_attn_varlen_func the "
-            "values of this rank's rows, and cu_seqlens of all rows"
-        )
-    tensors, bounds, jagged = nested.as_packed(tensors)
-    result = _attend(tensors, bounds, block_mask, options, backend, return_lse)
-    if isinstance(result, Tensor):
-        return jagged.wrap(result, rows=0)
-    out, lse = result
-    return jagged.wrap(out, rows=0), jagged.wrap(lse, rows=1)
+    return attend(call, return_lse)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from flash_attn_cute import flash_attn_varlen_func
 from flash_attn_cute.calls import dispatch, validate
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.spec import AttentionSpec, Options
 
 try:
@@ -186,10 +187,8 @@ def selected_backend() -> dispatch.Selection:
     q, k = (torch.empty(1, heads, HEAD_DIM) for heads in (HEADS, HEADS_K))
     q, k = (x.to(attention_dtype(x.device)) for x in (q, k))
     cu = torch.tensor([0, 1], dtype=torch.int32)
-    no_extras: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_k", "learnable_sink", "mask", "bias"))
-    inputs = validate.check_packed(q, k, k, cu, cu, 1, 1, **no_extras)
-    causal = Options(None, None, window_right=0, softcap=0.0, deterministic=True, zero_padding=True)
-    return dispatch.select(AttentionSpec.of(inputs, causal), inputs)
+    inputs = validate.check(AttentionCall(q, k, k, cu, cu, bounds=(1, 1)))
+    return dispatch.select(AttentionSpec.of(inputs, Options(window_right=0, deterministic=True)), inputs)
 
 
 def train(documents: Sequence[bytes], steps: int, rows: int, seed: int, title: str) -> tuple[Transformer, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import settings
-from flash_attn_cute.calls import ops, validate
+from flash_attn_cute.calls import torch_modes, validate
 from flash_attn_cute.spec import statically_true
 
 
@@ -148,7 +148,7 @@ def _check_rows(x: Tensor, leading: tuple[int, ...], expected: str) -> None:
 
 def _is_read(x: Tensor) -> bool:
     """Whether values are looked at: where that makes nobody wait, or where all are to be."""
-    return not ops.needs_dispatcher((x,)) and (x.device.type == "cpu" or settings.check_data())
+    return not torch_modes.needs_dispatcher((x,)) and (x.device.type == "cpu" or settings.check_data())
 
 
 class _Moved(torch.autograd.Function):

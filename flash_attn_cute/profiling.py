@@ -5,17 +5,13 @@ name group the steps of a training run: ``flash_attn_cute forward sm90 b4 s8192 
 packed sequences ``flash_attn_cute backward sm90 packed h32/8 d128 bfloat16 causal``.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
 
 import torch
 
 from flash_attn_cute import settings
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _OFF = nullcontext()
 
@@ -30,15 +26,9 @@ def span(name: str) -> AbstractContextManager[None]:
     return _range(f"flash_attn_cute {name}") if settings.nvtx() else _OFF
 
 
-def marked(name: str, run: F) -> F:
-    """``run(spec, inputs, ...)``, one pass of a backend, inside a ``span`` that describes the call."""
-
-    @functools.wraps(run)
-    def run_in_span(spec: AttentionSpec, inputs: AttentionInputs, *args: Any, **kwargs: Any) -> Any:
-        with span(f"{name} {_describe(spec, inputs)}"):
-            return run(spec, inputs, *args, **kwargs)
-
-    return cast(F, run_in_span)
+def pass_span(name: str, spec: AttentionSpec, inputs: AttentionInputs) -> AbstractContextManager[None]:
+    """A ``span`` around one pass of a backend, which describes the call."""
+    return span(f"{name} {_describe(spec, inputs)}")
 
 
 @contextmanager

@@ -84,20 +84,14 @@ class AttentionInputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d).
+    """The numbers of a call; ``causal`` is folded into the window, and a scale of None means 1 / sqrt(d)."""
 
-    ``low_contention``: tiles of the block mask wait so little for each other that additions to dQ have an order even
-    without ``deterministic``. ``has_m_block_order``: tiles take blocks of queries in orders found for them.
-    """
-
-    softmax_scale: float | None
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    deterministic: bool
-    zero_padding: bool
-    low_contention: bool = False
-    has_m_block_order: bool = False
+    softmax_scale: float | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    deterministic: bool = False
+    zero_padding: bool = True
 
 
 class AttentionSpec(NamedTuple):
@@ -106,6 +100,10 @@ class AttentionSpec(NamedTuple):
     ``window_left`` and ``window_right`` are the bottom-right aligned window with ``causal`` folded in (None:
     unbounded on that side), ``softcap`` is 0 when off, and ``softmax_scale`` is always a number. ``wide``: out,
     or dq, dk and dv, are as wide as lse, as they are to be merged with those of other calls.
+
+    Two fields are about the block mask's tiles of keys, which add to dQ. ``low_contention``: they wait so little for
+    each other that their additions are ordered even if ``deterministic`` is False. ``has_m_block_order``: each takes
+    blocks of queries in an order that a search has found.
     """
 
     dtype: torch.dtype
@@ -154,8 +152,6 @@ class AttentionSpec(NamedTuple):
             softcap=options.softcap,
             deterministic=options.deterministic,
             zero_padding=options.zero_padding,
-            low_contention=options.low_contention,
-            has_m_block_order=options.has_m_block_order,
         )
 
     @property

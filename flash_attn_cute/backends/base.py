@@ -14,8 +14,24 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
-    dsink: Tensor | None
+    dbias: Tensor | None = None
+    dsink: Tensor | None = None
+
+
+class BackwardCall(NamedTuple):
+    """A call whose forward pass has run: its results, their gradients (of any strides), and what else is wanted.
+
+    A backend writes gradients of q, k and v, and those of bias and learnable_sink if they are needed.
+    """
+
+    spec: AttentionSpec
+    inputs: AttentionInputs
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+    need_dbias: bool = False
+    need_dsink: bool = False
 
 
 class PassPlan(NamedTuple):
@@ -61,20 +77,6 @@ class Backend(Protocol):
         """New tensors out (like q, last dimension d_v; see ``spec.wide``) and lse (``inputs.lse_shape``)."""
         ...
 
-    def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        need_dbias: bool,
-        need_dsink: bool,
-    ) -> Gradients:
-        """Gradients from what forward returned and the gradients of both of its results (of any strides).
-
-        See ``spec.wide`` for their dtypes.
-        """
+    def backward(self, call: BackwardCall) -> Gradients:
+        """Gradients of what forward was given; see ``spec.wide`` for their dtypes."""
         ...

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +10,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_attn_cute.backends.base import PassPlan
 from flash_attn_cute.backends.cute import CuteBackend
-from flash_attn_cute.calls import dispatch, lowering, nested, ops, prepared_call, validate
+from flash_attn_cute.calls import dispatch, lowering, nested, validate
+from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.calls.prepared_call import spec_of
+from flash_attn_cute.calls.torch_modes import autocast, is_same_memory
 from flash_attn_cute.kernels.features import Features
 from flash_attn_cute.sparsity.block_mask import BlockMask
-from flash_attn_cute.spec import AttentionInputs, AttentionSpec
+from flash_attn_cute.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -141,46 +143,33 @@ def explain(
         dropout_p=dropout_p,
     )
     backends = dispatch.BACKENDS if gpu is None else dispatch.supposing(gpu)
-    tensors: prepared_call.Tensors = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        learnable_sink,
-        mask,
-        bias,
-    )
-    bounds: prepared_call.Bounds = ()
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink, mask, bias)
+    call = AttentionCall(*tensors, None, block_mask, options, backend)
     if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
         bounds = (
             validate.check_max_seqlen("max_seqlen_q", max_seqlen_q),  # type: ignore[arg-type]
             validate.check_max_seqlen("max_seqlen_k", max_seqlen_k),  # type: ignore[arg-type]
         )
-    elif nested.is_among(tensors[:3]):
-        tensors, bounds, _ = nested.as_packed(tensors)
-    lowered = lowering.of(tensors, bounds, block_mask, options)
-    if lowered is not None:
-        tensors, bounds, options, _ = lowered
-        block_mask = None
-    options = prepared_call.with_turns(block_mask, options)
-    device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+        call = call._replace(bounds=bounds)
+    elif nested.is_nested(call):
+        call, _ = nested.as_packed(call)
+    call = lowering.of(call).call
+    device = call.q.device if isinstance(call.q, Tensor) else None
     if gpu is None and device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"q: expected gpu= to say which GPU is meant, as PyTorch finds none, got a tensor on {device}")
-    copies = _on_meta(tensors)
+    copies = _on_meta(call)
     with _disable_current_modes():
-        inputs = prepared_call.check(copies, bounds, block_mask, device)
-        spec = prepared_call.spec_of(inputs, options, block_mask)
-        selection = dispatch.select(spec, inputs._replace(q=tensors[0]), backend, backends, is_run=False)
+        inputs = validate.check(copies, device)
+        spec = spec_of(copies, inputs)
+        selection = dispatch.select(spec, inputs._replace(q=call.q), backend, backends, is_run=False)
         chosen = backends[selection.name]
         passes: tuple[PassPlan | None, PassPlan | None] = (None, None)
         num_sms = None
         if isinstance(chosen, CuteBackend):
             num_sms = chosen.num_sms(inputs.q.device if device is None else device)
             need_dbias = bias is not None and bias.requires_grad
-            blocks = None if block_mask is None else (block_mask.sizes[:2], block_mask.order_sets)
+            left = call.block_mask
+            blocks = None if left is None else (left.sizes[:2], left.order_sets)
             passes = chosen.planned(spec, inputs, num_sms, need_dbias=need_dbias, blocks=blocks)
     where = str(device) if gpu is None else f"a supposed GPU of {gpu}"
     passed_over = MappingProxyType(selection.passed_over)
@@ -218,23 +207,24 @@ def _pass_line(name: str, planned: PassPlan | None) -> str:
     return "\n    ".join(lines)
 
 
-def _on_meta(tensors: prepared_call.Tensors) -> prepared_call.Tensors:
-    """Tensors without memory that look like those of a call after autocast; what is the same memory is one tensor.
+def _on_meta(call: AttentionCall) -> AttentionCall:
+    """The call after autocast, with tensors without memory that look like its own; what is the same memory is one.
 
     Raises:
         ValueError: one that is not on q's device.
     """
-    q = tensors[0]
-    usable = [isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors]
-    cast = ops.autocast(tuple(x.new_empty(0) if is_usable else x for x, is_usable in zip(tensors, usable, strict=True)))
-    copies: list[Any] = []
-    for i, (x, is_usable) in enumerate(zip(tensors, usable, strict=True)):
-        if is_usable and isinstance(q, Tensor) and x.device != q.device:
-            name = AttentionInputs._fields[i]
-            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
-        same = next((j for j in range(i) if is_usable and usable[j] and ops.is_same_memory(x, tensors[j])), None)
-        copies.append(copies[same] if same is not None else _without_memory(x, cast[i].dtype) if is_usable else x)
-    return tuple(copies)
+    given = dict(zip(call._fields, call[:NUM_TENSORS], strict=False))
+    usable = {
+        name: x for name, x in given.items() if isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+    }
+    cast = autocast(call.with_tensors(**{name: x.new_empty(0) for name, x in usable.items()}))
+    copies: dict[str, Tensor] = {}
+    for name, x in usable.items():
+        if isinstance(call.q, Tensor) and x.device != call.q.device:
+            raise ValueError(f"{name}: expected the device of q, {call.q.device}, got {x.device}")
+        same = next((other for other in copies if is_same_memory(x, usable[other])), None)
+        copies[name] = _without_memory(x, getattr(cast, name).dtype) if same is None else copies[same]
+    return call.with_tensors(**copies)
 
 
 def _without_memory(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,12 +5,12 @@ q, k and v, whose kernels are faster and read no tables. Masks beside padding st
 lengths; so do documents beside mask or bias, which packed calls count in another way, and padding beside a sink.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_attn_cute.calls import ops, prepared_call
+from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.sparsity.plain import Offsets
 from flash_attn_cute.spec import Options, statically_true
@@ -19,10 +19,8 @@ from flash_attn_cute.spec import Options, statically_true
 class Lowered(NamedTuple):
     """A call without a block mask: ``shape`` is (batch, seqlen) of a call that has become packed."""
 
-    tensors: prepared_call.Tensors
-    bounds: prepared_call.Bounds
-    options: Options
-    shape: tuple[int, int] | None
+    call: AttentionCall
+    shape: tuple[int, int] | None = None
 
     def unpacked(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The results as the dense call has them."""
@@ -31,10 +29,8 @@ class Lowered(NamedTuple):
         return out.unflatten(0, self.shape), lse.unflatten(1, self.shape).transpose(0, 1)
 
 
-def of(
-    tensors: prepared_call.Tensors, bounds: prepared_call.Bounds, block_mask: BlockMask | None, options: Options
-) -> Lowered | None:
-    """A call, of which only the options have been checked, without its block mask; None if it has to stay.
+def of(call: AttentionCall) -> Lowered:
+    """The call without its block mask, or as it is if that has to stay.
 
     It stays in any call that is not valid, too: that says what is wrong in the words of what was called. Waits for the
     device at the first call with documents.
@@ -42,56 +38,61 @@ def of(
     Raises:
         RuntimeError: documents have not been looked at, and torch.compile or a CUDA graph is recording.
     """
-    q, k, v, _, _, seqused_q, seqused_k, learnable_sink, mask, bias = tensors
-    if bounds or not isinstance(block_mask, BlockMask) or seqused_q is not None or seqused_k is not None:
-        return None
+    block_mask = call.block_mask
+    if not isinstance(block_mask, BlockMask) or call.bounds is not None:
+        return Lowered(call)
     plain = block_mask.plain
-    if plain is None or ops.is_replaced() or not _fits(block_mask, q, k, v):
-        return None
-    options = options._replace(
-        window_left=_narrower(options.window_left, plain.left),
-        window_right=_narrower(options.window_right, plain.right),
+    has_padding = call.seqused_q is not None or call.seqused_k is not None
+    if plain is None or has_padding or not _fits(block_mask, call):
+        return Lowered(call)
+    options = call.options._replace(
+        window_left=_narrower(call.options.window_left, plain.left),
+        window_right=_narrower(call.options.window_right, plain.right),
     )
     if plain.documents is None:
-        return Lowered(tensors, (), options, None)
-    if mask is not None or bias is not None or not _is_packed_already(block_mask, q, k, v):
-        return None
+        return Lowered(AttentionCall(*call[:NUM_TENSORS], None, None, options, call.backend))
+    if call.mask is not None or call.bias is not None or not _is_packed_already(block_mask, call):
+        return Lowered(call)
     offsets = block_mask.offsets
     # With a sink lse is its logit where a query sees nothing, but -inf where it is padding.
-    if offsets is None or (offsets.seqused is not None and learnable_sink is not None):
-        return None
-    return _packed((q, k, v), learnable_sink, offsets, options)
+    if offsets is None or (offsets.seqused is not None and call.learnable_sink is not None):
+        return Lowered(call)
+    return _packed(call, offsets, options)
 
 
-def _fits(block_mask: BlockMask, q: Any, k: Any, v: Any) -> bool:
+def _fits(block_mask: BlockMask, call: AttentionCall) -> bool:
     """Whether q, k and v have the dimensions and lengths that the mask is for."""
-    if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim == 4 for x in (q, k, v)):
-        return False
-    return statically_true(q.shape[1] == block_mask.seqlen_q) and statically_true(k.shape[1] == block_mask.seqlen_k)
+    for x in call[:3]:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
+            return False
+    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+    return statically_true(seqlen_q == block_mask.seqlen_q) and statically_true(seqlen_k == block_mask.seqlen_k)
 
 
-def _is_packed_already(block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_packed_already(block_mask: BlockMask, call: AttentionCall) -> bool:
     """Whether the rows of all batch entries follow each other in memory; they are (batch, seqlen) of the mask."""
+    q, k, v = qkv = call[:3]
     batch = q.shape[0]
     return (
-        all(type(x) in (Tensor, Parameter) and x.device == block_mask.device for x in (q, k, v))
+        all(type(x) in (Tensor, Parameter) and x.device == block_mask.device for x in qkv)
         and k.shape[:3] == v.shape[:3]
         and q.shape[:2] == k.shape[:2]
         and q.shape[3] == k.shape[3]
         and statically_true(batch == block_mask.batch)
-        and (batch == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v)))
+        and (batch == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in qkv))
     )
 
 
-def _packed(qkv: tuple[Tensor, ...], learnable_sink: Tensor | None, offsets: Offsets, options: Options) -> Lowered:
-    cu, used = offsets.cu_seqlens, offsets.seqused
+def _packed(call: AttentionCall, offsets: Offsets, options: Options) -> Lowered:
+    cu, used, longest = offsets.cu_seqlens, offsets.seqused, offsets.longest
     if used is not None:  # rows that see nothing are zero, and no padding in a dense call
         options = options._replace(zero_padding=True)
-    tensors = (*(x.flatten(0, 1) for x in qkv), cu, cu, used, used, learnable_sink, None, None)
-    batch, seqlen = qkv[0].shape[:2]
-    return Lowered(tensors, (offsets.longest, offsets.longest), options, (batch, seqlen))
+    q, k, v = (x.flatten(0, 1) for x in call[:3])
+    tensors = (q, k, v, cu, cu, used, used, call.learnable_sink, None, None)
+    batch, seqlen = call.q.shape[:2]
+    return Lowered(AttentionCall(*tensors, (longest, longest), None, options, call.backend), (batch, seqlen))
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:
-    """Of two sides of windows, of which None shows all."""
+    """The narrower of two sides of windows, of which None shows all."""
     return b if a is None else a if b is None else min(a, b)

@@ -1,7 +1,7 @@
 """Jagged nested tensors (``torch.nested``, layout=torch.jagged) as packed sequences: views, and nothing is read.
 
-(batch, rows of each, heads, d) is kept by PyTorch as values (total, heads, d) and offsets, which are packed sequences.
-The few names with an underscore are how PyTorch tells what it knows without asking the device.
+PyTorch keeps (batch, rows of each, heads, d) as values (total, heads, d) and offsets, which are packed sequences. A few
+names with an underscore are the only access to what it knows without asking the device.
 """
 
 from typing import Any, NamedTuple
@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute.calls.attention_call import AttentionCall
+
 
 class Jagged(NamedTuple):
-    """How the rows of a nested tensor lie in its values."""
+    """Rows of a nested tensor among its values."""
 
     offsets: Tensor
     lengths: Tensor | None  # of sequences that end before the next one begins
@@ -19,39 +21,42 @@ class Jagged(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> "Jagged":
-        """That of a jagged nested tensor."""
+        """Reads them off a jagged nested tensor."""
         return cls(x.offsets(), x.lengths(), (x._maybe_min_seqlen, x._maybe_max_seqlen))
 
-    def wrap(self, values: Tensor, rows: int) -> Tensor:
-        """A nested tensor of the same lengths, its values having the rows of all sequences as that dimension."""
+    def wrap(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Nested tensors of these lengths: out (total, ...), or out and lse (heads, total)."""
+        if isinstance(result, Tensor):
+            return self._nested(result, rows=0)
+        out, lse = result
+        return self._nested(out, rows=0), self._nested(lse, rows=1)
+
+    def _nested(self, values: Tensor, rows: int) -> Tensor:
         shortest, longest = self.bounds
         return torch.nested.nested_tensor_from_jagged(
             values, self.offsets, self.lengths, jagged_dim=rows + 1, min_seqlen=shortest, max_seqlen=longest
         )
 
 
-def is_among(tensors: tuple[Any, ...]) -> bool:
-    """Whether some of them are nested, in either layout."""
-    return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
+def is_nested(call: AttentionCall) -> bool:
+    """Whether some of q, k and v of a dense call are nested, in either layout."""
+    return call.bounds is None and any(isinstance(x, Tensor) and x.is_nested for x in call[:3])
 
 
-def as_packed(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int | None, int | None], Jagged]:
-    """The tensors of a call, in ``AttentionInputs``'s order, with nested q, k and v told as packed sequences.
+def as_packed(call: AttentionCall) -> tuple[AttentionCall, Jagged]:
+    """The packed call of the values of nested q, k and v, and q's rows, which the results have, too.
 
-    Returns:
-        The tensors of a packed call; bounds on its lengths, None where PyTorch does not know them; and the jagged
-        form of q, which the results have, too.
+    Bounds are None where PyTorch does not know them.
 
     Raises:
         TypeError: one of q, k and v that is not nested, or not in the jagged layout.
         ValueError: one of other dimensions, k and v of other offsets, other batch sizes, or seqused.
     """
-    q, k, v, *others = tensors
+    q, k, v = call.q, call.k, call.v
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_jagged(name, x)
-    seqused = others[2:4]
-    for name, used in zip(("seqused_q", "seqused_k"), seqused, strict=True):
-        if used is not None:
+    for name in ("seqused_q", "seqused_k"):
+        if getattr(call, name) is not None:
             raise ValueError(f"{name}: expected None, as nested tensors know their lengths, got a tensor")
     of_q, of_k = Jagged.of(q), Jagged.of(k)
     if v.offsets() is not of_k.offsets or v.lengths() is not of_k.lengths:
@@ -62,8 +67,17 @@ def as_packed(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int | No
     # The same tensor where lengths are the same, as packed calls like it.
     same = of_q.offsets is of_k.offsets and of_q.lengths is of_k.lengths
     cu_k, used_k = (cu_q, used_q) if same else _in_32_bits(of_k)
-    packed = (q.values(), k.values(), v.values(), cu_q, cu_k, used_q, used_k, *others[4:])
-    return packed, (of_q.bounds[1], of_k.bounds[1]), of_q
+    packed = call._replace(
+        q=q.values(),
+        k=k.values(),
+        v=v.values(),
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        seqused_q=used_q,
+        seqused_k=used_k,
+        bounds=(of_q.bounds[1], of_k.bounds[1]),
+    )
+    return packed, of_q
 
 
 def _check_jagged(name: str, x: Any) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, Options, statically_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAX_FLOAT = sys.float_info.max
 _MAX_INT32 = 2**31 - 1  # no sequence is longer
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _TORCH_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -71,83 +73,63 @@ def _check_flags(flags: dict[str, object]) -> None:
             raise TypeError(f"{name}: expected a bool, got {flag!r}")
 
 
-def check_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    learnable_sink: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-) -> AttentionInputs:
-    """Checks the tensors of a dense call."""
-    _check_qkv(q, k, v, ("batch", "seqlen_q", "nheads", "d"), ("batch", "seqlen_k", "nheads_k", "d"))
+def check(call: AttentionCall, device: torch.device | None = None) -> AttentionInputs:
+    """The tensors of a call and its bounds, checked, without the tables of its block mask.
+
+    Args:
+        call: what the user gave.
+        device: where the user's tensors are, if those of the call stand in for them.
+
+    Raises:
+        TypeError: a tensor of the wrong type or dtype.
+        ValueError: a tensor of the wrong shape, strides or device.
+    """
+    inputs = _check_dense(call) if call.bounds is None else _check_packed(call, *call.bounds)
+    if call.block_mask is not None:
+        _check_block_mask(call.block_mask, inputs, inputs.q.device if device is None else device)
+    return inputs
+
+
+def _check_dense(call: AttentionCall) -> AttentionInputs:
+    q, k = call.q, call.k
+    _check_qkv(q, k, call.v, ("batch", "seqlen_q", "nheads", "d"), ("batch", "seqlen_k", "nheads_k", "d"))
     batch, seqlen_q, nheads, _ = q.shape
     if k.shape[0] != batch:
         raise ValueError(f"k: expected the batch size of q, {batch}, got shape {tuple(k.shape)}")
     seqlen_k = k.shape[1]
-    _check_int32("seqused_q", seqused_q, q, "batch", batch)
-    _check_int32("seqused_k", seqused_k, q, "batch", batch)
-    _check_sink(learnable_sink, q)
+    _check_int32("seqused_q", call.seqused_q, q, "batch", batch)
+    _check_int32("seqused_k", call.seqused_k, q, "batch", batch)
+    _check_sink(call.learnable_sink, q)
     dims = {"batch": batch, "nheads": nheads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    _check_mask(mask, q, dims, batch)
-    _check_bias(bias, q, dims)
-    return AttentionInputs(q, k, v, None, None, seqused_q, seqused_k, learnable_sink, mask, bias, seqlen_q, seqlen_k)
+    _check_mask(call.mask, q, dims, batch)
+    _check_bias(call.bias, q, dims)
+    return AttentionInputs(*call[:NUM_TENSORS], seqlen_q, seqlen_k)
 
 
-def check_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    *,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    learnable_sink: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-) -> AttentionInputs:
-    """Checks the tensors of a packed call and its bounds, as ``check_max_seqlen`` gives them.
-
-    No length exceeds the number of rows, which stands in for a bound that is not known.
-    """
-    _check_qkv(q, k, v, ("total_q", "nheads", "d"), ("total_k", "nheads_k", "d"))
+def _check_packed(call: AttentionCall, max_seqlen_q: int | None, max_seqlen_k: int | None) -> AttentionInputs:
+    """No length exceeds the number of rows, which stands in for a bound that is not known."""
+    q, k = call.q, call.k
+    _check_qkv(q, k, call.v, ("total_q", "nheads", "d"), ("total_k", "nheads_k", "d"))
     total_q, nheads, _ = q.shape
-    _check_tensor("cu_seqlens_q", cu_seqlens_q, q)
-    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] < 1:
-        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got shape {tuple(cu_seqlens_q.shape)}")
-    offsets = cu_seqlens_q.shape[0]
-    _check_int32("cu_seqlens_q", cu_seqlens_q, q, "batch + 1", offsets)
-    _check_tensor("cu_seqlens_k", cu_seqlens_k, q)
-    _check_int32("cu_seqlens_k", cu_seqlens_k, q, "batch + 1", offsets)
-    _check_int32("seqused_q", seqused_q, q, "batch", offsets - 1)
-    _check_int32("seqused_k", seqused_k, q, "batch", offsets - 1)
-    _check_sink(learnable_sink, q)
+    _check_tensor("cu_seqlens_q", call.cu_seqlens_q, q)
+    if call.cu_seqlens_q.ndim != 1 or call.cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape (batch + 1,), got shape {tuple(call.cu_seqlens_q.shape)}")
+    offsets = call.cu_seqlens_q.shape[0]
+    _check_int32("cu_seqlens_q", call.cu_seqlens_q, q, "batch + 1", offsets)
+    _check_tensor("cu_seqlens_k", call.cu_seqlens_k, q)
+    _check_int32("cu_seqlens_k", call.cu_seqlens_k, q, "batch + 1", offsets)
+    _check_int32("seqused_q", call.seqused_q, q, "batch", offsets - 1)
+    _check_int32("seqused_k", call.seqused_k, q, "batch", offsets - 1)
+    _check_sink(call.learnable_sink, q)
     _check_range("max_seqlen_q", max_seqlen_q)
     _check_range("max_seqlen_k", max_seqlen_k)
     # Without a bound the keys' dimension of mask and bias stands as it is.
     dims = {"nheads": nheads, "total_q": total_q, "max_seqlen_k": max_seqlen_k}
-    _check_mask(mask, q, dims, offsets - 1)
-    _check_bias(bias, q, dims)
-    return AttentionInputs(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        learnable_sink,
-        mask,
-        bias,
-        total_q if max_seqlen_q is None else max_seqlen_q,
-        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
-    )
+    _check_mask(call.mask, q, dims, offsets - 1)
+    _check_bias(call.bias, q, dims)
+    longest_q = total_q if max_seqlen_q is None else max_seqlen_q
+    longest_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    return AttentionInputs(*call[:NUM_TENSORS], longest_q, longest_k)
 
 
 def check_type_of_block_mask(block_mask: Any) -> None:
@@ -161,8 +143,8 @@ def check_type_of_block_mask(block_mask: Any) -> None:
         raise TypeError(f"block_mask: expected a flash_attn_cute.BlockMask, got {type(block_mask).__name__}{advice}")
 
 
-def check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: torch.device) -> None:
-    """Checks it against the tensors of a valid call, which are on a device."""
+def _check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: torch.device) -> None:
+    """Checks a block mask against the tensors of a valid call, which are on a device."""
     check_type_of_block_mask(block_mask)
     q, k, sizes = inputs.q, inputs.k, block_mask.sizes
     lengths = q.shape[-3], k.shape[-3]
@@ -188,7 +170,7 @@ def check_block_mask(block_mask: BlockMask, inputs: AttentionInputs, device: tor
 def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
     """The type of one bound of a packed call checked; None for a tensor, which may be on the device and is never read.
 
-    Whether an int is in range can wait for ``check_packed``, to which not every call comes.
+    Whether an int is in range can wait for ``check``, to which not every call comes.
     """
     if isinstance(value, Tensor):
         if value.ndim or value.dtype not in (torch.int32, torch.int64):
@@ -216,13 +198,15 @@ def as_int(value: Any) -> int | None:
 
 
 def _as_float(name: str, value: Any, expected: str) -> float:
+    if type(value) is float and abs(value) <= _MAX_FLOAT:
+        return value
     if type(value) not in _FLOATS and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= sys.float_info.max:
+    if not abs(number) <= _MAX_FLOAT:
         raise ValueError(f"{name}: expected {expected}, got {value}")
     return number
 

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Backend
-from flash_attn_cute.calls import dispatch, lowering, prepared_call
+from flash_attn_cute.backends.base import Backend, BackwardCall
+from flash_attn_cute.calls import dispatch, lowering
+from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.call_passes import Context, Given
 from flash_attn_cute.distributed.sharding import Sharding
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec
@@ -68,7 +70,7 @@ class BlockMaskMethod(NamedTuple):
             out, dout = (x.unflatten(0, inputs.q.shape[:2]) for x in (out, dout))
             lse, dlse = _by_entry(lse, inputs), None if dlse is None else _by_entry(dlse, inputs)
         spec = spec._replace(wide=self.shares_heads)
-        grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
+        grads = backend.backward(BackwardCall(spec, inputs, out, lse, dout, dlse))
         dq, dk, dv = (x if inputs.packed else x.flatten(0, 1) for x in (grads.dq, grads.dk, grads.dv))
         return dq, dk, dv
 
@@ -76,25 +78,26 @@ class BlockMaskMethod(NamedTuple):
         self, context: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, backward: bool
     ) -> tuple[Backend, AttentionSpec, AttentionInputs]:
         """The backend that serves the call, and its arguments; ``call_passes.prepared`` is the one without a mask."""
-        queries, keys, *used, _ = self
-        offsets: tuple[Tensor | None, ...] = (None, None)
-        bounds: prepared_call.Bounds = ()
+        call = AttentionCall(
+            q,
+            k,
+            v,
+            seqused_q=self.seqused_q,
+            seqused_k=self.seqused_k,
+            learnable_sink=sink,
+            block_mask=context.block_mask,
+            options=context.options,
+            backend=context.backend,
+        )
         if context.entries is None:
-            offsets, bounds = (queries.cu_seqlens, keys.cu_seqlens), (queries.longest, keys.longest)
+            queries, keys = self.queries, self.keys
+            bounds = (queries.longest, keys.longest)
+            call = call._replace(cu_seqlens_q=queries.cu_seqlens, cu_seqlens_k=keys.cu_seqlens, bounds=bounds)
         else:
             q, k, v = (x.unflatten(0, (context.entries, -1)) for x in (q, k, v))
-        tensors: prepared_call.Tensors = (q, k, v, *offsets, *used, sink, None, None)
-        mask = context.block_mask
-        options = context.options
-        lowered = lowering.of(tensors, bounds, mask, options)
-        if lowered is not None:
-            tensors, bounds, options, _ = lowered
-            mask = None
-        chosen, _, tables = prepared_call.with_tables(
-            tensors, bounds, mask, options, context.backend, backward=backward
-        )
-        inputs = AttentionInputs(*(*tensors, *chosen.max_seqlens, tables))
-        return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
+            call = call._replace(q=q, k=k, v=v)
+        inputs, plan = prepare(lowering.of(call).call, backward)
+        return dispatch.BACKENDS[plan.backend], plan.spec, inputs
 
 
 def _by_entry(x: Tensor, inputs: AttentionInputs) -> Tensor:

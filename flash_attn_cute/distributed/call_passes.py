@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn_cute.backends.base import Backend
-from flash_attn_cute.calls import dispatch, prepared_call
+from flash_attn_cute.backends.base import Backend, BackwardCall
+from flash_attn_cute.calls import dispatch
+from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.prepared_call import prepare
 from flash_attn_cute.distributed.packed_calls import Call
 from flash_attn_cute.sparsity.block_mask import BlockMask
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
-
-_NUM_TENSORS = AttentionInputs._fields.index("max_seqlen_q")
 
 
 class Context(NamedTuple):
@@ -70,8 +70,7 @@ def backward(
     backend, spec, inputs = prepared(context, call, given.q, k, v)
     dlse = None if given.dlse is None else given.dlse[:, rows]
     out, lse, dout = given.out[rows], given.lse[:, rows], given.dout[rows]
-    spec = spec._replace(wide=is_part)
-    grads = backend.backward(spec, inputs, out, lse, dout, dlse, need_dbias=False, need_dsink=False)
+    grads = backend.backward(BackwardCall(spec._replace(wide=is_part), inputs, out, lse, dout, dlse))
     return grads.dq, grads.dk, grads.dv
 
 
@@ -81,7 +80,7 @@ def prepared(
     """A call as backends take it, and the backend that serves it."""
     left, right = call.window
     options = context.options._replace(window_left=left, window_right=right)
-    inputs = AttentionInputs(
+    packed = AttentionCall(
         q=q[call.q_start : call.q_stop],
         k=k[call.k_start : call.k_stop],
         v=v[call.k_start : call.k_stop],
@@ -89,15 +88,12 @@ def prepared(
         cu_seqlens_k=call.cu_seqlens_k,
         seqused_q=call.seqused_q,
         seqused_k=call.seqused_k,
-        learnable_sink=None,
-        mask=None,
-        bias=None,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
+        bounds=(call.max_seqlen_q, call.max_seqlen_k),
+        options=options,
+        backend=context.backend,
     )
-    bounds = call.max_seqlen_q, call.max_seqlen_k
-    chosen = prepared_call.cached_plan(inputs[:_NUM_TENSORS], bounds, None, options, context.backend)
-    return dispatch.BACKENDS[chosen.backend], chosen.spec, inputs
+    inputs, plan = prepare(packed, backward=False)
+    return dispatch.BACKENDS[plan.backend], plan.spec, inputs
 
 
 class Merged:

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flash_attn_cute import settings
-from flash_attn_cute.calls import ops, validate
+from flash_attn_cute.calls import validate
+from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.torch_modes import is_same_memory
 from flash_attn_cute.distributed.process_groups import Place, Ranks
 from flash_attn_cute.distributed.sharding import Sharding, numbers
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -89,14 +91,11 @@ def plan_request(call: RankCall, options: Options, place: Place) -> PlanRequest:
         if isinstance(x, Tensor) and x.ndim != (4 if dense else 3):
             dims = "(batch, rows, heads, d)" if dense else "(rows, heads, d)"
             raise ValueError(f"{name}: expected shape {dims}, got shape {tuple(x.shape)}")
-    validate.check_dense(
-        *((x if dense or not isinstance(x, Tensor) else x[None]) for x in (q, k, v)),
-        seqused_q=None,
-        seqused_k=None,
-        learnable_sink=sink,
-        mask=None,
-        bias=None,
-    )
+    entries = AttentionCall(q, k, v, learnable_sink=sink)
+    if not dense:
+        qkv = (("q", q), ("k", k), ("v", v))
+        entries = entries.with_tensors(**{name: x[None] for name, x in qkv if isinstance(x, Tensor)})
+    validate.check(entries)
     if call.block_mask is not None:
         _check_block_mask(call.block_mask)
     queries, keys = sharding, sharding if sharding_k is None else sharding_k
@@ -172,7 +171,7 @@ def _lengths_on_host(
     used_q, used_k = call.seqused_q, call.seqused_k
     lengths_q = _on_host("seqused_q", used_q, queries.seqused_q)
     lengths_k = _on_host("seqused_k", used_k, queries.seqused_k if keys.seqused_k is None else keys.seqused_k)
-    is_same = isinstance(used_q, Tensor) and isinstance(used_k, Tensor) and ops.is_same_memory(used_q, used_k)
+    is_same = isinstance(used_q, Tensor) and isinstance(used_k, Tensor) and is_same_memory(used_q, used_k)
     if is_same and lengths_q != lengths_k:
         raise ValueError(
             f"seqused_k: expected another tensor than seqused_q, as the sharding keeps other lengths of keys, "

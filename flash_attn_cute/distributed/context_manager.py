@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_cute import settings
-from flash_attn_cute.calls import ops
+from flash_attn_cute.calls.attend import replaced
 from flash_attn_cute.distributed import public_functions
 from flash_attn_cute.distributed.checked_call import check_method, check_sharding, grid
 from flash_attn_cute.distributed.process_groups import Group, Ranks, dimensions
@@ -89,7 +89,7 @@ def context_parallel(
                 restored.callback(_hold, x, x.detach())
             # Memory of its own: targets are often a view of the same rows as tokens, one further on.
             _hold(x, shard)
-        restored.enter_context(ops.replaced(_OverRanks(sharding, mesh, method).attend))
+        restored.enter_context(replaced(_OverRanks(sharding, mesh, method).attend))
         # Every caller looks it up there, functions of PyTorch included.
         restored.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = sdpa.scaled_dot_product_attention  # type: ignore[assignment]

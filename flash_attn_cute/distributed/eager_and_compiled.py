@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import settings
-from flash_attn_cute.calls import ops
+from flash_attn_cute.calls import flat_call
 from flash_attn_cute.distributed import autograd, method_plan, rank_agreement
 from flash_attn_cute.distributed.call_passes import Context, Given, wide
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_is_sharding, plan_request
@@ -23,7 +23,7 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor sharding, Tensor? sharding_k, "
     "Tensor? seqused_q, Tensor? seqused_k"
 )
-_OTHERS = "str[] groups, str method, bool dense, " + ops.OPTIONS.format(backend="str? backend")
+_OTHERS = "str[] groups, str method, bool dense, " + flat_call.OPTIONS.format(backend="str? backend")
 _NUM_TENSORS = 8
 _NUM_CALL = _NUM_TENSORS + 3  # then come the options, and two tensors at the end of them
 _SINK = 3
@@ -113,7 +113,7 @@ def attend_compiled(
         names,
         method,
         dense,
-        *ops.flat_options(options, backend),
+        *flat_call.flat_options(options, backend),
     )
     return result
 
@@ -131,7 +131,7 @@ def _unpack(flat: tuple[Any, ...]) -> tuple[RankCall, Options, str | None]:
     q, k, v, sink, handle, handle_k, used_q, used_k, names, method, dense = flat[:_NUM_CALL]
     shardings = of_handle(handle), None if handle_k is None else of_handle(handle_k)
     call = RankCall(q, k, v, sink, *shardings, used_q, used_k, named(names), method, dense)
-    return call, *ops.options_of(flat[_NUM_CALL:])
+    return call, *flat_call.options_of(flat[_NUM_CALL:])
 
 
 @torch.library.impl("flash_attn_cute::context_parallel", "default")

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.api import SharedKeywords, says_where_to_look
-from flash_attn_cute.calls import ops, validate
+from flash_attn_cute.calls import validate
+from flash_attn_cute.calls.attention_call import AttentionCall
+from flash_attn_cute.calls.torch_modes import autocast
 from flash_attn_cute.distributed.checked_call import Lengths, RankCall, check_sharding
 from flash_attn_cute.distributed.eager_and_compiled import attend_compiled, attend_eagerly
 from flash_attn_cute.distributed.process_groups import Group, Ranks, all_gather_rows, dimensions, names_of
@@ -358,7 +360,8 @@ def _attend(
         # A call leaves rows of others unwritten: of its rank's other calls, and of other ranks.
         return validate.check_options(**given)._replace(zero_padding=True)
 
-    q, k, v, *_, sink, _, _ = ops.autocast((q, k, v, None, None, None, None, sink, None, None))
+    cast = autocast(AttentionCall(q, k, v, learnable_sink=sink))
+    q, k, v, sink = cast.q, cast.k, cast.v, cast.learnable_sink
     arguments = (q, k, v, sink, *shardings, *lengths)
     if block_mask is not None:
         return _attend_apart(RankCall(*arguments, dimensions(group), method, dense, block_mask), options, backend)

@@ -2,11 +2,12 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Backend, Gradients
+from flash_attn_cute.backends.base import Backend, BackwardCall
 from flash_attn_cute.selfcheck import reference
 from flash_attn_cute.selfcheck.reference import Results
 from flash_attn_cute.sparsity.block_mask import BlockMask
@@ -106,8 +107,8 @@ class Drawn:
         out, dout = self._repeat(out, rank=4), self._repeat(self.dout, rank=4)
         lse, dlse = self._repeat(lse, rank=3), None if self.dlse is None else self._repeat(self.dlse, rank=3)
         inputs = self._copied()
-        needs = {"need_dbias": inputs.bias is not None, "need_dsink": inputs.learnable_sink is not None}
-        found: Gradients = backend.backward(self.spec, inputs, out, lse.contiguous(), dout, dlse, **needs)
+        needs = inputs.bias is not None, inputs.learnable_sink is not None
+        found = backend.backward(BackwardCall(self.spec, inputs, out, lse.contiguous(), dout, dlse, *needs))
         return {name: x for name, x in found._asdict().items() if x is not None}
 
     def _copied(self) -> AttentionInputs:
@@ -255,7 +256,7 @@ def draw(sample: Sample, device: torch.device, *, is_dry: bool = False) -> Drawn
     if sample.bias:
         bias = normal(*of_scores(sample.bias), dtype=torch.float32 if sample.float32_bias else sample.dtype)
     sink = normal(heads[0]) if sample.sink else None
-    turns = {}
+    turns: dict[str, Any] = {}
     if sample.blocks:
         shown = _blocks_shown(full[-2], full[-1], generator, device)
         block_mask = BlockMask.from_dense(shown)
@@ -267,11 +268,11 @@ def draw(sample: Sample, device: torch.device, *, is_dry: bool = False) -> Drawn
     offsets_q, offsets_k, used_q, used_k = where
     inputs = AttentionInputs(q, k, v, offsets_q, offsets_k, used_q, used_k, sink, mask, bias, *longest, tables)
     scale = 1 / 8 if sample.exact else sample.scale
-    options = Options(scale, sample.left, sample.right, sample.softcap, True, True, **turns)
+    options = Options(scale, sample.left, sample.right, sample.softcap, True, True)
     spec = AttentionSpec.of(inputs, options)
     _poison(inputs, dout)
     dlse = normal(*inputs.lse_shape, dtype=torch.float32) if sample.dlse else None
-    spec = spec._replace(nheads=heads[0] * sample.copies[1], nheads_k=heads[1] * sample.copies[1])
+    spec = spec._replace(nheads=heads[0] * sample.copies[1], nheads_k=heads[1] * sample.copies[1], **turns)
     return Drawn(sample, spec, inputs, shown, dout, dlse, is_dry)
 
 

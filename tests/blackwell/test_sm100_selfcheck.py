@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.selfcheck import samples, steps
@@ -32,10 +32,9 @@ class Forward(forward.Interpreted):
 class Backward(backward.Interpreted):
     """Blackwell's backward pass, without a GPU."""
 
-    def backward(self, *given: Any, need_dbias: bool, need_dsink: bool) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """Runs the pass on the CPU, whatever the current device."""
-        spec, inputs, out, lse, dout, dlse = given
-        return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
+        return self._backward(call)
 
 
 def cases() -> dict[str, tuple[Kernels, Sample]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, explain
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import CuteBackend, counters
 from flash_attn_cute.jit import cache
 from flash_attn_cute.kernels.arguments import Argument, described
@@ -50,9 +51,7 @@ def both_passes(
     backend = CuteBackend(ARCHITECTURES["sm90"])
     out, lse = backend.forward(spec, inputs)
     sink = inputs.learnable_sink is not None
-    grads = backend.backward(
-        spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias=need_dbias, need_dsink=sink
-    )
+    grads = backend.backward(BackwardCall(spec, inputs, out, lse, torch.randn_like(out), dlse, need_dbias, sink))
     return (out, lse), grads
 
 
@@ -186,7 +185,7 @@ def test_gradient_of_a_bias(
     spec = AttentionSpec.of(inputs, Options(None, None, None, 0.0, False, True))
     lse = torch.randn(inputs.lse_shape)
     grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
-        spec, inputs, inputs.q, lse, inputs.q, None, need_dbias=True, need_dsink=False
+        BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True)
     )
     assert [launched.config.pass_name for launched in launches] == passes
     assert grads.dbias is not None
@@ -212,7 +211,7 @@ def test_gradient_of_a_bias_of_queries_that_see_nothing(launches: list[Launched]
     spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, False, True))
     lse = torch.randn(inputs.lse_shape)
     backend = CuteBackend(ARCHITECTURES["sm90"])
-    grads = backend.backward(spec, inputs, inputs.q, lse, inputs.q, None, need_dbias=True, need_dsink=False)
+    grads = backend.backward(BackwardCall(spec, inputs, inputs.q, lse, inputs.q, need_dbias=True))
     arguments = launches[-1].arguments
     assert grads.dbias is not None
     assert arguments.mdBias.data_ptr() == grads.dbias.data_ptr()
@@ -395,7 +394,7 @@ def test_no_keys(packed: bool, launches: list[Launched]) -> None:
     dlse[lse.isneginf()] = torch.nan
     dout = torch.full_like(inputs.q, torch.nan)
     grads = CuteBackend(ARCHITECTURES["sm90"]).backward(
-        spec, inputs, dout, lse, dout, dlse, need_dbias=False, need_dsink=True
+        BackwardCall(spec, inputs, dout, lse, dout, dlse, need_dsink=True)
     )
     assert not launches
     assert all((x == 0).all() for x in grads[:3])

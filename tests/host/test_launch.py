@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
 from flash_attn_cute.calls import ops, prepared_call
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.dq_order import contention_model
 from flash_attn_cute.dq_order.turns import shortest_first, write_order
 from flash_attn_cute.sparsity import column_tables
@@ -239,19 +240,18 @@ def test_masks_know_whether_an_m_block_order_is_worth_it() -> None:
     """Calls with other masks have two sums of a block, and as many heads in flight as those without a search."""
     irregular = scattered(64, 64, 0.2, 5)
     q = torch.zeros(1, 64 * 128, irregular.shape[1], 8)
-    options = Options(None, None, None, 0.0, True, True)
+    options = Options(deterministic=True)
     for visible, worth in ((torch.ones_like(irregular), False), (irregular, True)):
         for order in ("auto", "permutation"):
             mask = BlockMask.from_blocks(visible, (64, 128)).with_order(order)
             assert mask.has_m_block_order
             assert not mask.low_contention
             for _ in range(2):
-                tensors = (q, q, q, *[None] * 7)
-                chosen, found, tables = prepared_call.with_tables(tensors, (), mask, options, None, backward=True)
-                assert chosen.spec.has_m_block_order == found.has_m_block_order == mask.has_m_block_order == worth
-                is_low = order == "auto" and not worth
-                assert chosen.spec.low_contention == found.low_contention == mask.low_contention == is_low
-                assert tables is mask.tables(q.device, backward=True)
+                call = AttentionCall(q, q, q, block_mask=mask, options=options)
+                inputs, plan = prepared_call.prepare(call, backward=True)
+                assert plan.spec.has_m_block_order == mask.has_m_block_order == worth
+                assert plan.spec.low_contention == mask.low_contention == (order == "auto" and not worth)
+                assert inputs.block_mask is mask.tables(q.device, backward=True)
         assert mask.with_order("permutation").has_m_block_order
         assert not mask.with_order("spt").has_m_block_order
 
@@ -265,11 +265,9 @@ def test_a_search_holds_for_its_own_call_and_all_behind_it(monkeypatch: pytest.M
     for _ in range(2):
         flash_attn_func(q, q, q, block_mask=mask)
     for call in made.call_args_list:
-        _, options, spec, _ = call.args
-        assert spec.low_contention
-        assert options.low_contention
-        assert not spec.has_m_block_order
-        assert not options.has_m_block_order
+        _, plan, _ = call.args
+        assert plan.spec.low_contention
+        assert not plan.spec.has_m_block_order
     assert made.call_count == 2
 
 

@@ -8,19 +8,20 @@ import torch
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, prepared_call
+from flash_attn_cute.calls.attention_call import AttentionCall
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[prepared_call.Plan]:
     """Every plan made so far."""
     plans: list[prepared_call.Plan] = []
-    original = prepared_call.make
+    original = prepared_call.make_plan
 
-    def spy(*args: Any) -> prepared_call.Plan:
-        plans.append(original(*args))
+    def spy(call: AttentionCall) -> prepared_call.Plan:
+        plans.append(original(call))
         return plans[-1]
 
-    monkeypatch.setattr(prepared_call, "make", spy)
+    monkeypatch.setattr(prepared_call, "make_plan", spy)
     monkeypatch.setattr(prepared_call, "_kept", {})
     return plans
 

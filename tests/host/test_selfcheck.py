@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cute import explain, flash_attn_func, kept, settings
-from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, prepared_call
@@ -47,9 +47,9 @@ class Kernels(CuteBackend):
         self.calls += 1
         return PortableBackend().forward(*given)
 
-    def backward(self, *given: Any, **needs: Any) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """Runs the portable backend's."""
-        return PortableBackend().backward(*given, **needs)
+        return PortableBackend().backward(call)
 
 
 class Machine:

@@ -17,6 +17,7 @@ from flash_attn_cute import BlockMask, flash_attn_func, flash_attn_varlen_func, 
 from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
 from flash_attn_cute.calls import dispatch, validate
+from flash_attn_cute.calls.attention_call import AttentionCall
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Feature, Options
 
 
@@ -323,8 +324,8 @@ def test_a_requested_backend_runs_or_says_all_it_lacks() -> None:
 
 @pytest.mark.usefixtures("_narrow")
 def test_without_a_request_the_first_that_can_is_chosen() -> None:
-    inputs = validate.check_dense(**dense(), seqused_q=None, seqused_k=None, learnable_sink=None, mask=None, bias=None)
-    spec = AttentionSpec.of(inputs, Options(None, None, 0, 0.0, True, True))
+    inputs = validate.check(AttentionCall(**dense()))
+    spec = AttentionSpec.of(inputs, Options(window_right=0, deterministic=True))
     selection = dispatch.select(spec, inputs)
     assert selection.name == "portable"
     assert str(selection) == "portable (narrow cannot: deterministic=True; torch.float32 inputs)"

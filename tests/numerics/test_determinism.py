@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flash_attn_cute import flash_attn_varlen_func
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import (
@@ -322,7 +323,7 @@ def run_beyond_tensors(head_dim: int) -> None:
         for offsets in ((cu, cu), (cu, beyond), (beyond, cu), (beyond, beyond)):
             inputs = AttentionInputs(q, k, k, *offsets, None, None, None, None, None, 170, 170)
             backend, spec = dispatch.BACKENDS["sm90"], AttentionSpec.of(inputs, options)
-            got = backend.backward(spec, inputs, out, lse, dout, None, need_dbias=False, need_dsink=False)
+            got = backend.backward(BackwardCall(spec, inputs, out, lse, dout))
             results.append((got.dq, got.dk, got.dv))
             torch.cuda.synchronize()
         for each in results[1:]:

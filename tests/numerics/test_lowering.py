@@ -105,9 +105,9 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     seen, original = [], ops.attention
 
-    def spy(inputs: Any, *others: Any, **options: Any) -> Any:
+    def spy(inputs: Any, *others: Any) -> Any:
         seen.append("lists" if inputs.block_mask is not None else "packed" if inputs.packed else "dense")
-        return original(inputs, *others, **options)
+        return original(inputs, *others)
 
     monkeypatch.setattr(ops, "attention", spy)
     return seen

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cute.backends import packing
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.calls.dispatch import BACKENDS
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
 from tests.lib.checks import bitwise_equal, random_call
@@ -111,8 +112,7 @@ def test_backends_agree_on_rewritten_calls(form: dict[str, Any]) -> None:
         for rewritten in (packed, packing.split_fully_masked(packed, 0)):
             spec = AttentionSpec.of(rewritten, Options(None, None, 0, 0.0, True, True))
             out, lse = BACKENDS["portable"].forward(spec, rewritten)
-            needs: Any = {"need_dbias": False, "need_dsink": False}
-            grads = BACKENDS["portable"].backward(spec, rewritten, out, lse, torch.ones_like(out), None, **needs)
+            grads = BACKENDS["portable"].backward(BackwardCall(spec, rewritten, out, lse, torch.ones_like(out)))
             results.append((out, lse, *grads[:3]))
         for a, b in zip(*results, strict=True):
             assert bitwise_equal(a, b)

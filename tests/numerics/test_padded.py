@@ -311,10 +311,10 @@ def test_bad_arguments(call: Callable[[], Any], error: type[Exception], message:
 def test_values_are_checked_on_other_devices_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule alone, as there may be no other device here."""
     from flash_attn_cute import padding
-    from flash_attn_cute.calls import ops
+    from flash_attn_cute.calls import torch_modes
 
     elsewhere: Any = type("Elsewhere", (), {"device": torch.device("cuda")})()
-    monkeypatch.setattr(ops, "needs_dispatcher", lambda tensors: False)
+    monkeypatch.setattr(torch_modes, "needs_dispatcher", lambda tensors: False)
     assert not padding._is_read(elsewhere)
     monkeypatch.setenv("FLASH_ATTN_CUTE_CHECK", "1")
     flash_attn_cute.settings.check_data.cache_clear()
@@ -527,10 +527,10 @@ def test_packed_calls_and_single_dense_tensors_name_the_nested_way() -> None:
 
 
 def test_ordinary_calls_do_not_ask_for_nested_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(tensors: Any) -> bool:
+    def asked(call: Any) -> bool:
         raise AssertionError
 
-    monkeypatch.setattr(nested, "is_among", asked)
+    monkeypatch.setattr(nested, "is_nested", asked)
     q = torch.randn(2, 5, 2, 8)
     flash_attn_func(q, q, q)
     with pytest.raises(AssertionError):

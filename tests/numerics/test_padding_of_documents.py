@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from flash_attn_cute import BlockMask, flash_attn_func
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute.backend import CuteBackend
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.spec import AttentionInputs, AttentionSpec, Options
@@ -213,10 +214,11 @@ def test_kernels_get_zeros(name: str, options: dict[str, Any], monkeypatch: pyte
     with pytest.raises(NotImplementedError):
         kernels._forward(spec, inputs)
     with pytest.raises(NotImplementedError):
-        kernels._backward(spec, inputs, q, q[..., 0].mT, q, None, False, False)
-    (_, forward, *_), (_, _, backward, _, _, dout, *_) = given
+        kernels._backward(BackwardCall(spec, inputs, q, q[..., 0].mT, q))
+    (_, forward, *_), (passed, *_) = given
+    backward = passed.inputs
     for x, padding in (
-        *((x, made.queries) for x in (forward.q, backward.q, dout)),
+        *((x, made.queries) for x in (forward.q, backward.q, passed.dout)),
         *((x, made.keys) for each in (forward, backward) for x in (each.k, each.v)),
     ):
         assert x.isfinite().all()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.cute import CuteBackend
 from flash_attn_cute.backends.cute import backend as cute
 from flash_attn_cute.backends.portable import PortableBackend
@@ -115,9 +115,9 @@ class Wrong(PortableBackend):
         out, lse = super().forward(*given)
         return self._wrong("out", out), self._wrong("lse", lse)
 
-    def backward(self, *given: Any, **needs: Any) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """Wrong, if that is about a gradient."""
-        found = super().backward(*given, **needs)
+        found = super().backward(call)
         return Gradients(*(self._wrong(name, x) for name, x in found._asdict().items()))
 
     def _wrong(self, name: str, x: Any) -> Any:

@@ -3,7 +3,6 @@
 import random
 import statistics
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from flash_attn_cute import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cute.backends.base import BackwardCall
 from flash_attn_cute.backends.cute import counters as tile_counters
 from flash_attn_cute.calls import dispatch
 from flash_attn_cute.jit import cache
@@ -102,10 +102,10 @@ def test_wide_gradients_are_what_is_rounded_else(packed: bool, nheads_k: int, he
     out, lse = run(call, return_lse=True)
     inputs, spec = as_given(call, backward=True)
     inputs = inputs._replace(max_seqlen_q=max(lengths_q))
-    given = inputs, out.detach(), lse.detach(), poisoned_dout(call, out), None
+    given = inputs, out.detach(), lse.detach(), poisoned_dout(call, out)
     backend = dispatch.BACKENDS["sm90"]
     rounded, wide = (
-        backend.backward(spec._replace(wide=is_wide, deterministic=True), *given, need_dbias=False, need_dsink=False)
+        backend.backward(BackwardCall(spec._replace(wide=is_wide, deterministic=True), *given))
         for is_wide in (False, True)
     )
     for name in ("dq", "dk", "dv"):
@@ -470,8 +470,8 @@ def test_host_time(packed: bool) -> None:
     spec = AttentionSpec.of(
         inputs := _inputs(q, k, v, cu if packed else None), Options(None, None, 0, 0.0, False, True)
     )
-    backward = partial(dispatch.BACKENDS["sm90"].backward, need_dbias=False, need_dsink=False)
-    for name, call in (("forward", attend), ("backward", lambda: backward(spec, inputs, out, lse, q, None))):
+    given = BackwardCall(spec, inputs, out, lse, q)
+    for name, call in (("forward", attend), ("backward", lambda: dispatch.BACKENDS["sm90"].backward(given))):
         call()
         torch.cuda.synchronize()
         times = []

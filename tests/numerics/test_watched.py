@@ -1,6 +1,6 @@
 """Plain eager calls go past the custom operators, watched ones through them: same results, same rules.
 
-The operators are the only users of ``ops._inputs_of`` here, which therefore shows where a call went.
+The operators are the only users of ``flat_call.inputs_of`` here, which therefore shows where a call went.
 """
 
 import contextlib
@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_cute import flash_attn_func
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.portable import PortableBackend
-from flash_attn_cute.calls import dispatch, ops
+from flash_attn_cute.calls import dispatch, flat_call, ops
+from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.spec import AttentionInputs, Options
 from tests.lib.checks import GRADS, bitwise_equal, random_call, run
 
@@ -31,13 +33,13 @@ from tests.lib.checks import GRADS, bitwise_equal, random_call, run
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each flattened call that has reached an operator, so far."""
     seen: list[int] = []
-    original = ops._inputs_of
+    original = flat_call.inputs_of
 
     def spy(call: tuple[Any, ...]) -> Any:
         seen.append(len(call))
         return original(call)
 
-    monkeypatch.setattr(ops, "_inputs_of", spy)
+    monkeypatch.setattr(flat_call, "inputs_of", spy)
     return seen
 
 
@@ -202,9 +204,9 @@ def test_only_wanted_gradients(mode: Any, monkeypatch: pytest.MonkeyPatch) -> No
     wanted: list[tuple[bool, bool]] = []
 
     class Asked(PortableBackend):
-        def backward(self, *args: Any, need_dbias: bool, need_dsink: bool) -> Any:
-            wanted.append((need_dbias, need_dsink))
-            return super().backward(*args, need_dbias=need_dbias, need_dsink=need_dsink)
+        def backward(self, call: BackwardCall) -> Gradients:
+            wanted.append((call.need_dbias, call.need_dsink))
+            return super().backward(call)
 
     monkeypatch.setitem(dispatch.BACKENDS, "portable", Asked())
     call = random_call([9], sink=True, bias=(1, 1))
@@ -345,6 +347,9 @@ def test_call_fields() -> None:
     names = [argument.name for argument in torch.ops.flash_attn_cute.forward.default._schema.arguments]
     *tensors, max_seqlen_q, max_seqlen_k, block_mask = AttentionInputs._fields
     assert block_mask == "block_mask"
+    assert tuple(tensors) == AttentionCall._fields[:NUM_TENSORS]
     tables = names[len(tensors) : len(tensors) + 9]
-    bounds = (max_seqlen_q, max_seqlen_k)
-    assert tuple(names) == (*tensors, *tables, *bounds, *Options._fields, "backend", "any_scale", "any_softcap")
+    numbers = (max_seqlen_q, max_seqlen_k, "low_contention", "has_m_block_order", *Options._fields)
+    assert tuple(names) == (*tensors, *tables, *numbers, "backend", "any_scale", "any_softcap")
+    names = [argument.name for argument in torch.ops.flash_attn_cute.backward.default._schema.arguments]
+    assert tuple(names[: flat_call.NUM_RESULTS]) == BackwardCall._fields[2:]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients, PassPlan
+from flash_attn_cute.backends.base import BackwardCall, Gradients, PassPlan
 from flash_attn_cute.backends.cute import plan
 from flash_attn_cute.backends.cute.counters import next_tile
 from flash_attn_cute.backends.packing import (
@@ -161,23 +161,13 @@ class CuteBackend:
                 return self._forward(spec, inputs)
         return self._forward(spec, inputs)
 
-    def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        need_dbias: bool,
-        need_dsink: bool,
-    ) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
-        if torch.cuda.current_device() != inputs.q.device.index:
-            with torch.cuda.device(inputs.q.device):
-                return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
-        return self._backward(spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink)
+        device = call.inputs.q.device
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self._backward(call)
+        return self._backward(call)
 
     def _forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         if needs_intervals(spec):
@@ -207,23 +197,14 @@ class CuteBackend:
         self._launch_forward(spec, inputs, out, lse)
         return out, lse
 
-    def _backward(
-        self,
-        spec: AttentionSpec,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        need_dbias: bool,
-        need_dsink: bool,
-    ) -> Gradients:
+    def _backward(self, call: BackwardCall) -> Gradients:
+        spec, inputs, out, lse, dout, dlse, need_dbias, need_dsink = call
         if needs_intervals(spec):
             one_spec, one, seen = as_one_batch(spec, inputs)
             if spec.packed:
                 out, lse, dout, dlse = out[None], lse[None], dout[None], None if dlse is None else dlse[None]
             dout = zeroed(dout, sees(seen.keys))
-            found = self._backward(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink)
+            found = self._backward(BackwardCall(one_spec, one, out, lse, dout, dlse, need_dbias, need_dsink))
             return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0]) if spec.packed else found
         inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
         dtype = torch.float32 if spec.wide else None
@@ -241,13 +222,13 @@ class CuteBackend:
         inputs = over_scores(inputs)
         runs_packed = _runs_packed(spec, inputs)
         layout = _layout(inputs, bias, is_repacked=runs_packed and not spec.packed)
-        given, gradients = (inputs, out, lse, dout, dlse), (dq, dk, dv)
+        grads = Gradients(dq, dk, dv)
         if not spec.packed and runs_packed:
+            inputs, out, dout = as_packed(inputs), out.flatten(0, 1), dout.flatten(0, 1)
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
             lse = _compact(lse.transpose(0, 1).flatten(1))
-            given = as_packed(inputs), out.flatten(0, 1), lse, dout.flatten(0, 1), dlse
-            gradients = dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
-        done = self._launch_backward(spec, layout, *given, *gradients)
+            grads = Gradients(dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
+        done = self._launch_backward(BackwardCall(spec, inputs, out, lse, dout, dlse), layout, grads)
         dbias = done.arguments.mdBias
         if dbias is not None and bias is not None:
             dbias = dbias.view(bias.shape)
@@ -297,21 +278,10 @@ class CuteBackend:
             )
         )
 
-    def _launch_backward(
-        self,
-        spec: AttentionSpec,
-        layout: plan.ScoreLayout,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> "_Backward":
+    def _launch_backward(self, call: BackwardCall, layout: plan.ScoreLayout, grads: Gradients) -> "_Backward":
         """Fills dq, dk and dv, and returns what is left to others."""
-        inputs = split_fully_masked(inputs, spec.window_right)
+        spec, dlse = call.spec, call.dlse
+        inputs = split_fully_masked(call.inputs, spec.window_right)
         q, k = inputs.q, inputs.k
         offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         launch = self._prepare_backward(
@@ -330,13 +300,13 @@ class CuteBackend:
             mQ=_aligned(q),
             mK=_aligned(k),
             mV=_aligned(inputs.v),
-            mO=_aligned(out),
-            mdO=_aligned(dout),
-            mLSE=lse,
+            mO=_aligned(call.out),
+            mdO=_aligned(call.dout),
+            mLSE=call.lse,
             mdLSE=None if dlse is None else _compact(dlse),
-            mdQ=dq,
-            mdK=dk,
-            mdV=dv,
+            mdQ=grads.dq,
+            mdK=grads.dk,
+            mdV=grads.dv,
             mdBias=dbias,
             mWorkspace=workspace,
             mCuSeqlensQ=None if offsets_q is None else _compact(offsets_q),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_attn_cute.backends.base import Gradients
+from flash_attn_cute.backends.base import BackwardCall, Gradients
 from flash_attn_cute.backends.packing import without_padding, without_padding_of_queries
 from flash_attn_cute.backends.portable import blockwise, fused
 from flash_attn_cute.backends.portable.listed import Lists
@@ -47,29 +47,19 @@ class PortableBackend:
             _fill_padding(spec, rows_q, lse.transpose(-1, -2), -torch.inf)
         return out, lse
 
-    def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: AttentionInputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        *,
-        need_dbias: bool,
-        need_dsink: bool,
-    ) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """See ``Backend.backward``."""
-        inputs, dout = without_padding(inputs), without_padding_of_queries(dout, inputs)
+        spec, inputs, lse = call.spec, without_padding(call.inputs), call.lse
+        call = call._replace(inputs=inputs, dout=without_padding_of_queries(call.dout, inputs))
         rows_q, rows_k = read_sequences(inputs)
         dtype = inputs.lse_dtype if spec.wide else None
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
-        dbias = _sum_like(inputs.bias, lse) if need_dbias else None
-        dsink = _sum_like(inputs.learnable_sink, lse) if need_dsink else None
+        dbias = _sum_like(inputs.bias, lse) if call.need_dbias else None
+        dsink = _sum_like(inputs.learnable_sink, lse) if call.need_dsink else None
         with _own_precision(inputs):
             lists = _lists(inputs)
             for run in _runs(spec, rows_q, rows_k):
-                _backward(spec, inputs, lists, run, out, lse, dout, dlse, Gradients(dq, dk, dv, dbias, dsink))
+                _backward(call, lists, run, Gradients(dq, dk, dv, dbias, dsink))
         if spec.zero_padding:
             for grad, rows in ((dq, rows_q), (dk, rows_k), (dv, rows_k)):
                 _fill_padding(spec, rows, grad, 0.0)
@@ -115,22 +105,13 @@ def _forward(
         lse.copy_(merged)
 
 
-def _backward(
-    spec: AttentionSpec,
-    inputs: AttentionInputs,
-    lists: Lists | None,
-    run: Run,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    grads: Gradients,
-) -> None:
+def _backward(call: BackwardCall, lists: Lists | None, run: Run, grads: Gradients) -> None:
+    spec, inputs = call.spec, call.inputs
     num_fully_masked, band = _window(spec, run)
-    out, dout, dq = (view_rows(x, run, run.q, spec.packed) for x in (out, dout, grads.dq))
+    out, dout, dq = (view_rows(x, run, run.q, spec.packed) for x in (call.out, call.dout, grads.dq))
     dk, dv = (view_rows(x, run, run.k, spec.packed) for x in (grads.dk, grads.dv))
-    lse = view_lse(lse, run, spec.packed)
-    dlse = None if dlse is None else view_lse(dlse, run, spec.packed)
+    lse = view_lse(call.lse, run, spec.packed)
+    dlse = None if call.dlse is None else view_lse(call.dlse, run, spec.packed)
     dq[:, :, :num_fully_masked] = 0
     if num_fully_masked == run.q.length:
         dk.zero_()
@@ -139,11 +120,11 @@ def _backward(
         tile = _tile(spec, inputs, lists, run, num_fully_masked, band)
         seen_out, seen_lse, seen_dout, seen_dq = (x[:, :, num_fully_masked:] for x in (out, lse, dout, dq))
         if dlse is None and fused.serves_backward(tile):
-            fused.backward(tile, seen_out, seen_lse, seen_dout, seen_dq, dk, dv)
+            fused.backward(tile, seen_out, seen_lse, seen_dout, Gradients(seen_dq, dk, dv))
         else:
             delta = _delta(seen_out, seen_dout, None if dlse is None else dlse[:, :, num_fully_masked:])
             dbias = view_scores(grads.dbias, run, num_fully_masked, spec.packed)
-            blockwise.backward(tile, seen_lse, seen_dout, delta, seen_dq, dk, dv, dbias)
+            blockwise.backward(tile, seen_lse, seen_dout, delta, Gradients(seen_dq, dk, dv, dbias))
     if grads.dsink is not None and inputs.learnable_sink is not None:
         weight = (inputs.learnable_sink.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse.isneginf(), 0)
         grads.dsink.sub_((weight * _delta(out, dout, dlse)).sum((0, 2)))

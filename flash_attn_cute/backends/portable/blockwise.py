@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.listed import Keys
 from flash_attn_cute.backends.portable.tile import Tile
 
@@ -107,16 +108,7 @@ def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
             block.take(out).copy_(block.split(product.div_(total.masked_fill_(total == 0, 1))))
 
 
-def backward(
-    tile: Tile,
-    lse: Tensor,
-    dout: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-) -> None:
+def backward(tile: Tile, lse: Tensor, dout: Tensor, delta: Tensor, grads: Gradients) -> None:
     """Fills dq, dk and dv, and adds to dbias (float32 or wider, shaped as ``tile.bias``).
 
     Args:
@@ -124,11 +116,10 @@ def backward(
         lse: (n, nheads, rows), the sink included.
         dout: (n, nheads, rows, d_v).
         delta: (n, nheads, rows), the row sums of dout * out less the gradient of lse.
-        dq: (n, nheads, rows, d).
-        dk: (n, nheads_k, keys, d).
-        dv: (n, nheads_k, keys, d_v).
-        dbias: or None, if it is not wanted.
+        grads: dq (n, nheads, rows, d), dk (n, nheads_k, keys, d), dv (n, nheads_k, keys, d_v), and dbias, None if it
+            is not wanted.
     """
+    dq, dk, dv, dbias, _ = grads
     scale, softcap = tile.spec.softmax_scale, tile.spec.softcap
     for heads in _split_heads(tile):
         sum_dk, sum_dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (heads.k, heads.v))

@@ -8,6 +8,7 @@ sink, it gives the right gradients for that too.
 import torch
 from torch import Tensor
 
+from flash_attn_cute.backends.base import Gradients
 from flash_attn_cute.backends.portable.tile import Tile
 
 _aten = torch.ops.aten
@@ -58,10 +59,10 @@ def forward(tile: Tile, out: Tensor, lse: Tensor) -> None:
     lse.copy_(result[1][..., : lse.shape[2]])  # the last of the three pads it to a multiple of 32 rows
 
 
-def backward(tile: Tile, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def backward(tile: Tile, out: Tensor, lse: Tensor, dout: Tensor, grads: Gradients) -> None:
     """Fills dq, dk and dv; shapes as in ``blockwise.backward``, out and lse with the sink included."""
-    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, tile.q, tile.k, tile.v, out, lse, 0.0, tile.band.upper == 0, scale=tile.spec.softmax_scale
     )
-    for target, grad in zip((dq, dk, dv), grads, strict=True):
+    for target, grad in zip(grads[:3], found, strict=True):
         target.copy_(grad)

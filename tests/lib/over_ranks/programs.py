@@ -20,7 +20,7 @@ from benchmarks import harness, work
 from benchmarks.suites import context_parallel as suite
 from examples import context_parallel as example_program
 from flash_attn_cute import flash_attn_func
-from flash_attn_cute.calls import ops
+from flash_attn_cute.calls import flat_call
 from flash_attn_cute.distributed import (
     Sharding,
     context_parallel,
@@ -116,7 +116,7 @@ def operators_are_sound() -> None:
     """Schemas, fakes and derivatives, by PyTorch's own checks."""
     sharding = Sharding.contiguous([0, 4, 9], 1)
     leaves = [torch.randn(9, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    options = ops.flat_options(Options(None, None, 0, 0.0, False, True), None)
+    options = flat_call.flat_options(Options(None, None, 0, 0.0, False, True), None)
     for sink, used in ((None, None), (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([4, 3]))):
         flat = (*leaves, sink, sharding.handle, None, None, used, names_of(None), "ring", False, *options)
         torch.library.opcheck(torch.ops.flash_attn_cute.context_parallel, flat)

@@ -1,0 +1,70 @@
+"""A call from top to bottom: nested tensors and autocast, lowering, validation and a backend, operators.
+
+Down to lowering a call is an ``AttentionCall``, as users write it; below it has ``AttentionInputs`` and a ``Plan``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor
+
+from flash_attn_cute.calls import lowering, nested, ops
+from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
+from flash_attn_cute.calls.prepared_call import prepare
+from flash_attn_cute.calls.torch_modes import autocast, is_recorded, needs_dispatcher
+from flash_attn_cute.spec import AttentionInputs, Options
+
+# ``out``, or ``(out, lse)`` with return_lse=True.
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# A function in the place of operators and backends; the name is that of the backend that would serve the call.
+Replacement: TypeAlias = Callable[[AttentionInputs, Options, str], tuple[Tensor, Tensor]]
+_replacement: Replacement | None = None
+
+
+def attend(call: AttentionCall, return_lse: bool) -> Result:
+    """Out of a call, differentiable, or out and lse.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, strides, device or value, or no backend that can serve the call.
+        NotImplementedError: an input carries a tangent of forward-mode differentiation.
+    """
+    watched = needs_dispatcher(call[:NUM_TENSORS])
+    if watched and nested.is_nested(call):
+        if is_replaced():
+            raise TypeError(
+                "q: expected a dense tensor within context_parallel, got a nested one: give flash_attn_varlen_func the "
+                "values of this rank's rows, and cu_seqlens of all rows"
+            )
+        packed, jagged = nested.as_packed(call)
+        return jagged.wrap(attend(packed, return_lse))
+    call, lowered = autocast(call), None
+    if call.block_mask is not None and _replacement is None:
+        lowered = lowering.of(call)
+        call = lowered.call
+    backward = call.block_mask is not None and is_recorded(call[:NUM_TENSORS], watched)
+    inputs, plan = prepare(call, backward, watched)
+    if _replacement is None:
+        out, lse = ops.attention(inputs, plan, watched)
+    else:
+        out, lse = _replacement(inputs, plan.options, plan.backend)
+    if lowered is not None:
+        out, lse = lowered.unpacked(out, lse)
+    return (out, lse) if return_lse else out
+
+
+def is_replaced() -> bool:
+    """Whether another function serves all calls."""
+    return _replacement is not None
+
+
+@contextmanager
+def replaced(by: Replacement) -> Iterator[None]:
+    """Has another function serve all calls meanwhile, in every thread: autograd recomputes in threads of its own."""
+    global _replacement
+    before, _replacement = _replacement, by
+    try:
+        yield
+    finally:
+        _replacement = before
