@@ -47,7 +47,7 @@ class Packing(NamedTuple):
         Raises:
             TypeError: a mask that is no bool tensor, or a total that is no int.
             ValueError: a mask of another shape, a negative total, or one too small for the mask. The last is noticed
-                if the mask is on the CPU or with ``FLASH_ATTN_CUTE_CHECK=1``, and by whoever reads cu_seqlens on
+                if the mask is on the CPU or with ``FLASH_ATTN_CUTE_CHECK=1``, and by a backend that reads cu_seqlens on
                 the host; else the rows in excess count as padding.
         """
         _check_mask("mask", mask)
@@ -102,7 +102,7 @@ class Packing(NamedTuple):
 
 
 def seqused_of(real: Tensor) -> Tensor:
-    """What ``flash_attn_func`` takes as seqused_q and seqused_k, of a batch with its padding on the right.
+    """Lengths for seqused_q and seqused_k of ``flash_attn_func``, of a batch with its padding on the right.
 
     Args:
         real: (batch, rows) bool, True = real and right padding alone; or (batch,) of any integer dtype, the lengths.
@@ -147,7 +147,7 @@ def _check_rows(x: Tensor, leading: tuple[int, ...], expected: str) -> None:
 
 
 def _is_read(x: Tensor) -> bool:
-    """Whether values are looked at: where that makes nobody wait, or where all are to be."""
+    """Whether values are looked at: where the host need not wait for them, or where all are to be."""
     return not torch_modes.needs_dispatcher((x,)) and (x.device.type == "cpu" or settings.check_data())
 
 

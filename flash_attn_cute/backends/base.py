@@ -1,4 +1,4 @@
-"""What a backend is: the features it declares, the limits it states, and its two passes."""
+"""A backend: the features it declares, the limits it states, and its two passes."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +35,7 @@ class BackwardCall(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """What a pass of a call launches, for people to read; see ``flash_attn_cute.explain``."""
+    """A pass of a call as it is launched, for people to read; see ``flash_attn_cute.explain``."""
 
     packed: bool  # whether the kernels get packed sequences; they may where the user has given a dense batch
     tile_m: int  # queries of a tile (forward), or of a block that is loaded at once (backward)
@@ -54,7 +54,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """What users write as ``backend=``."""
+        """The value of ``backend=`` that asks for it."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     def is_made_for(self, device: torch.device) -> bool:
-        """Whether it has been written for that device, and users are told if it cannot serve a call there."""
+        """Whether it has been written for that device; a call there that it cannot serve warns the user."""
         ...
 
     def forward(self, spec: AttentionSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def _backward(arguments: dict[str, Any], axis: int | None) -> list[Any]:
 
 
 def _axes(tensors: dict[str, Any]) -> list[int | None]:
-    """What can be sharded; None stands for nothing, and is first, as PyTorch takes the first of equally good ways."""
+    """Dimensions that can be sharded; None, for none, is first, as PyTorch takes the first of equally good ways."""
     axes: list[int | None] = [None]
     if not all(name in _DIMS or name in _BROADCAST for name in tensors):
         return axes

@@ -119,7 +119,7 @@ class CuteBackend:
     def planned(
         self, spec: AttentionSpec, inputs: AttentionInputs, num_sms: int, *, need_dbias: bool, blocks: Any = None
     ) -> tuple[PassPlan | None, PassPlan | None]:
-        """What both passes of a call launch on a GPU of so many SMs; None where they launch nothing.
+        """The launches of both passes of a call on a GPU of so many SMs; None where nothing is launched.
 
         Args:
             spec: the call's.
@@ -426,7 +426,7 @@ class CuteBackend:
 
 
 class _Launch(NamedTuple):
-    """What calls that look alike launch, but for their tensors."""
+    """A compiled kernel and its plan, for all calls that look alike."""
 
     kernel: Callable[..., None]
     plan: Any  # a plan of ``plan``
@@ -434,7 +434,7 @@ class _Launch(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What a backward pass leaves to the gradients of bias and sink."""
+    """A backward pass that has run, for the gradients of bias and sink."""
 
     inputs: AttentionInputs  # as the kernels got them
     layout: plan.ScoreLayout
@@ -482,16 +482,17 @@ def _num_sequences(inputs: AttentionInputs) -> int:
 
 
 def _runs_packed(spec: AttentionSpec, inputs: AttentionInputs) -> bool:
-    """Whether some pass sees packed sequences: the user's, or a dense batch told as such."""
+    """Whether some pass sees packed sequences: the user's, or a dense batch rewritten as such."""
     return spec.packed or spec.has_seqused or dense_has_fully_masked(inputs, spec.window_right)
 
 
 def _layout(
     inputs: AttentionInputs, wanted: Tensor | None = None, *, is_repacked: bool = False, blocks: Any = None
 ) -> plan.ScoreLayout:
-    """Of mask and bias, which are ``over_scores``; ``wanted`` is the bias as the user gave it, if it has a gradient.
+    """Layout of mask and bias, which are ``over_scores``.
 
-    ``blocks`` are the sizes of a block mask's lists and orders, if that is not among the inputs.
+    ``wanted`` is the bias as the user gave it, if it has a gradient. ``blocks`` are the sizes of a block
+    mask's lists and orders, if that is not among the inputs.
     """
     mask, bias, tables = inputs.mask, inputs.bias, inputs.block_mask
     if tables is not None:
@@ -550,7 +551,7 @@ def _columns_of(inputs: AttentionInputs, config: Any) -> dict[str, Any]:
 
 
 def _seen(inputs: AttentionInputs, side: int) -> Tensor | None:
-    """What queries (0) or keys (1) see beside a block mask, if that is not all."""
+    """Intervals that queries (0) or keys (1) see beside a block mask; None if they see all."""
     tables = inputs.block_mask
     return None if tables is None or tables.intervals is None else tables.intervals[side].flatten()
 

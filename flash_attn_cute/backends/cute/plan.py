@@ -1,4 +1,4 @@
-"""What a call launches, but for its tensors: from a spec and shapes to a configuration and to numbers.
+"""Plans of launches: from a spec and shapes to a configuration and to numbers, without tensors.
 
 Pure functions, which need neither a GPU nor a compiler.
 """
@@ -36,7 +36,7 @@ _NEARLY_ZERO = 1e-30  # a scale that is none: its product with infinity is infin
 
 
 class ScoreLayout(NamedTuple):
-    """What kernels have to know of mask and bias, which have an element for every score; as it is, without any."""
+    """Layout of mask and bias, which have an element for every score; the defaults stand for neither."""
 
     rows_a_slot: int = 1  # query rows of an entry of theirs; matters to packed calls alone
     float32_bias: bool = False
@@ -56,7 +56,7 @@ class ScoreLayout(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What a plan goes by besides a spec: q's and k's shapes, as kernels get them, and what else comes with them."""
+    """Input of a plan besides the spec: shapes of q and k, as kernels get them, and what else comes with them."""
 
     q: tuple[int, ...]  # (batch, seqlen_q, heads, d), or packed (total_q, heads, d)
     k: tuple[int, ...]
@@ -71,12 +71,12 @@ class Shapes(NamedTuple):
         return len(self.q) == 3
 
     def rows_a_sequence(self, shape: tuple[int, ...]) -> int:
-        """Of q's or k's shape, on average."""
+        """Rows of a sequence on average, from the shape of q or k."""
         return shape[-3] // max(1, self.num_sequences) if self.packed else shape[-3]
 
 
 class ForwardPlan(NamedTuple):
-    """Of a forward call."""
+    """Plan of a forward call."""
 
     config: Any
     numbers: ForwardNumbers
@@ -84,7 +84,7 @@ class ForwardPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """Of a backward call."""
+    """Plan of a backward call."""
 
     config: Any
     numbers: BackwardNumbers
@@ -93,7 +93,7 @@ class BackwardPlan(NamedTuple):
 
 
 class BiasGradientPlan(NamedTuple):
-    """Of the gradient of a call's bias."""
+    """Plan of the gradient of a call's bias."""
 
     config: Any
     numbers: BiasGradientNumbers
@@ -102,7 +102,7 @@ class BiasGradientPlan(NamedTuple):
 
 
 def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
-    """What a call asks of the kernels of either pass. A tensor ``x`` that it has is the flag of that name."""
+    """Features that a call asks of the kernels of either pass. A tensor ``x`` that it has is the flag of that name."""
     names = (flag.name for flag in fields(Features))
     scores = shapes.scores
     return Features(
@@ -311,7 +311,7 @@ def _has_window(spec: AttentionSpec) -> bool:
 
 
 def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:
-    """Those of all passes."""
+    """Numbers that all passes are given."""
     # No window need be wider than there are rows, and the kernels add positions to it in 32 bits.
     lists = sharing if spec.has_mask or spec.has_block_mask else (None, None, None)
     return {

@@ -1,4 +1,4 @@
-"""The portable backend: sequences walked from the host, each run handed to the fused or the blockwise path."""
+"""The portable backend: the host takes sequences run by run, and hands each to the fused or the blockwise path."""
 
 import torch
 from torch import Tensor

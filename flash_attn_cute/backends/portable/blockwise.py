@@ -225,7 +225,7 @@ def _split_rows(heads: _Heads) -> Iterator[_Block]:
 
 
 def _heads_of_mask(heads: _Heads) -> slice:
-    """Of a block mask with one head, with a head for each key head, or with one for each query head."""
+    """Heads of a block mask, which has one, one for each key head, or one for each query head."""
     tile, head = heads.tile, heads.heads.start
     assert tile.lists is not None
     if tile.lists.heads == 1:

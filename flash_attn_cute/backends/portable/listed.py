@@ -28,12 +28,12 @@ class Lists:
 
     @classmethod
     def of(cls, tables: BlockTables) -> Lists:
-        """Those of a call."""
+        """Reads a call's tables."""
         rows = tables.rows
         return cls(rows.spans.cpu(), rows.entries.cpu(), rows.tiles)
 
     def at(self, first: int, query: int, key: int) -> Lists:
-        """The same, as a tile sees them that begins there."""
+        """A copy for a tile that begins there."""
         return replace(self, first=first, query=query, key=key)
 
     @property
@@ -51,7 +51,7 @@ class Lists:
         return min(stop, ((self.query + start) // TILE + 1) * TILE - self.query)
 
     def of_block(self, batch: int, heads: slice, rows: slice, keys: slice) -> tuple[Keys, Tensor | None]:
-        """What rows of a tile see among keys of it.
+        """Finds keys of a tile that its rows see, and their hidden scores.
 
         Args:
             batch: an entry of the tile, one of those that share its rows of the mask.
