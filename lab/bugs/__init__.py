@@ -1,18 +1,21 @@
 """Bugs to plant in the PTX of the Blackwell kernels, and what finds each: the lint, an execution, or both.
 
-    code          a kernel's PTX, what to look for in it, and how to change it
-    table         what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
-    forward       bugs of the forward kernel
-    lists         of the same, what is another under masks
-    forward_pair  bugs of that of pairs of CTAs, where it is another
-    backward      bugs of the backward kernel
-    columns       of the same, what is another under masks
-    pair          bugs of that of pairs of CTAs, where it is another
-    wide_pair     of the same, what is another at (192, 128)
-    two_pass      bugs of that of two passes, where it is another
-    pair_two_pass  bugs of that of pairs of CTAs of two passes
-    bias          bugs of the kernel of a bias's gradient
-    launches      bugs of the code that launches the kernels
+    code           a kernel's PTX, what to look for in it, and how to change it
+    table          what a bug is, and how the page ``docs/blackwell-checks.md`` shows them
+    launches       bugs of the code that launches the kernels
+
+A module has the bugs of one kernel, or those that a variant of it adds:
+
+    forward        forward kernel
+    lists          forward kernel under masks
+    forward_pair   forward kernel of pairs of CTAs
+    backward       backward kernel
+    columns        backward kernel under masks
+    pair           backward kernel of pairs of CTAs
+    wide_pair      backward kernel of pairs of CTAs, at (192, 128)
+    two_pass       backward kernel of two passes
+    pair_two_pass  backward kernel of two passes, of pairs of CTAs
+    bias           kernel of a bias's gradient
 
 ``python -m lab.bugs`` writes the tables of the page.
 """

@@ -1,4 +1,4 @@
-"""Writes the tables of the page."""
+"""Writes the tables of bugs into their page."""
 
 from lab.bugs import LAUNCHES, PAGE, TABLES, page
 

@@ -46,7 +46,7 @@ def assemble(text: str, *options: str) -> bytes:
     Raises:
         BuildError: ptxas is missing or failed: the message has its words, and the PTX's path, which is kept then.
     """
-    folder = Path(tempfile.mkdtemp(prefix="sm100_on_hopper_"))
+    folder = Path(tempfile.mkdtemp(prefix="lab_emulator_"))
     (folder / "kernel.ptx").write_text(text)
     _run("ptxas", "-arch=sm_90a", *options, "-o", folder / "kernel.cubin", folder / "kernel.ptx")
     binary = (folder / "kernel.cubin").read_bytes()
@@ -66,5 +66,5 @@ def build(text: str) -> tuple[bytes, Translation]:
 
 
 def identity() -> str:
-    """Digest of the sources: binaries of another version of this executor have another one."""
+    """Digest of the sources: binaries of another version of the emulator have another one."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()

@@ -37,7 +37,7 @@ def planted(text: str, plant: tuple[str, str]) -> str:
     """PTX in which a bug has taken the place of what a regular expression matches; says on stderr how often."""
     pattern, replacement = plant
     new, count = re.subn(pattern, replacement, text)
-    print(f"sm100_on_hopper: {pattern!r} is replaced {count} times in a kernel", file=sys.stderr)
+    print(f"lab.emulator: {pattern!r} is replaced {count} times in a kernel", file=sys.stderr)
     return new
 
 

@@ -1,4 +1,4 @@
-"""Small SM100 kernels in the CuTe DSL that need little more than what is emulated, for tests of the executor itself.
+"""Small SM100 kernels in the CuTe DSL that need little more than what is emulated, for tests of the emulator itself.
 
 Each computes D = A B' with A (M, 64), B (N, 64) and D (M, N): M is 128 in one CTA, and 256 in a pair of CTAs.
 Sources: the CuTe DSL's own interface to tcgen05 (``cutlass.utils.blackwell_helpers``).

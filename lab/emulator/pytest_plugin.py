@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def sm100_on_hopper(request: pytest.FixtureRequest) -> Mailbox:
+def emulator(request: pytest.FixtureRequest) -> Mailbox:
     """The emulation: its settings, counts and faults."""
     option = request.config.getoption
     plant = option("--sm100-plant")
@@ -39,15 +39,15 @@ def sm100_on_hopper(request: pytest.FixtureRequest) -> Mailbox:
 
 
 @pytest.fixture(autouse=True)
-def _no_faults(sm100_on_hopper: Mailbox) -> Iterator[None]:
+def _no_faults(emulator: Mailbox) -> Iterator[None]:
     import torch
 
     yield
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:  # nothing more can run in this process
-        pytest.exit(f"{error}\n{_report(sm100_on_hopper)}", returncode=3)
-    reported = _report(sm100_on_hopper)
+        pytest.exit(f"{error}\n{_report(emulator)}", returncode=3)
+    reported = _report(emulator)
     if reported:
         pytest.fail(reported, pytrace=False)
 

@@ -1,4 +1,4 @@
-"""Tries the executor itself on a Hopper GPU: ``python -m lab.emulator.selftest``, about a minute.
+"""Tries the emulator itself on a Hopper GPU: ``python -m lab.emulator.selftest``, about a minute.
 
 Every case runs in a process of its own with a time limit, so that one that hangs or breaks CUDA costs no other. Most
 compute products with small kernels (``kernels.py``) and compare them with PyTorch's, or plant a bug and look for the
@@ -48,7 +48,7 @@ def _prepare(name: str, *, change: Callable[[str], str] = str, **options: Any) -
 
 def _gpu_alone() -> None:
     """Waits until no other case uses the GPU, and keeps it until this process ends."""
-    lock = open(Path(tempfile.gettempdir()) / "sm100_on_hopper_selftest.lock", "w")  # noqa: SIM115 (not closed before)
+    lock = open(Path(tempfile.gettempdir()) / "lab_emulator_selftest.lock", "w")  # noqa: SIM115 (not closed before)
     fcntl.flock(lock, fcntl.LOCK_EX)
     _held.append(lock)
 

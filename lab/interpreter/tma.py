@@ -98,7 +98,7 @@ class Box(Copy):
         return [replace(self, at=self.at[x], inside=self.inside[x], shared=self.shared[x]) for x in parts]
 
     def load(self, cta: Cta) -> None:
-        """With zeros behind the end of the tensor."""
+        """Copies from global memory, with zeros behind the end of the tensor."""
         data = np.where(self.inside, cta.memory.view("u2")[self.at], 0)
         for memory in (cta.shared, cta.shown):
             memory.view("u2")[self.shared] = data
@@ -115,12 +115,11 @@ class Box(Copy):
 
 
 @dataclass(kw_only=True)
-class Bytes(Copy):
-    """Copy of bytes as they are, or an addition of float32 numbers."""
+class _Range(Copy):
+    """Copy of a range of bytes."""
 
-    whole: slice  # in global memory
-    shared: slice
-    adds: bool
+    whole: slice  # at the other place
+    shared: slice  # in the CTA's shared memory
 
     @property
     def num_bytes(self) -> int:
@@ -131,16 +130,23 @@ class Bytes(Copy):
         """Some of its bytes, and the others."""
         return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
 
+
+@dataclass(kw_only=True)
+class Bytes(_Range):
+    """Copy of bytes to or from global memory, or an addition of float32 numbers to it."""
+
+    adds: bool
+
     def load(self, cta: Cta) -> None:
-        """All."""
+        """Copies from global memory."""
         cta.shared[self.shared] = cta.shown[self.shared] = cta.memory[self.whole]
 
     def read(self, cta: Cta) -> Array:
-        """All."""
+        """Reads the range, as TMA sees it."""
         return cta.shown[self.shared].copy()
 
     def write(self, cta: Cta, data: Array) -> None:
-        """In place of what is there, or added to it."""
+        """Writes the range, or adds to what is there."""
         place = cta.memory[self.whole]
 
         def write() -> None:
@@ -153,24 +159,13 @@ class Bytes(Copy):
 
 
 @dataclass(kw_only=True)
-class BetweenCtas(Copy):
+class BetweenCtas(_Range):
     """Copy of bytes of shared memory to that of another CTA of the cluster."""
 
     target: Cta
-    whole: slice  # there
-    shared: slice
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the range."""
-        return int(self.shared.stop - self.shared.start)
-
-    def halves(self) -> list[Copy]:
-        """Some of its bytes, and the others."""
-        return [replace(self, whole=x, shared=y) for x, y in zip(*map(_halves, (self.whole, self.shared)), strict=True)]
 
     def load(self, cta: Cta) -> None:
-        """All."""
+        """Copies to the other CTA."""
         self.target.shared[self.whole] = self.target.shown[self.whole] = cta.shown[self.shared]
 
     def read(self, cta: Cta) -> Array:

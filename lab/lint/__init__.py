@@ -1,7 +1,7 @@
 """Rules that Hopper and Blackwell kernels must keep and that running them does not show: ``python -m lab.lint``.
 
-Looked at is a kernel's PTX, thread by thread (``lab.ptx.threads``), the first two threads of a warp for all of it.
-What must lie between two instructions is looked for on every path from the one to the other. An *arrival* is at an
+The lint follows a kernel's PTX thread by thread (``lab.ptx.threads``); the first two threads of a warp stand for all of
+it. What must lie between two instructions is looked for on every path from the one to the other. An *arrival* is at an
 mbarrier or a named barrier, for which other threads wait.
 
     init-fence       mbarrier.init; fence.mbarrier_init; an arrival

@@ -1,5 +1,7 @@
 """Reads PTX.
 
-``tree`` makes functions of a text, their instructions with operands, and the flow of control between them.
-``threads`` follows each thread of a kernel, with the numbers and addresses in its registers.
+    tree     functions of a text, their instructions with operands, and the flow of control between them
+    threads  each thread of a kernel: where it goes, and the numbers and addresses in its registers
+
+What an instruction means is for others to know: the lint, the interpreter and the emulator.
 """

@@ -17,8 +17,8 @@ from flash_attn_cute.dq_order.turns import shortest_first, write_order
 from flash_attn_cute.sparsity import column_tables
 from flash_attn_cute.spec import Options
 from tests.lib.masks import columns_spelled_out, launch_order, random_mask, tables_of
-from tests.lib.simulation import Addition, Backward, DeadlockError, Machine, backward, simulate, uneven
-from tests.lib.simulations import Cases, Shape, random_cases, worked_off
+from tests.lib.turn_model import Addition, Backward, DeadlockError, Machine, backward, simulate, uneven
+from tests.lib.turn_model_cases import Cases, Shape, random_cases, worked_off
 
 
 def last_first(visible: Tensor) -> Tensor:

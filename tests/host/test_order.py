@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_attn_cute.dq_order.turns import longest_first, shortest_first, turns_of_window, write_order
-from tests.lib.simulation import Addition, Backward, DeadlockError, Machine, Run, backward, simulate, uneven
+from tests.lib.turn_model import Addition, Backward, DeadlockError, Machine, Run, backward, simulate, uneven
 
 LENGTH = st.one_of(st.integers(0, 9), st.integers(0, 200))
 SIDE = st.one_of(st.none(), st.integers(0, 9), st.integers(0, 250))

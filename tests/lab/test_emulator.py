@@ -1,4 +1,4 @@
-"""The executor of SM100 kernels on Hopper GPUs, without a GPU: what it writes, what it refuses, what products are."""
+"""The emulator of SM100 kernels, without a GPU: what it writes, what it refuses, what products are."""
 
 import ctypes
 import re

@@ -394,7 +394,7 @@ BLACKWELL = {
 
 
 def test_blackwell_kernels(tmp_path: Path) -> None:
-    """Kernels of the executor's self-test keep all rules, and break each without what it asks for."""
+    """Kernels of the emulator's self-test keep all rules, and break each without what it asks for."""
     cute = pytest.importorskip("cutlass.cute", reason="needs nvidia-cutlass-dsl")
     compiler = pytest.importorskip("cutlass.base_dsl.compiler")
     from lab.emulator import kernels

@@ -1,4 +1,4 @@
-"""The model of ``tests.lib.simulation``, thousands of small cases at a time: which of them end, and which deadlock."""
+"""The model of ``tests.lib.turn_model``, thousands of small cases at a time: which of them end, and which deadlock."""
 
 from typing import Any, NamedTuple, TypeAlias
 
