@@ -33,7 +33,7 @@ def page(schedule: Schedule, title: str) -> str:
             p.stages,
             _arrivals(p.full),
             p.num_bytes or "",
-            _arrivals(p.empty),
+            _arrivals(p.empty) or "none",
             p.count,
         )
         for p in used
@@ -53,18 +53,24 @@ def page(schedule: Schedule, title: str) -> str:
         "Steady state\n" + _table(("", "role", "waits for", "does", "signals"), steps),
         "Timeline\n" + schedule.timeline.strip("\n"),
     ]
+    if schedule.tensor_memory:
+        columns = [(x.name, _range(range(x.first, x.first + x.count)), x.holds) for x in schedule.tensor_memory]
+        parts.insert(4, "Tensor memory\n" + _table(("name", "columns", "holds"), columns))
+    if schedule.orders:
+        orders = [(order.data, order.by) for order in schedule.orders]
+        parts.append("Between proxies, threads and CTAs\n" + _table(("data", "ordered by"), orders))
     return "\n\n".join(parts)
 
 
 def _range(warps: range) -> str:
-    """The first and the last warp, or the only one."""
+    """The first and the last of a range, or the only one."""
     return str(warps[0]) if len(warps) == 1 else f"{warps[0]} to {warps[-1]}"
 
 
 def _arrivals(all_of: Sequence[Arrivals]) -> str:
-    """The arrive count, and who arrives."""
+    """The arrive count, and who arrives; empty if no role does."""
     who = [f"{a.each} {a.role}{f' of {a.ctas} CTAs' if a.ctas > 1 else ''}".lstrip() for a in all_of]
-    return f"{sum(a.count for a in all_of)}: {', '.join(who)}"
+    return f"{sum(a.count for a in all_of)}: {', '.join(who)}" if who else ""
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:

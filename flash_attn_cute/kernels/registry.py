@@ -13,8 +13,9 @@ from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArg
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90 import config as sm90
-from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule as forward_schedule_sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
+from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule as forward_schedule_sm100
 
 
 class Pass(NamedTuple):
@@ -65,7 +66,9 @@ ARCHITECTURES = {
             dtypes=sm90.DTYPES,
             max_head_dim=max(sm90.HEAD_DIMS),
             passes={
-                "forward": Pass(sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments, forward_schedule),
+                "forward": Pass(
+                    sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments, forward_schedule_sm90
+                ),
                 "backward": Pass(sm90.backward_config, "sm90.backward.launch:BackwardPassSm90", BackwardArguments),
                 "bias_gradient": Pass(
                     sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
@@ -78,7 +81,12 @@ ARCHITECTURES = {
             dtypes=sm100.DTYPES,
             max_head_dim=max(sm100.HEAD_DIMS),
             passes={
-                "forward": Pass(sm100.forward_config, "sm100.forward_kernel:forward_kernel", ForwardArguments),
+                "forward": Pass(
+                    sm100.forward_config,
+                    "sm100.forward_kernel:forward_kernel",
+                    ForwardArguments,
+                    forward_schedule_sm100,
+                ),
                 "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
                 "bias_gradient": Pass(
                     sm100.bias_gradient_config,

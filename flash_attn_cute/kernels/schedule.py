@@ -1,4 +1,4 @@
-"""A kernel's schedule as data: its roles, pipelines, shared memory, and the steps of its steady state.
+"""A kernel's schedule as data: its roles, pipelines, shared and tensor memory, and the steps of its steady state.
 
 A main kernel has one description, a function of its configuration, in a file beside it (``*_schedule.py``). Shared
 memory, arrive counts, expected bytes and registers follow from it, and the page that ``python -m
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 QUERY_TILE_FIELDS = 12  # Int32 that describe a tile of queries: ``common.query_tiles.QueryTile``
 
+BARRIER_BYTES = 8  # of an mbarrier
 ELEMENT_BYTES = {"operand": 2, "int32": 4, "float32": 4, "uint8": 1}  # an operand has the configuration's dtype
 
 
@@ -28,7 +29,7 @@ class Arrivals:
     """Arrivals of a role at a barrier, for one phase."""
 
     role: str
-    each: str  # who of the role arrives: "", one thread; "each warp of" or "each thread of"
+    each: str  # who of the role arrives: "", one thread; or what stands ahead of the role's name
     count: int
     ctas: int = 1  # of the cluster, whose roles arrive
 
@@ -41,6 +42,16 @@ def once(role: Role) -> Arrivals:
 def per_warp(role: Role, ctas: int = 1) -> Arrivals:
     """One arrival by each warp of the role, in so many CTAs."""
     return Arrivals(role.name, "each warp of", len(role.warps) * ctas, ctas)
+
+
+def per_warp_of_a_warpgroup(role: Role, ctas: int = 1) -> Arrivals:
+    """One arrival by each warp of one of the role's warpgroups, in so many CTAs."""
+    return Arrivals(role.name, "each warp of a warpgroup of", 4 * ctas, ctas)
+
+
+def commit(role: Role) -> Arrivals:
+    """One arrival by the tensor cores, when the products that the role has issued are done."""
+    return Arrivals(role.name, "a commit of", 1)
 
 
 def per_thread(role: Role) -> Arrivals:
@@ -56,7 +67,7 @@ class Pipeline:
     stages: int  # 0: the configuration does without
     count: str  # what goes through in one step
     full: tuple[Arrivals, ...]  # of producers, when a stage is filled
-    empty: tuple[Arrivals, ...]  # of consumers, when they have read it
+    empty: tuple[Arrivals, ...]  # of consumers, when they have read it; none: another pipeline shows that
     num_bytes: int = 0  # that TMA brings to a stage
 
     @property
@@ -66,8 +77,13 @@ class Pipeline:
 
     @property
     def empty_count(self) -> int:
-        """Arrive count of an empty barrier."""
-        return sum(arrivals.count for arrivals in self.empty)
+        """Arrive count of an empty barrier; 1 if no role arrives."""
+        return sum(arrivals.count for arrivals in self.empty) or 1
+
+    @property
+    def is_led(self) -> bool:
+        """Whether roles of all CTAs of a cluster arrive at the barriers of the first."""
+        return any(arrivals.ctas > 1 for arrivals in self.full + self.empty)
 
     @property
     def arrive_counts(self) -> tuple[int, ...]:
@@ -107,6 +123,24 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Columns of tensor memory, 32 bits each."""
+
+    name: str
+    first: int
+    count: int
+    holds: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """Data that one proxy, thread or CTA writes and another reads, and what orders the two."""
+
+    data: str
+    by: str
+
+
+@dataclass(frozen=True)
 class Step:
     """A step of a role, once an iteration of its mainloop."""
 
@@ -127,6 +161,8 @@ class Schedule:
     shared: tuple[Buffer, ...]  # behind the barriers, in the order of their addresses
     steps: tuple[Step, ...]  # of the steady state, in the order of issue of each role
     timeline: str  # a picture of the steady state: a line for each unit, moments from left to right
+    tensor_memory: tuple[Columns, ...] = ()
+    orders: tuple[Order, ...] = ()
 
     def role(self, name: str) -> Role:
         """The role of a name."""
@@ -147,13 +183,23 @@ class Schedule:
 
     @property
     def arrive_counts(self) -> tuple[int, ...]:
-        """Arrive counts of all mbarriers, in the order of their addresses, 8 bytes apart."""
+        """Arrive counts of all mbarriers, in the order of their addresses."""
         return tuple(count for pipeline in self.pipelines for count in pipeline.arrive_counts)
+
+    @property
+    def barriers(self) -> dict[str, range]:
+        """Addresses of mbarriers, from the beginning of shared memory, by names such as ``k.full``."""
+        found, end = {}, 0
+        for pipeline in self.pipelines:
+            for side in ("full", "empty"):
+                found[f"{pipeline.name}.{side}"] = range(end, end + BARRIER_BYTES * pipeline.stages, BARRIER_BYTES)
+                end += BARRIER_BYTES * pipeline.stages
+        return found
 
     @property
     def num_bytes(self) -> int:
         """Bytes of shared memory of a CTA."""
-        end = 8 * len(self.arrive_counts)
+        end = BARRIER_BYTES * len(self.arrive_counts)
         for buffer in self.shared:
             end = -(-end // buffer.align) * buffer.align + buffer.num_bytes
         return end

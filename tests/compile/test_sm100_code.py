@@ -30,6 +30,7 @@ from flash_attn_cute.kernels.sm100.config import (
     BiasGradientConfig,
     ForwardConfig,
 )
+from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.emulator.translate import translate
 from lab.lint import lint
 from tests.lib.compiled import check_before_and_after, code_for, machine_code
@@ -367,7 +368,7 @@ def check_sizes(c: ForwardConfig, d: int, d_v: int) -> None:
         assert c.columns_shared % O_COLUMNS == 0
     assert c.tile_d >= d
     assert c.tile_dv >= d_v
-    assert c.bytes_shared <= SHARED_MEMORY
+    assert forward_schedule(c).num_bytes <= SHARED_MEMORY
     assert c.first_O(c.q_parts - 1) + c.tile_dv <= TENSOR_COLUMNS
     r = c.registers
     assert r.softmax + (r.softmax if c.q_parts == 2 else r.none) + r.epilogue + r.others <= 512

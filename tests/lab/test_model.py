@@ -19,6 +19,7 @@ from flash_attn_cute.kernels.sm100.config import (
     backward_config,
     forward_config,
 )
+from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.model import __main__ as command_line
 from lab.model.blackwell import Backward, BackwardDesign, Forward, ForwardDesign
 from lab.model.designs import DESIGNS, OPEN, PUBLISHED, Case, on
@@ -478,11 +479,13 @@ def test_open_changes(name: str) -> None:
     if isinstance(after, ForwardDesign):
         sizes |= {"k_stages": after.stages // 2, "v_stages": after.stages // 2, "tile_n": after.keys}
         sizes |= {"o_in_q": after.o_over_q}
+        assert isinstance(config, ForwardConfig)
+        assert forward_schedule(replace(config, **sizes)).num_bytes <= SHARED_MEMORY
     else:
         sizes |= {"kv_stages": after.kv_stages, "q_stages": after.q_stages, "do_stages": after.do_stages}
         assert isinstance(config, BackwardConfig)
         assert after == as_backward_design(replace(config, **sizes))
-    assert replace(config, **sizes).bytes_shared <= SHARED_MEMORY
+        assert replace(config, **sizes).bytes_shared <= SHARED_MEMORY
 
 
 def test_windows() -> None:

@@ -19,15 +19,6 @@ EVERYTHING = dict.fromkeys(("packed", "seqused_q", "seqused_k", "left", "right",
 MASKED = EVERYTHING | {"left": False, "right": False}  # what is made of a mask has the window in it
 BACKWARD_EVERYTHING = EVERYTHING | {"dlse": True, "grouped": True, "deterministic": True}
 
-# Configurations whose main kernel has a schedule (``kernels.schedule``), one for each way in which it differs.
-DESCRIBED: dict[str, Any] = {
-    "sm90-forward": sm90.forward_config("bfloat16", 64, 64, Features()),
-    "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
-    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
-    "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
-    "sm90-forward-group": sm90.forward_config("bfloat16", 192, 128, Features(packed=True), group=8),
-}
-
 B200, B300 = TARGETS.values()
 LONG = 8192  # rows of a sequence, that gets pairs of CTAs, where there are any
 
@@ -67,3 +58,19 @@ def pair(d: int = 128, d_v: int = 128, **options: Any) -> BackwardConfig:
 def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradientConfig:
     given = {name: options.pop(name) for name in ("split", "target") if name in options}
     return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
+
+
+# Configurations whose main kernel has a schedule (``kernels.schedule``), one for each way in which it differs.
+DESCRIBED: dict[str, Any] = {
+    "sm90-forward": sm90.forward_config("bfloat16", 64, 64, Features()),
+    "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
+    "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
+    "sm90-forward-group": sm90.forward_config("bfloat16", 192, 128, Features(packed=True), group=8),
+    "sm100-forward": chosen(128),
+    "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
+    "sm100-forward-O-in-Q": chosen(192, 128, right=True),
+    "sm100-forward-block-mask": chosen(128, block_mask=True),
+    "sm100-forward-pair": forward_pair(192, 128, target=B300, **EVERYTHING),
+    "sm100-forward-pair-one-part": forward_pair(256, 256),
+}

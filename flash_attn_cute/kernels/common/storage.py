@@ -7,8 +7,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
-from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.schedule import Buffer, Schedule
+from flash_attn_cute.kernels.common.ring import LedRing, Ring
+from flash_attn_cute.kernels.schedule import BARRIER_BYTES, Buffer, Schedule
 
 _DTYPES = {"int32": Int32, "float32": Float32, "uint8": Uint8}
 
@@ -23,10 +23,8 @@ class SharedMemory:
     swizzled: Callable[[type, int, tuple[int, ...]], cute.ComposedLayout]
 
     def struct(self) -> type:
-        """The struct of a CTA's shared memory: mbarriers of all pipelines, ``<name>_barriers``, then all buffers."""
-        members: dict[str, Any] = {}
-        for pipeline in self.schedule.pipelines:
-            members[f"{pipeline.name}_barriers"] = cute.struct.MemRange[Int64, len(pipeline.arrive_counts)]
+        """The struct of a CTA's shared memory: mbarriers of all pipelines, then all buffers by name."""
+        members: dict[str, Any] = {"barriers": cute.struct.MemRange[Int64, len(self.schedule.arrive_counts)]}
         for buffer in self.schedule.shared:
             array = cute.struct.MemRange[_DTYPES.get(buffer.dtype, self.dtype), buffer.elements]
             members[buffer.name] = cute.struct.Align[array, buffer.align]
@@ -34,13 +32,20 @@ class SharedMemory:
 
     def ring(self, storage: Any, name: str) -> Ring:
         """The ring of a pipeline."""
-        return Ring(getattr(storage, f"{name}_barriers").data_ptr(), self.schedule.pipeline(name).stages)
+        pipeline = self.schedule.pipeline(name)
+        kind = LedRing if pipeline.is_led else Ring
+        first = self.schedule.barriers[f"{name}.full"].start // BARRIER_BYTES
+        return kind(storage.barriers.data_ptr() + first, pipeline.stages)
+
+    def rings(self, storage: Any) -> dict[str, Ring | None]:
+        """All rings by name; None for those that the configuration does without."""
+        return {x.name: self.ring(storage, x.name) if x.stages else None for x in self.schedule.pipelines}
 
     def init(self, storage: Any, *names: str) -> None:
-        """Initialises the mbarriers of pipelines, by one thread, before any role starts."""
-        for name in names:
-            pipeline = self.schedule.pipeline(name)
-            self.ring(storage, name).init(full=pipeline.full_count, empty=pipeline.empty_count)
+        """Initialises the mbarriers of pipelines, or of all, by one thread, before any role starts."""
+        for pipeline in self.schedule.pipelines:
+            if not names or pipeline.name in names:
+                self.ring(storage, pipeline.name).init(full=pipeline.full_count, empty=pipeline.empty_count)
 
     def tensors(self, storage: Any, *names: str) -> dict[str, cute.Tensor | None]:
         """Buffers by name; None for those that the configuration does without."""
@@ -48,7 +53,8 @@ class SharedMemory:
 
     def stage_layouts(self, *names: str) -> list[cute.ComposedLayout]:
         """Layouts of one stage of swizzled buffers: their first two modes, which TMA moves."""
-        return [cute.select(self._swizzled(self.schedule.buffer(name)), mode=[0, 1]) for name in names]
+        buffers = [self.schedule.buffer(name) for name in names]
+        return [self.swizzled(self.dtype, buffer.swizzle, buffer.shape[:2]) for buffer in buffers]
 
     def _tensor(self, storage: Any, buffer: Buffer) -> cute.Tensor | None:
         if 0 in buffer.shape:

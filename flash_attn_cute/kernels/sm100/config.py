@@ -14,6 +14,8 @@ HEAD_DIMS = (64, 128, 192, 256)
 DTYPES = ("float16", "bfloat16")
 TARGETS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # what GPUs of a compute capability run
 PART_ROWS = 128  # of a product: the lanes of tensor memory
+WARPS = 16  # of a CTA
+MMA_WARP, PRODUCER_WARP = 12, 13
 CTAS = 2  # of a pair, whose products are computed together
 SECOND = 1  # the rank of that which is not the leader
 TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
@@ -131,15 +133,6 @@ class ForwardConfig:
         """Blocks of keys in flight."""
         return self.k_stages
 
-    @property
-    def bytes_shared(self) -> int:
-        """Bytes of shared memory, at most: Q, K, V, two pieces of O on its way out, and barriers."""
-        blocks = self.tile_n * (self.k_stages * self.tile_d + self.v_stages * self.tile_dv)
-        numbers = self.queries * self.tile_d + blocks // self.ctas_a_tile
-        if not self.o_in_q:
-            numbers += O_STAGES * PART_ROWS * O_COLUMNS
-        return 2 * numbers + _BARRIERS_AND_STATS
-
 
 O_COLUMNS, O_STAGES = 64, 2  # of a piece of O in shared memory, and how many there are
 TILE_STAGES = 2  # tiles that the producer may have published
@@ -208,7 +201,7 @@ def forward_config(
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries))
-    config = ForwardConfig(
+    return ForwardConfig(
         target=target,
         dtype=dtype,
         tile_d=tile.tile_d,
@@ -221,8 +214,6 @@ def forward_config(
         o_in_q=tile.o_in_q,
         ctas_a_tile=tile.ctas_a_tile,
     )
-    assert config.bytes_shared <= SHARED_MEMORY
-    return config
 
 
 def _tile_columns(head_dim: int) -> int:

@@ -1,48 +1,20 @@
-"""Attention forward on Blackwell, by single CTAs. ``forward_pair`` has the same roles in pairs of them.
+"""Attention forward on Blackwell, by single CTAs, or by pairs of them (``forward_pair``).
 
-Roles (a CTA of 512 threads works on tiles of queries of one head, one after the other; a tile has one or two parts of
-128 queries, which is what a product has lanes for):
-    warps 0 .. 3, 4 .. 7   softmax, a warpgroup a part (the second one idles where there is one part). A thread has a
-                           row: S from tensor memory to registers, P back, O rescaled when that is due.
-    warps 8 .. 11          epilogue: O divided by the sums, from tensor memory through shared memory to out, or at once
-                           if that is float32; lse; zeros into the padding. A thread has a row of each part.
-    warp 12                mma: issues all products, and owns tensor memory.
-    warp 13                producer: chooses the tiles, loads Q once a tile, K and V block by block.
-    warps 14, 15           nothing.
-Registers a thread: ``ForwardConfig.registers``.
+``forward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies. These
+modules take their numbers from it. ``python -m flash_attn_cute.kernels describe sm100 forward --d 128`` prints it for a
+configuration.
 
-Tensor memory (512 columns): two blocks of scores S of up to 128 columns, P (16 bits) in the place of the first half of
-its S, and O of each part behind. A *unit* is a block of keys for one part, and units are counted over all tiles of the
-CTA: unit u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
+A CTA takes tiles of queries of one head, one after the other. A tile has one or two parts of 128 queries, which is what
+a product has lanes for. A *unit* is a block of keys for one part, and units are counted over all tiles of the CTA: unit
+u of two parts is block u // 2 of part u % 2. Its scores are in S of u % 2.
 
-Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
-fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
-
-    ring      stages  a step is      full by                          empty by
-    tiles     2       a tile         1, producer                      4 a part, softmax; 4, epilogue; 1, mma
-    q         parts   a part of Q    1 + bytes, producer's TMA        1, commit of the tile's last scores;
-                                                                      with ``o_in_q`` also 1, epilogue: O has left
-    k         table   a block        1 + bytes, producer's TMA        1, commit of its scores (last part)
-    v         table   a block        1 + bytes, producer's TMA        1, commit of its output (last part)
-    scores    2       a unit         1, commit of S                   4, softmax: S is read, P is stored
-    p         2       a unit         4, softmax: P is stored but for  none: others come behind their product
-                                     its last keys, O rescaled
-    outputs   parts   a part of O    1, commit of its last output     4, epilogue: O is read
-    stats     parts   a part         4, softmax: row_sum and row_max  4, epilogue: they are read
-    added     1       a unit         1, commit of O; only of one part  none: the next unit's P comes behind it
-    entries   8       a block        1, producer; only under a mask    4 a part, softmax; of two parts also 1, mma: read
-
-Steps of q, outputs and stats count only tiles that have blocks: in one that attends to no key nothing is loaded or
+Pipelines are ``Ring``s, whose steps go on counting from tile to tile. A warp arrives once, behind ``__syncwarp``. Steps
+of q, outputs and stats count only tiles that have blocks: in one that attends to no key nothing is loaded or
 multiplied, and the epilogue writes zeros by itself.
 
 The mma warp issues O(u) = P(u) V, in two parts as P comes, and then S(u + 2) = Q K^T, for one unit after the other
-and on into the next tile:
-
-    tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (unit numbers)
-    softmax 0            P0 from S0     | P2 from S2 ...
-    softmax 1                 P1 from S1     | P3 from S3 ...
-
-so that one part's softmax runs beside the products of the other. With one part the same order has two blocks in flight.
+and on into the next tile, so that one part's softmax runs beside the products of the other. With one part the same
+order has two blocks in flight.
 Where the next tile is not known yet, what is left of O(u) is issued first: the producer publishes a tile only when the
 one two before it is stored.
 Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
@@ -52,12 +24,6 @@ Products are done in the order in which they were issued, and a commit arrives w
   - O of a tile's first block overwrites. Before it the mma warp waits for outputs to be empty; no softmax thread
     rescales O before a block that it has seen a key in, which is a later one.
 
-What is read or overwritten by another proxy or thread, and what orders it:
-    S, O, tensor cores -> threads     commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
-    P, rescaled O -> tensor cores     tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after
-    S read, O read -> overwritten     tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
-    Q, K, V, TMA -> tensor cores      mbarrier; read -> overwritten: commit -> wait, TMA
-    O in shared memory -> TMA         st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 P and row_max are in ``softmax``. Masks of windows and sequence ends are applied only in blocks that an edge crosses for
@@ -96,12 +62,14 @@ from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.config import O_COLUMNS, PART_ROWS, ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_shared import Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, O_COLUMNS, PART_ROWS, PRODUCER_WARP, ForwardConfig
+from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
+from flash_attn_cute.kernels.sm100.forward_shared import Shared
 from flash_attn_cute.kernels.sm100.forward_transfers import Epilogue, Producer, Tma
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, operand, swizzled_by, tiled_mma, transposed
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     add_bias_in_memory,
@@ -114,7 +82,6 @@ from flash_attn_cute.kernels.sm100.scores import (
 )
 from flash_attn_cute.kernels.sm100.softmax import RowSoftmax
 
-_EPILOGUE_WARPS = 8  # the first; softmax warps are before
 _COLUMNS = 32  # of scores, or of O to rescale them, that a thread reads at once
 _STEP = 16  # keys that a product sums over
 
@@ -132,6 +99,8 @@ class ForwardSm100:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = forward_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
         self.row_tables = RowTables(config)
         self.producer = Producer(config)
         self.epilogue = Epilogue(config, self.dtype)
@@ -143,8 +112,7 @@ class ForwardSm100:
         c, a, dtype = self.config, arguments, self.dtype
         packed, ctas = c.features.packed, c.ctas_a_tile
         mQ, mK, mV, mO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mO))
-        layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
+        self.Storage = self.memory.struct()
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         rows, group = ctas * PART_ROWS, tcgen05.CtaGroup(ctas)  # of a product
         mmas = Mmas(
@@ -152,7 +120,7 @@ class ForwardSm100:
             O=tiled_mma(dtype, mn_major, c.tile_dv, tcgen05.OperandSource.TMEM, k_major, rows, group),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(group), cpasync.CopyBulkTensorTileS2GOp()
-        sQ, sK, sV, sO = (cute.select(layout, mode=[0, 1]) for layout in layouts)  # of one part and stage
+        sQ, sK, sV, sO = self.memory.stage_layouts("sQ", "sK", "sV", "sO")
         tma = Tma(
             Q=make_row_tiles(load, mQ, sQ, (PART_ROWS, c.tile_d), packed),
             K=make_row_tiles(load, mK, sK, (c.keys_shared, c.tile_d), packed),
@@ -182,30 +150,31 @@ class ForwardSm100:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
-        c = self.config
+        c, softmax, epilogue, mma = (self.config, *map(self.schedule.role, ("softmax", "epilogue", "mma")))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
-        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
-        frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
-        if warp_idx < 4 * c.q_parts:
-            set_registers(c.registers.softmax, frame.THREADS)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        shared = self._shared(storage)
+        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
+        if warp_idx < softmax.warps.stop:
+            set_registers(softmax.registers, frame.THREADS)
             self.softmax(a, tables, shared, scales, warp_idx // 4, thread)
-        elif warp_idx < _EPILOGUE_WARPS:
+        elif warp_idx < epilogue.warps.start:
             set_registers(c.registers.none, frame.THREADS)
-        elif warp_idx < frame.MMA_WARP:
-            set_registers(c.registers.epilogue, frame.THREADS)
+        elif warp_idx < epilogue.warps.stop:
+            set_registers(epilogue.registers, frame.THREADS)
             self.epilogue(a, tma.O, shared, mO, mLSE, thread)
         else:
-            set_registers(c.registers.others, frame.THREADS)
-            if warp_idx == frame.MMA_WARP:
+            set_registers(mma.registers, frame.THREADS)
+            if warp_idx == MMA_WARP:
                 self.mma(mmas, shared)
-            elif warp_idx == frame.PRODUCER_WARP:
+            elif warp_idx == PRODUCER_WARP:
                 self.producer(a, tables, tma, shared)
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
         """Shared memory of the CTA."""
-        return Shared.of(self.config, self.dtype, storage)
+        return Shared.of(self.memory, storage)
 
     @cute.jit
     def mma(self, mmas: Mmas, shared: Shared) -> None:

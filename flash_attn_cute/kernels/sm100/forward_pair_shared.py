@@ -1,44 +1,16 @@
-"""Shared memory of a CTA of a pair (``forward_pair``): barriers, and the broadcast of tiles to both CTAs."""
+"""Shared memory of a CTA of a pair (``forward_pair``), and the broadcast of tiles to both CTAs."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flash_attn_cute.kernels.common.query_tiles import QueryTile
-from flash_attn_cute.kernels.common.ring import LedRing
 from flash_attn_cute.kernels.schedule import QUERY_TILE_FIELDS
-from flash_attn_cute.kernels.sm100.config import CTAS, SECOND, TILE_STAGES, ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_shared import Rings, Shared, fields_of
+from flash_attn_cute.kernels.sm100.config import SECOND
+from flash_attn_cute.kernels.sm100.forward_shared import Shared
 
 _FIRST_KEY = QUERY_TILE_FIELDS - 1  # the field in which the second producer reads where keys begin
-
-
-@dataclass(frozen=True)
-class PairRings(Rings):
-    """All barriers of a CTA; see ``forward_pair`` for who fills and empties what, and whose barriers count."""
-
-    @classmethod
-    def at(cls, config: ForwardConfig, barriers: cute.Pointer) -> "PairRings":
-        """One after the other."""
-        rings = super().at(config, barriers)
-        led = {name: getattr(rings, name) for name in ("tiles", "scores", "p", "outputs")}
-        return replace(rings, **{name: LedRing(ring.barriers, ring.stages) for name, ring in led.items()})
-
-    def init(self, config: ForwardConfig) -> None:
-        """Before all else, by one thread. Both CTAs do so alike, though for many rings only the leader counts."""
-        softmax, epilogue, mma, producer = 4 * config.q_parts, 4, 1, 1  # warps
-        # An arrival, and of the second CTA the bytes that it announces.
-        self.tiles.init(full=1, empty=mma + CTAS * (softmax + epilogue + producer))
-        for ring in (self.q, self.k, self.v):
-            ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
-        self.scores.init(full=1, empty=CTAS * 4)  # a commit; the warps of a part
-        self.p.init(full=CTAS * 4, empty=1)
-        self.outputs.init(full=1, empty=CTAS * epilogue)  # a commit
-        self.stats.init(full=4, empty=epilogue)
-        if self.added is not None:
-            self.added.init(full=1, empty=1)  # a commit
 
 
 @dataclass(frozen=True)
@@ -46,14 +18,7 @@ class PairShared(Shared):
     """Shared memory of a CTA and what guards it."""
 
     rank: Int32  # of the CTA: the leader is 0
-    tiles_sent: cute.Tensor  # (field, tile stage), the leader's copy of what the second CTA reads
-
-    @staticmethod
-    def at(config: ForwardConfig, dtype: type, storage: Any, rank: Int32) -> "PairShared":
-        """Shared memory of a CTA, on the device."""
-        rings = PairRings.at(config, storage.barriers.data_ptr())
-        both = storage.tiles.get_tensor(cute.make_layout((QUERY_TILE_FIELDS, TILE_STAGES, CTAS)))
-        return PairShared(**fields_of(config, dtype, storage, rings), rank=rank, tiles_sent=both[None, None, SECOND])
+    tiles_sent: cute.Tensor  # the leader's copy of what the second CTA reads
 
     @property
     def is_leader(self) -> Boolean:

@@ -6,17 +6,15 @@ from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.config import TENSOR_COLUMNS
+from flash_attn_cute.kernels.sm100.config import MMA_WARP, PRODUCER_WARP, TENSOR_COLUMNS, WARPS
 
-THREADS = 512
-MMA_WARP, PRODUCER_WARP = 12, 13
+THREADS = 32 * WARPS
 
 
 @cute.jit
 def begin(
-    config: cutlass.Constexpr,
+    init_barriers: cutlass.Constexpr,
     tma: cutlass.Constexpr,
-    rings: cutlass.Constexpr,
     holder: cute.Pointer,
     warp_idx: Int32,
     ctas: cutlass.Constexpr = 1,
@@ -24,9 +22,8 @@ def begin(
     """By all threads: barriers count from now on, and ``holder`` has the address of tensor memory, which is allocated.
 
     Args:
-        config: of the kernel.
+        init_barriers: initialises them, by one thread.
         tma: whose descriptors it loads and stores by.
-        rings: its barriers.
         holder: in shared memory.
         warp_idx: of the thread, uniform.
         ctas: of a cluster: 1, or 2 that compute products together.
@@ -35,7 +32,7 @@ def begin(
     if warp_idx == PRODUCER_WARP:
         prefetch_descriptors(tma)
         with cute.arch.elect_one():
-            rings.init(config)
+            init_barriers()
         cute.arch.mbarrier_init_fence()
     if const_expr(pair):  # both run, and their barriers count
         meet_in_cluster()

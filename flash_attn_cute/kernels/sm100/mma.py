@@ -35,8 +35,13 @@ def swizzled(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
 
     Of a row 64 columns are contiguous, or 32 where there are not a multiple of 64.
     """
+    return swizzled_by(dtype, shape[1], shape)
+
+
+def swizzled_by(dtype: type, columns: int, shape: tuple[int, ...]) -> cute.ComposedLayout:
+    """``swizzled``, with as many contiguous columns of a row as so many are a multiple of."""
     kinds = tcgen05.SmemLayoutAtomKind
-    atom = tcgen05.make_smem_layout_atom(kinds.K_SW64 if shape[1] % 64 else kinds.K_SW128, dtype)
+    atom = tcgen05.make_smem_layout_atom(kinds.K_SW64 if columns % 64 else kinds.K_SW128, dtype)
     return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
 
 

@@ -33,6 +33,7 @@ for. There they are summed over queries or keys that share a bias, and warps wri
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -64,7 +65,7 @@ from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, BiasGradientConfig
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, PRODUCER_WARP, BiasGradientConfig
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
@@ -180,17 +181,17 @@ class BiasGradientSm100:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
-        frame.begin(c, tma, shared.rings, shared.holder, warp_idx)
+        frame.begin(partial(shared.rings.init, c), tma, shared.holder, warp_idx)
         if warp_idx < _IDLE_WARPS:
             set_registers(c.registers.compute, frame.THREADS)
             self.compute(a, tables, mStats, partial_sums, shared, scales, warp_idx // 4)
-        elif warp_idx < frame.MMA_WARP:
+        elif warp_idx < MMA_WARP:
             set_registers(c.registers.others, frame.THREADS)
         else:
             set_registers(c.registers.others, frame.THREADS)
-            if warp_idx == frame.MMA_WARP:
+            if warp_idx == MMA_WARP:
                 self.mma(a, mma, shared)
-            elif warp_idx == frame.PRODUCER_WARP:
+            elif warp_idx == PRODUCER_WARP:
                 rings = shared.rings
                 self.map.load(a, tables, tma, shared.operands, rings.qk, rings.dov, shared.pieces)
         frame.end(shared, warp_idx)

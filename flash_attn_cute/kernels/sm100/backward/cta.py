@@ -106,8 +106,10 @@ from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
+    MMA_WARP,
     O_COLUMNS,
     PART_ROWS,
+    PRODUCER_WARP,
     BackwardConfig,
 )
 from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
@@ -185,14 +187,14 @@ class BackwardCtaSm100:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
         shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
-        frame.begin(c, tma, shared.rings, shared.holder, warp_idx, c.ctas_a_tile)
+        frame.begin(partial(shared.rings.init, c), tma, shared.holder, warp_idx, c.ctas_a_tile)
         if warp_idx < _COMPUTE_WARPS:
             set_registers(c.registers.drain, frame.THREADS)
             self.transfers.drain(a, shared, thread)
             if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is attended to
                 index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 zero_fully_masked_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
-        elif warp_idx < frame.MMA_WARP:
+        elif warp_idx < MMA_WARP:
             set_registers(c.registers.compute, frame.THREADS)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
             rounding = partial(round_block, parts=c.ctas_a_tile)
@@ -202,9 +204,9 @@ class BackwardCtaSm100:
             round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
         else:
             set_registers(c.registers.others, frame.THREADS)
-            if warp_idx == frame.MMA_WARP:
+            if warp_idx == MMA_WARP:
                 self.mma(a, mmas, shared)
-            elif warp_idx == frame.PRODUCER_WARP:
+            elif warp_idx == PRODUCER_WARP:
                 self.transfers.producer(a, ws, tma, shared)
             else:
                 self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)

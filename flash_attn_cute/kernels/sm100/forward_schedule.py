@@ -1,0 +1,179 @@
+"""The schedule of the forward kernels (``forward``, ``forward_pair``): roles, pipelines, memory and steps."""
+
+from flash_attn_cute.kernels.schedule import (
+    QUERY_TILE_FIELDS,
+    Buffer,
+    Columns,
+    Order,
+    Pipeline,
+    Role,
+    Schedule,
+    Step,
+    commit,
+    once,
+    per_warp,
+    per_warp_of_a_warpgroup,
+)
+from flash_attn_cute.kernels.sm100.config import (
+    CTAS,
+    ENTRY_STAGES,
+    ITERATOR_FIELDS,
+    MMA_WARP,
+    O_COLUMNS,
+    O_STAGES,
+    PART_ROWS,
+    PRODUCER_WARP,
+    SCORE_COLUMNS,
+    SHARED_MEMORY,
+    TILE_STAGES,
+    WARPS,
+    ForwardConfig,
+)
+
+_TIMELINE = {
+    2: """
+tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (units)
+softmax 0            P0 from S0     | P2 from S2 ...
+softmax 1                 P1 from S1     | P3 from S3 ...
+""",
+    1: """
+tensor cores   S0 S1 | O0 S2 | O1 S3 | O2 S4 ...          (units)
+softmax              P0      P1      P2 ...
+""",
+}
+
+_ORDERS = (
+    Order("S, O: tensor cores -> threads", "commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld"),
+    Order(
+        "P, rescaled O: threads -> tensor cores",
+        "tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, fence::after_thread_sync",
+    ),
+    Order("S, O: read -> overwritten", "tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after"),
+    Order("Q, K, V: TMA -> tensor cores", "mbarrier; read -> overwritten: commit -> wait, TMA"),
+    Order(
+        "O in shared memory: threads -> TMA",
+        "st.shared, fence.proxy.async, named barrier 1, TMA; read -> overwritten: bulk wait",
+    ),
+)
+_ORDER_OF_TILES = Order("tiles -> second CTA", "st.shared, fence.proxy.async, bulk copy, mbarrier -> wait")
+
+
+def forward_schedule(config: ForwardConfig) -> Schedule:
+    """The schedule of a configuration."""
+    c, parts, ctas = config, config.q_parts, config.ctas_a_tile
+    pair, listed, registers = ctas == CTAS, config.features.listed, config.registers
+
+    softmax = Role("softmax", range(4 * parts), registers.softmax, "a warpgroup a part, a row a thread: P from S")
+    spare = Role("spare", range(4 * parts, 8), registers.none, "idle")
+    epilogue = Role("epilogue", range(8, MMA_WARP), registers.epilogue, "a row a thread: O / row_sum to out; lse")
+    of_both = ", of both CTAs, in the leader" if pair else ""
+    mma = Role("mma", range(MMA_WARP, MMA_WARP + 1), registers.others, f"issues all products{of_both}")
+    choosing = "the leader's chooses tiles; each loads Q, K and V" if pair else "chooses tiles; loads Q, K and V"
+    producer = Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), registers.others, choosing)
+    idle = Role("idle", range(PRODUCER_WARP + 1, WARPS), registers.others, "idle")
+
+    tiles = Buffer("tiles", (QUERY_TILE_FIELDS, TILE_STAGES), "field, tile stage", "int32", align=16)
+    sent = TILE_STAGES if pair else 0
+    tiles_sent = Buffer("tiles_sent", (QUERY_TILE_FIELDS, sent), "field, tile stage of the second CTA", "int32", 16)
+    num_entries = ENTRY_STAGES if listed else 0
+    entries = Buffer("entries", (1 + parts, num_entries), "block and its code for each part, entry", "int32")
+    iterator = Buffer("iterator", (ITERATOR_FIELDS, parts if listed else 0), "field of the producer's, part", "int32")
+    stats = Buffer("stats", (PART_ROWS, 2, parts), "row, row_sum and row_max, part", "float32")
+    modes = "row, d, part; then O" if c.o_in_q else "row, d, part"
+    sQ = Buffer("sQ", (PART_ROWS, c.tile_d, parts), modes, align=1024, swizzle=c.tile_d)
+    sK = Buffer("sK", (c.keys_shared, c.tile_d, c.k_stages), "key, d, stage", align=1024, swizzle=c.tile_d)
+    sV = Buffer("sV", (c.tile_n, c.columns_shared, c.v_stages), "key, d_v, stage", align=1024, swizzle=c.columns_shared)
+    o_stages = 0 if c.o_in_q else O_STAGES
+    sO = Buffer("sO", (PART_ROWS, O_COLUMNS, o_stages), "row, columns of a piece, stage", align=1024, swizzle=O_COLUMNS)
+
+    part_of_softmax = per_warp_of_a_warpgroup(softmax, ctas)
+    tiles_read = (per_warp(softmax, ctas), per_warp(epilogue, ctas), per_warp(mma))
+    entries_read = (per_warp(softmax), per_warp(mma)) if c.leaves_out else (per_warp(softmax),)
+    pipelines = (
+        Pipeline(
+            "tiles",
+            TILE_STAGES,
+            "a tile's fields",
+            (once(producer),),
+            (*tiles_read, per_warp(producer, ctas)) if pair else tiles_read,
+            tiles.stage_bytes if pair else 0,  # to the second CTA
+        ),
+        Pipeline(
+            "q",
+            parts,
+            "a part of Q",
+            (once(producer),),
+            (commit(mma), once(epilogue)) if c.o_in_q else (commit(mma),),
+            ctas * sQ.stage_bytes,
+        ),
+        Pipeline("k", c.k_stages, "K of a block", (once(producer),), (commit(mma),), ctas * sK.stage_bytes),
+        Pipeline("v", c.v_stages, "V of a block", (once(producer),), (commit(mma),), ctas * sV.stage_bytes),
+        Pipeline("scores", 2, "S of a unit, then its P", (commit(mma),), (part_of_softmax,)),
+        Pipeline("p", 2, "P of a unit but for its last 32 keys", (part_of_softmax,), ()),
+        Pipeline("outputs", parts, "O of a part", (commit(mma),), (per_warp(epilogue, ctas),)),
+        Pipeline("stats", parts, "sums of a part", (per_warp_of_a_warpgroup(softmax),), (per_warp(epilogue),)),
+        Pipeline("added", int(parts == 1), "O of a unit", (commit(mma),), ()),
+        Pipeline("entries", num_entries, "a block and its codes", (once(producer),), entries_read),
+    )
+    schedule = Schedule(
+        kernel="kernels/sm100/" + ("forward_pair.py:ForwardPairSm100" if pair else "forward.py:ForwardSm100"),
+        work=f"{c.queries} queries of a head, in parts of {PART_ROWS}, and one such tile after the other"
+        + ("; a pair of CTAs has tiles of twice as many" if pair else ""),
+        roles=tuple(role for role in (softmax, spare, epilogue, mma, producer, idle) if role.warps),
+        pipelines=pipelines,
+        shared=(
+            Buffer("holder", (1,), "address of tensor memory", "int32"),
+            *(entries, iterator, stats, tiles, tiles_sent, sQ, sK, sV, sO),
+        ),
+        steps=_steps(c),
+        timeline=_TIMELINE[parts],
+        tensor_memory=(
+            Columns("S", c.first_S(0), 2 * SCORE_COLUMNS, "scores of two units; P in the first half of its S"),
+            Columns("O", c.first_O(0), parts * c.tile_dv, "O of each part"),
+        ),
+        orders=(*_ORDERS, _ORDER_OF_TILES) if pair else _ORDERS,
+    )
+    assert schedule.num_bytes <= SHARED_MEMORY
+    return schedule
+
+
+def _steps(c: ForwardConfig) -> tuple[Step, ...]:
+    """Steps of a tile, and of each of its units u."""
+    pair, one_part, listed = c.ctas_a_tile == CTAS, c.q_parts == 1, c.features.listed
+    next_S = f"issues S(u + {c.blocks_ahead * c.q_parts}) = Q K'"
+    reads_tile = (Step("producer", "tiles.full", "once a tile, in each CTA: reads its fields", "tiles.empty"),)
+    publishes = (Step("producer", "entries.empty", "publishes a block and its codes", "entries.full"),)
+    rescales = (Step("softmax", "added.full", "rescales O, if row_max has grown much"),)
+    mma_waits, mma_signals = (", entries.full", ", entries.empty") if c.leaves_out else ("", "")
+    return (
+        Step("producer", "tiles.empty", "once a tile: publishes its fields", "tiles.full"),
+        *(reads_tile if pair else ()),
+        *(publishes if listed else ()),
+        Step("producer", "k.empty", "loads K of a block", "k.full"),
+        Step("producer", "q.empty", "once a tile: loads Q, part by part", "q.full"),
+        Step("producer", "v.empty", "loads V of a block", "v.full"),
+        Step("mma", "tiles.full", "once a tile: reads how many blocks it has", "tiles.empty"),
+        Step("mma", "outputs.empty", "once a tile: may overwrite O"),
+        Step("mma", "v.full, p.full", "issues O(u) += P(u) V but for the last 32 keys"),
+        Step(
+            "mma",
+            "scores.empty",
+            "issues O(u) += P(u) V of the last 32 keys",
+            "v.empty, outputs.full" + (", added.full" if one_part else ""),
+        ),
+        Step("mma", "k.full, q.full" + mma_waits, next_S, "scores.full, k.empty, q.empty" + mma_signals),
+        Step("softmax", "tiles.full", "once a tile: reads its fields, and at its end releases them", "tiles.empty"),
+        Step("softmax", "scores.full", "loads S(u); masks it; compares its row_max"),
+        *((Step("softmax", "entries.full", "reads the block and its code", "entries.empty"),) if listed else ()),
+        *(rescales if one_part else ()),
+        Step("softmax", "", "stores P(u) but for the last 32 keys" + ("" if one_part else "; rescales O"), "p.full"),
+        Step("softmax", "", "stores P(u) of the last 32 keys", "scores.empty"),
+        Step("softmax", "stats.empty", "once a tile: stores row_sum and row_max", "stats.full"),
+        Step("epilogue", "tiles.full, stats.full", "once a tile: loads row_sum and row_max; stores lse", "stats.empty"),
+        Step(
+            "epilogue",
+            "outputs.full",
+            "once a tile: loads O; stores O / row_sum",
+            "outputs.empty, tiles.empty" + (", q.empty" if c.o_in_q else ""),
+        ),
+    )
