@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_cute.calls import lowering, nested, ops
 from flash_attn_cute.calls.attention_call import NUM_TENSORS, AttentionCall
 from flash_attn_cute.calls.prepared_call import prepare
-from flash_attn_cute.calls.torch_modes import autocast, is_recorded, needs_dispatcher
+from flash_attn_cute.calls.torch_modes import autocast, is_any_autocast_enabled, is_recorded, needs_dispatcher
 from flash_attn_cute.spec import AttentionInputs, Options
 
 # ``out``, or ``(out, lse)`` with return_lse=True.
@@ -39,7 +39,9 @@ def attend(call: AttentionCall, return_lse: bool) -> Result:
             )
         packed, jagged = nested.as_packed(call)
         return jagged.wrap(attend(packed, return_lse))
-    call, lowered = autocast(call), None
+    lowered = None
+    if is_any_autocast_enabled():
+        call = autocast(call)
     if call.block_mask is not None and _replacement is None:
         lowered = lowering.of(call)
         call = lowered.call

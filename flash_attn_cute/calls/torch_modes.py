@@ -21,6 +21,8 @@ from flash_attn_cute.calls.attention_call import AttentionCall
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = frozenset({Tensor, Parameter})
 
+is_any_autocast_enabled = _is_any_autocast_enabled  # for some kind of device: to ask ahead of ``autocast``
+
 
 def _key_bits(*keys: DispatchKey) -> int:
     bits = 0
@@ -97,13 +99,13 @@ def is_recorded(tensors: tuple[Any, ...], watched: bool) -> bool:
 
 
 def autocast(call: AttentionCall) -> AttentionCall:
-    """The call with q, k, v and bias in autocast's dtype, if autocast is on.
+    """The call with q, k, v and bias in autocast's dtype, if autocast is on for q's device.
 
     The casts are operators of their own, and autograd gives every leaf a gradient of its own dtype. As in all of
     autocast float64 stays as it is. So does a learnable_sink in float32, which goes with any dtype.
     """
     q = call.q
-    if not _is_any_autocast_enabled() or not isinstance(q, Tensor) or q.dtype not in _AUTOCAST_FROM:
+    if not isinstance(q, Tensor) or q.dtype not in _AUTOCAST_FROM:
         return call
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

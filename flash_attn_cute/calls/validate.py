@@ -172,6 +172,8 @@ def check_max_seqlen(name: str, value: int | Tensor) -> int | None:
 
     Whether an int is in range can wait for ``check``, to which not every call comes.
     """
+    if type(value) is int:
+        return value
     if isinstance(value, Tensor):
         if value.ndim or value.dtype not in (torch.int32, torch.int64):
             raise ValueError(
