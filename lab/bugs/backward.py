@@ -35,7 +35,7 @@ _ADDING_LAGS = frozenset({14, 15})
 _PRODUCTS = find(MMA, "tcgen05.mma", 28)
 _OF_S, _OF_DP, _OF_DV = _PRODUCTS[:4], _PRODUCTS[12:16], _PRODUCTS[16:20]
 _OF_DK, _OF_DQ = _PRODUCTS[4:8] + _PRODUCTS[20:24], _PRODUCTS[8:12] + _PRODUCTS[24:]
-_WEIGHTS_STORED = find(_COMPUTE, "tcgen05.st", 6)[2:4]
+_P_STORED = find(_COMPUTE, "tcgen05.st", 6)[2:4]
 _LESSER = r"min\.s32\s+(%r\d+), (%r\d+), %r\d+"
 _ARRIVES_BY_ONE = r", %r\d+;"
 _POLL = find(_ADD, "ld.acquire")
@@ -47,7 +47,7 @@ BACKWARD: Bugs = {
         Bug("scores are begun before Q is there", waits(MMA, "q.full").left_out(), "d64", LOADS_LAG),
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "d64", LOADS_LAG),
         Bug("dP is begun before dO is there", waits(MMA, "do.full").left_out(), "d64", LOADS_LAG),
-        Bug("dV is begun before the weights are stored", waits(MMA, "scores.empty").left_out(), "d64", _COMPUTE_LAGS),
+        Bug("dV is begun before P is stored", waits(MMA, "scores.empty").left_out(), "d64", _COMPUTE_LAGS),
         Bug("dK and dQ are begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "d64", _COMPUTE_LAGS),
         Bug(
             "dQ overwrites the last step's, which drain warps have not read",
@@ -188,8 +188,8 @@ BACKWARD: Bugs = {
         Bug(
             "dV and dK change places", both(_OF_DV.flipped(TARGET, 128 ^ 320), _OF_DK.flipped(TARGET, 128 ^ 320)), "d64"
         ),
-        Bug("dV takes weights where there are scores", _OF_DV.flipped(A, 32), "d64"),
-        Bug("weights are stored a column further", _WEIGHTS_STORED.rewritten(r"\+ 0\]", "+ 1]"), "d64"),
+        Bug("dV takes P where there are scores", _OF_DV.flipped(A, 32), "d64"),
+        Bug("P is stored a column further", _P_STORED.rewritten(r"\+ 0\]", "+ 1]"), "d64"),
     ),
     "wrong count": (
         Bug(
@@ -324,7 +324,7 @@ BACKWARD: Bugs = {
             shows=False,
         ),
         Bug(
-            "no tcgen05.fence::before_thread_sync between the weights and their arrival",
+            "no tcgen05.fence::before_thread_sync between the stores of P and their arrival",
             arrivals(_COMPUTE, "scores.empty").ahead("tcgen05.fence::before").left_out(),
             "d64",
             lint="fence-before",
@@ -359,7 +359,7 @@ BACKWARD: Bugs = {
             shows=False,
         ),
         Bug(
-            "no tcgen05.fence::after_thread_sync between the weights' arrival and their product",
+            "no tcgen05.fence::after_thread_sync between the arrival of P and its product",
             waits(MMA, "scores.empty").behind("tcgen05.fence::after").left_out(),
             "d64",
             lint="fence-after",
@@ -408,8 +408,8 @@ BACKWARD: Bugs = {
             lint="load-wait",
         ),
         Bug(
-            "weights are handed over before they are in tensor memory",
-            _WEIGHTS_STORED[1].behind("tcgen05.wait::st").left_out(),
+            "P is handed over before it is in tensor memory",
+            _P_STORED[1].behind("tcgen05.wait::st").left_out(),
             "steps",
             lint="store-wait",
         ),

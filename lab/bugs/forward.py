@@ -33,7 +33,7 @@ _SOFTMAX_LAGS, _EPILOGUE_LAGS = frozenset(range(8)), frozenset(range(8, 12))
 _OF_S = find(MMA, "tcgen05.mma", 8, having=r"^\S+\s+\[%r\d+\], %rd")
 _OF_O = find(MMA, "tcgen05.mma", 16, having=r"^\S+\s+\[%r\d+\], \[%r")
 _LOADS = find(_SOFTMAX, "tcgen05.ld", 18)
-# Of what is stored of a row's weights: what most of them end with, and the others.
+# What is stored of a row's P: what most of it ends with, and the rest.
 _END_OF_MOST = find(_SOFTMAX, "tcgen05.st", 3, having=r"\[%r\d+ \+ 32\]")
 _OTHERS = find(_SOFTMAX, "tcgen05.st", 2, having=r"\.x16\S+\s+\[%r\d+ \+ 0\]")
 _MEETINGS = find(_EPILOGUE, "bar.sync", 2, having=r"\b1, 128")
@@ -53,13 +53,13 @@ FORWARD: Bugs = {
         Bug("outputs are begun before V is there", waits(MMA, "v.full", 2).left_out(), "d64", LOADS_LAG),
         Bug("scores are begun before Q is there", waits(MMA, "q.full", 2).left_out(), "d64", LOADS_LAG),
         Bug(
-            "outputs are begun before most weights are stored",
+            "outputs are begun before most of P is stored",
             waits(MMA, "p.full", 4).left_out(),
             "d64",
             _SOFTMAX_LAGS,
         ),
         Bug(
-            "outputs of the last keys are begun before their weights are stored",
+            "outputs of the last keys are begun before their P is stored",
             waits(MMA, "scores.empty", 4).left_out(),
             "long",
             _SOFTMAX_LAGS,
@@ -164,7 +164,7 @@ FORWARD: Bugs = {
         Bug("Q is said to be swizzled in 64 bytes", _OF_S.flipped(A, 6 << SWIZZLE), "one"),
         Bug("a step multiplies the 16 columns of Q that are the next one's", _OF_S.flipped(A, 2), "one"),
         Bug("V is said to have keys contiguous", _OF_O.flipped(KIND, 1 << 16), "one"),
-        Bug("weights are said to be float16", _OF_O.flipped(KIND, 1 << 7), "one"),
+        Bug("P is said to be float16", _OF_O.flipped(KIND, 1 << 7), "one"),
         Bug("K is negated", _OF_S.flipped(KIND, 1 << 14), "one"),
         Bug("sums are saturated", _OF_O.flipped(KIND, 1 << 3), "one"),
         Bug("V is said to have two of four numbers", _OF_O.flipped(KIND, 1 << 2), "one"),
@@ -172,10 +172,10 @@ FORWARD: Bugs = {
     ),
     "wrong column": (
         Bug("scores take the place of the other part's", _OF_S.flipped(TARGET, 128), "one"),
-        Bug("products read weights where there are scores", _OF_O.flipped(A, 64), "one"),
+        Bug("products read P where there are scores", _OF_O.flipped(A, 64), "one"),
         Bug("the parts' outputs change places", _OF_O.flipped(TARGET, 64), "one"),
         Bug(
-            "the last of most weights are stored a column further",
+            "the end of most of P is stored a column further",
             _END_OF_MOST.rewritten(r"\+ 32", "+ 33"),
             "one",
         ),
@@ -187,7 +187,7 @@ FORWARD: Bugs = {
     ),
     "wrong count": (
         Bug(
-            "weights are said to be stored when three of four warps have stored them",
+            "P is said to be stored when three of four warps have stored it",
             find(PRODUCER, "mbarrier.init", 2, "scores.empty").rewritten(r", %r\d+", ", 3"),
             "d64",
             lint="arrivals",
@@ -229,9 +229,7 @@ FORWARD: Bugs = {
         ),
     ),
     "wrong order": (
-        Bug(
-            "weights are handed over before they are stored", _signalled_early, "long", _SOFTMAX_LAGS, lint="store-wait"
-        ),
+        Bug("P is handed over before it is stored", _signalled_early, "long", _SOFTMAX_LAGS, lint="store-wait"),
         Bug(
             "a commit stands ahead of the last product that it is about",
             _OF_S[3].moved_behind(commits(MMA, "scores.full+0")),
@@ -281,7 +279,7 @@ FORWARD: Bugs = {
             shows=False,
         ),
         Bug(
-            "no tcgen05.fence::before_thread_sync between the weights and their arrival",
+            "no tcgen05.fence::before_thread_sync between the stores of P and their arrival",
             arrivals(_SOFTMAX, "scores.empty").ahead("tcgen05.fence::before").left_out(),
             "one",
             lint="fence-before",
@@ -295,7 +293,7 @@ FORWARD: Bugs = {
             shows=False,
         ),
         Bug(
-            "no tcgen05.fence::after_thread_sync between the weights' arrival and their product",
+            "no tcgen05.fence::after_thread_sync between the arrival of P and its product",
             waits(MMA, "outputs.empty", 4)[0].behind("tcgen05.fence::after").left_out(),
             "one",
             lint="fence-after",
@@ -337,7 +335,7 @@ FORWARD: Bugs = {
             lint="load-wait",
         ),
         Bug(
-            "weights are handed over before they are in tensor memory",
+            "P is handed over before it is in tensor memory",
             _END_OF_MOST[0].behind("tcgen05.wait::st").left_out(),
             "long",
             _SOFTMAX_LAGS,
@@ -403,7 +401,7 @@ FORWARD: Bugs = {
             _OF_O[::4].flipped(ACCUMULATES),
             "d64",
         ),
-        Bug("O is not rescaled when a row's reference rises", _LOADS[-2].ahead("bra").rewritten(r"@%p\d+ ", ""), "d64"),
+        Bug("O is not rescaled when row_max rises", _LOADS[-2].ahead("bra").rewritten(r"@%p\d+ ", ""), "d64"),
         Bug("O is rescaled when there is none yet", _LOADS[-2].ahead("bra").left_out(), "d64"),
     ),
 }

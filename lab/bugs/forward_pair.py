@@ -39,13 +39,13 @@ FORWARD_PAIR: Bugs = {
         Bug("scores are begun before Q of both is there", waits(MMA, "q.full").left_out(), "tiles", LOADS_LAG),
         Bug("outputs are begun before V of both is there", waits(MMA, "v.full", 2).left_out(), "d256", LOADS_LAG),
         Bug(
-            "outputs are begun before the second CTA's weights are stored",
+            "outputs are begun before the second CTA's P is stored",
             waits(MMA, "p.full", 2).left_out(),
             "d256",
             _SECOND_SOFTMAX_LAGS,
         ),
         Bug(
-            "outputs of the last keys are begun before the second CTA's weights are stored",
+            "outputs of the last keys are begun before the second CTA's P is stored",
             waits(MMA, "scores.empty", 2).left_out(),
             "blocks",
             _SECOND_SOFTMAX_LAGS,
@@ -90,7 +90,7 @@ FORWARD_PAIR: Bugs = {
         ),
     ),
     "wrong phase": (
-        Bug("the mma warp is a phase late with weights", waits(MMA, "p.full", 2).flipped(PARITY), "d256"),
+        Bug("the mma warp is a phase late with P", waits(MMA, "p.full", 2).flipped(PARITY), "d256"),
         Bug("softmax waits for the next output to be added", waits(_SOFTMAX, "added.full").flipped(PARITY), "rising"),
     ),
     "wrong place": (
@@ -109,11 +109,11 @@ FORWARD_PAIR: Bugs = {
         Bug("products of scores are said to have the keys of one CTA", _OF_S.flipped(KIND, (16 ^ 8) << 17), "d256"),
         Bug("products of outputs are said to have the queries of one CTA", _OF_O.flipped(KIND, (16 ^ 8) << 24), "d256"),
         Bug("scores take the place of the other block's", _OF_S.flipped(TARGET, 128), "d256"),
-        Bug("products read weights where there are scores", _OF_O.flipped(A, 64), "d256"),
+        Bug("products read P where there are scores", _OF_O.flipped(A, 64), "d256"),
     ),
     "wrong count": (
         Bug(
-            "weights are said to be there when one CTA has stored them",
+            "P is said to be there when one CTA has stored it",
             find(PRODUCER, "mbarrier.init", 2, "p.full").rewritten(r", %r\d+", ", 4"),
             "d256",
             _SECOND_SOFTMAX_LAGS,
@@ -148,7 +148,7 @@ FORWARD_PAIR: Bugs = {
         Bug("the second CTA's place of Q is not given back", commits(MMA, "q.empty").flipped(1, 2), "tiles"),
         Bug("added outputs are not signalled to the second CTA", commits(MMA, "added.full", 2).flipped(1, 2), "rising"),
         Bug(
-            "weights are signalled to the second CTA, not to the leader",
+            "P is signalled to the second CTA, not to the leader",
             arrivals(_SOFTMAX, "p.full", 3).ahead("mapa").rewritten(", 0;", ", 1;"),
             "d256",
             lint="arrivals",
@@ -181,7 +181,7 @@ FORWARD_PAIR: Bugs = {
             lint="proxy",
         ),
         Bug(
-            "no tcgen05.fence::before_thread_sync between the weights and their arrival in the other CTA",
+            "no tcgen05.fence::before_thread_sync between the stores of P and their arrival in the other CTA",
             arrivals(_SOFTMAX, "scores.empty").ahead("tcgen05.fence::before").left_out(),
             "d256",
             lint="fence-before",

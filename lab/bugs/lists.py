@@ -62,7 +62,7 @@ LISTS: Bugs = {
         ),
         Bug("an entry is not published", arrivals(PRODUCER, "entries.full").left_out(), "lists", lint="arrivals"),
         Bug(
-            "softmax does not hand over the weights that it leaves out",
+            "softmax does not hand over the part of P that it leaves out",
             arrivals(_SOFTMAX, "p.full", 3)[2].left_out(),
             "lists",
         ),

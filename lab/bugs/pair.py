@@ -48,7 +48,7 @@ PAIR: Bugs = {
             "one",
             _PRODUCER_LAGS,
         ),
-        Bug("dV is begun before the weights are stored", waits(MMA, "p.full", 2).left_out(), "one", _COMPUTE_LAGS),
+        Bug("dV is begun before P is stored", waits(MMA, "p.full", 2).left_out(), "one", _COMPUTE_LAGS),
         Bug("dK is begun before dS is stored", waits(MMA, "dp.empty", 2).left_out(), "one", _COMPUTE_LAGS),
         Bug(
             "dQ is begun before the second CTA's dS has come",
@@ -147,11 +147,11 @@ PAIR: Bugs = {
         ),
         Bug("products of dQ are said to have the queries of one CTA", _OF_DQ.flipped(KIND, (16 ^ 8) << 24), "one"),
         Bug("scores take the place of dV", _OF_S.flipped(TARGET, 128), "one"),
-        Bug("dV takes the second half of weights from behind the first", _OF_DV[2:].flipped(A, 64), "one"),
+        Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped(A, 64), "one"),
     ),
     "wrong count": (
         Bug(
-            "weights are said to be there when one CTA has stored them",
+            "P is said to be there when one CTA has stored it",
             find(PRODUCER, "mbarrier.init", barrier="p.full").rewritten(r", %r\d+", ", 8"),
             "one",
             frozenset((1, i) for i in range(4, 12)),

@@ -88,7 +88,7 @@ PAIR_TWO_PASS: Bugs = {
             PRODUCTS_LAG,
         ),
         Bug(
-            "dV is begun before the weights are stored",
+            "dV is begun before P is stored",
             waits(MMA, "scores.empty", 3)[0].left_out(),
             "one",
             _COMPUTE_LAGS,
@@ -138,7 +138,7 @@ PAIR_TWO_PASS: Bugs = {
         Bug("K is taken from another place than it was copied to", _FIRST_OF_S.flipped(A, 384 ^ 448), "one"),
         Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
         Bug("dQ takes the place of dP", _OF_DQ.flipped(TARGET, 320), "one"),
-        Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
+        Bug("dV takes P from the other place", _OF_DV.flipped(A, 320), "one"),
         Bug("dK takes dS from the place of scores", _OF_DK.flipped(A, 320), "one"),
         Bug("products of dP are said to have the keys of one CTA", _OF_DP.flipped(KIND, (16 ^ 8) << 24), "one"),
     ),

@@ -30,7 +30,7 @@ TWO_PASS: Bugs = {
         Bug("dP is begun before V is there", waits(MMA, "v.full").left_out(), "one", LOADS_LAG),
         Bug("V is loaded over dV that TMA still reads", waits(PRODUCER, "v.empty").left_out(), "one", STORES_LAG),
         Bug(
-            "dV is begun before the weights are stored",
+            "dV is begun before P is stored",
             waits(MMA, "scores.empty", 2)[0].left_out(),
             "one",
             _COMPUTE_LAGS,
@@ -79,7 +79,7 @@ TWO_PASS: Bugs = {
         Bug("scores of the second pass take the place of dP", _LAST_OF_S.flipped(TARGET, 320), "one"),
         Bug("dP takes the place of dQ", _OF_DP.flipped(TARGET, 320 ^ 384), "one"),
         Bug("the parts of dQ change places", _OF_DQ.flipped(TARGET, 384 ^ 448), "one"),
-        Bug("dV takes weights from the other place", _OF_DV.flipped(A, 320), "one"),
+        Bug("dV takes P from the other place", _OF_DV.flipped(A, 320), "one"),
     ),
     "missing arrival": (
         Bug("the first pass does not give lse back", arrivals(_COMPUTE, "q.empty", 2)[0].left_out(), "one"),

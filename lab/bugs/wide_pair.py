@@ -77,7 +77,7 @@ WIDE_PAIR: Bugs = {
             "one",
         ),
         Bug("dQ takes the place of scores", _OF_DQ.flipped(TARGET, 448), "two"),
-        Bug("dV takes the second half of weights from behind the first", _OF_DV[2:].flipped(A, 48), "one"),
+        Bug("dV takes the second half of P from behind the first", _OF_DV[2:].flipped(A, 48), "one"),
     ),
     "wrong descriptor": (
         Bug("Q by columns is said to be swizzled in 128 bytes", _OF_DK.flipped(B, (4 ^ 2) << SWIZZLE), "one"),

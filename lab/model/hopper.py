@@ -295,7 +295,7 @@ class BackwardCluster:
         yield from self.sm.compute(me, what, instructions, exp2, shared)
 
     def score(self, work: TileWork) -> Needs:
-        """Warpgroup 1: weights and dV."""
+        """Warpgroup 1: P and dV."""
         c, m, sm, me = self.config, self.sm.machine, self.sm, "score"
         products = sm.products
         in_registers = 1.0 if c.keys_in_registers else 0.0
