@@ -69,8 +69,13 @@ def _range(warps: range) -> str:
 
 def _arrivals(all_of: Sequence[Arrivals]) -> str:
     """The arrive count, and who arrives; empty if no role does."""
-    who = [f"{a.each} {a.role}{f' of {a.ctas} CTAs' if a.ctas > 1 else ''}".lstrip() for a in all_of]
-    return f"{sum(a.count for a in all_of)}: {', '.join(who)}" if who else ""
+    roles: dict[tuple[str, str], list[str]] = {}
+    for a in all_of:
+        roles.setdefault((a.each, a.ctas), []).append(a.role)
+    who = [
+        f"{each} {', '.join(names)}{f' of {ctas}' if ctas else ''}".lstrip() for (each, ctas), names in roles.items()
+    ]
+    return f"{sum(a.count for a in all_of)}: {'; '.join(who)}" if who else ""
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:

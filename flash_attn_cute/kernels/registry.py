@@ -15,6 +15,7 @@ from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90 import config as sm90
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule as forward_schedule_sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
+from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule as backward_schedule_sm100
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule as forward_schedule_sm100
 
 
@@ -87,7 +88,12 @@ ARCHITECTURES = {
                     ForwardArguments,
                     forward_schedule_sm100,
                 ),
-                "backward": Pass(sm100.backward_config, "sm100.backward.launch:BackwardPassSm100", BackwardArguments),
+                "backward": Pass(
+                    sm100.backward_config,
+                    "sm100.backward.launch:BackwardPassSm100",
+                    BackwardArguments,
+                    backward_schedule_sm100,
+                ),
                 "bias_gradient": Pass(
                     sm100.bias_gradient_config,
                     "sm100.backward.bias_gradient:BiasGradientSm100",

@@ -8,9 +8,11 @@ flash_attn_cute.kernels describe`` prints. Needs no cutlass.
 import math
 from dataclasses import dataclass
 
+KEY_TILE_FIELDS = 16  # Int32 that describe a tile of keys: ``common.key_tiles.KeyTile``
 QUERY_TILE_FIELDS = 12  # Int32 that describe a tile of queries: ``common.query_tiles.QueryTile``
 
 BARRIER_BYTES = 8  # of an mbarrier
+_BOTH = "both CTAs"  # of a pair
 ELEMENT_BYTES = {"operand": 2, "int32": 4, "float32": 4, "uint8": 1}  # an operand has the configuration's dtype
 
 
@@ -31,7 +33,7 @@ class Arrivals:
     role: str
     each: str  # who of the role arrives: "", one thread; or what stands ahead of the role's name
     count: int
-    ctas: int = 1  # of the cluster, whose roles arrive
+    ctas: str = ""  # whose roles arrive at the barrier of the cluster's first CTA; "": those of its own CTA
 
 
 def once(role: Role) -> Arrivals:
@@ -41,12 +43,12 @@ def once(role: Role) -> Arrivals:
 
 def per_warp(role: Role, ctas: int = 1) -> Arrivals:
     """One arrival by each warp of the role, in so many CTAs."""
-    return Arrivals(role.name, "each warp of", len(role.warps) * ctas, ctas)
+    return Arrivals(role.name, "each warp of", len(role.warps) * ctas, _BOTH if ctas > 1 else "")
 
 
 def per_warp_of_a_warpgroup(role: Role, ctas: int = 1) -> Arrivals:
     """One arrival by each warp of one of the role's warpgroups, in so many CTAs."""
-    return Arrivals(role.name, "each warp of a warpgroup of", 4 * ctas, ctas)
+    return Arrivals(role.name, "each warp of a warpgroup of", 4 * ctas, _BOTH if ctas > 1 else "")
 
 
 def commit(role: Role) -> Arrivals:
@@ -82,8 +84,8 @@ class Pipeline:
 
     @property
     def is_led(self) -> bool:
-        """Whether roles of all CTAs of a cluster arrive at the barriers of the first."""
-        return any(arrivals.ctas > 1 for arrivals in self.full + self.empty)
+        """Whether roles of other CTAs of a cluster arrive at the barriers of the first."""
+        return any(arrivals.ctas for arrivals in self.full + self.empty)
 
     @property
     def arrive_counts(self) -> tuple[int, ...]:
@@ -103,13 +105,17 @@ class Buffer:
     swizzle: int = 0  # columns of which its swizzled atoms have a divisor; 0: it is not swizzled
     apart: int = 0  # elements from one index of the last mode to the next, if that is not contiguous
     place_of: str = ""  # the buffer in whose place it lies; "" if it has its own
+    offset: int = 0  # elements, from where that place begins
+
+    @property
+    def extent(self) -> int:
+        """Number of elements from its first to its last."""
+        return self.shape[-1] * self.apart if self.apart else math.prod(self.shape)
 
     @property
     def elements(self) -> int:
         """Number of elements of its own place."""
-        if self.place_of:
-            return 0
-        return self.shape[-1] * self.apart if self.apart else math.prod(self.shape)
+        return 0 if self.place_of else self.extent
 
     @property
     def num_bytes(self) -> int:

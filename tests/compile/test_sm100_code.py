@@ -18,6 +18,7 @@ from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
 from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
+from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
     HEAD_DIMS,
@@ -388,7 +389,7 @@ def test_backward_sizes(d: int, keys: int) -> None:
         assert backward(d, d_v, keys=keys, block_mask=True).ctas_a_tile == 1
         assert max(d, d_v) <= c.tile_d
         assert d_v <= c.tile_dv
-        assert c.bytes_shared <= SHARED_MEMORY
+        assert backward_schedule(c).num_bytes <= SHARED_MEMORY
         sums = [(c.first_dV, c.tile_dv), (c.first_dK, c.tile_d)]  # in one place, if there are two passes
         parts = [(c.first_S, c.tile_m), (c.first_dP, c.tile_m), *(sums if c.num_passes == 1 else sums[1:])]
         parts += [(c.first_K, c.tile_d // 2)] if c.holds_keys else []

@@ -14,6 +14,7 @@ from flash_attn_cute.backends.cute import backend as cute_backend
 from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
+from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
 from lab.interpreter import FaultError, Lagging, Program
@@ -98,11 +99,7 @@ class Backward:
     @functools.cache  # noqa: B019 (there is one of each kernel)
     def code(self, config: Any) -> Code:
         """Code of a configuration."""
-        from flash_attn_cute.kernels.sm100.backward.cta_shared import Rings
-        from flash_attn_cute.kernels.sm100.backward.pair_shared import PairRings
-
-        stages = (PairRings if self.by_pairs else Rings).stages(config)
-        return Code(code_for(config).ptx, self.kernel, where_barriers_are(stages))
+        return Code(code_for(config).ptx, self.kernel, backward_schedule(config).barriers)
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""

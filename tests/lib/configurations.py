@@ -73,4 +73,12 @@ DESCRIBED: dict[str, Any] = {
     "sm100-forward-block-mask": chosen(128, block_mask=True),
     "sm100-forward-pair": forward_pair(192, 128, target=B300, **EVERYTHING),
     "sm100-forward-pair-one-part": forward_pair(256, 256),
+    "sm100-backward": backward(64, packed=True, right=True),
+    "sm100-backward-mask-bias": backward(128, bias=True, mask=True, **BACKWARD_EVERYTHING | MASKED),
+    "sm100-backward-d192-dv128": backward(192, 128),
+    "sm100-backward-two-pass": backward(256, **BACKWARD_EVERYTHING),
+    "sm100-backward-pair": pair(packed=True, target=B300),
+    "sm100-backward-pair-d192-dv128": pair(192),
+    "sm100-backward-pair-two-pass-d192": pair(192, 192),
+    "sm100-backward-pair-two-pass": pair(256, 256, **BACKWARD_EVERYTHING),
 }

@@ -34,8 +34,9 @@ from flash_attn_cute.kernels.common.rows import zero_rows
 from flash_attn_cute.kernels.common.score_rows import Place, RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import known_keys
 from flash_attn_cute.kernels.common.workspace import Workspace, packed_block
+from flash_attn_cute.kernels.schedule import KEY_TILE_FIELDS
 
-NUM_FIELDS = 16  # Int32 in shared memory that describe a tile
+NUM_FIELDS = KEY_TILE_FIELDS
 _BLOCKS = 12  # the first of its blocks' among them
 _START, _STOP = _BLOCKS, _BLOCKS + 3
 

@@ -63,7 +63,8 @@ class SharedMemory:
         if not buffer.swizzle:
             return place.get_tensor(cute.make_layout(buffer.shape))
         layout = self._swizzled(buffer)
-        return place.get_tensor(layout.outer, swizzle=layout.inner)
+        tensor = place.get_tensor(layout.outer, swizzle=layout.inner)
+        return cute.make_tensor(tensor.iterator + buffer.offset, layout.outer) if buffer.offset else tensor
 
     def _swizzled(self, buffer: Buffer) -> cute.ComposedLayout:
         if not buffer.apart:

@@ -22,7 +22,6 @@ TENSOR_COLUMNS = 512  # of tensor memory, 32 bits each
 SCORE_COLUMNS = 128  # of tensor memory that a product of scores takes
 
 SHARED_MEMORY = 227 * 1024  # bytes of a CTA
-_BARRIERS_AND_STATS = 3 * 1024  # of them, an upper bound
 
 
 class Registers(NamedTuple):
@@ -441,23 +440,6 @@ class BackwardConfig(BackwardSizes):
         """Number of pieces of 64 columns in which dV leaves."""
         return self.tile_dv // O_COLUMNS
 
-    @property
-    def bytes_shared(self) -> int:
-        """Bytes of shared memory, at most: K, V, Q, dO, dS, pieces of dQ on their way out, and barriers.
-
-        A CTA of a pair has half of Q and of dO by rows, half of each by columns, and some columns of the pair's K. It
-        has the dS that it multiplies, which is half of the pair's, and the dS that it sends to the other CTA. If K is
-        in tensor memory, it is loaded to the place of its columns, and a stage of Q or dO is one of the halves. The
-        halves of dO by columns are where dO by rows and dS are later.
-        """
-        keys = self.kv_stages * PART_ROWS * (self.tile_dv + (0 if self.holds_keys else self.tile_d))
-        queries = self.queries_shared if self.holds_keys else self.tile_m
-        blocks = queries * (self.q_stages * self.tile_d + self.do_stages * self.tile_dv)
-        numbers = keys + blocks + PART_ROWS * self.tile_m
-        if self.ctas_a_tile == 2:
-            numbers += self.tile_n * self.columns_of_keys + PART_ROWS * self.queries_shared
-        return 2 * numbers + 4 * DQ_STAGES * self.piece_numbers + _BARRIERS_AND_STATS
-
 
 COMPUTE_WARPGROUPS = 2  # of a backward kernel, with half of a block's queries each
 DQ_STAGES = 2  # pieces of dQ in shared memory
@@ -513,14 +495,7 @@ def backward_config(
     # all would be known too early, and spill.
     is_uniform = features.uniform_bias and not features.softcap
     features = replace(features.of_pass("backward"), uniform_bias=is_uniform, strided_bias=False, paired_bias=False)
-    config = BackwardConfig(
-        target=target,
-        dtype=dtype,
-        features=replace(features, deterministic=True),
-        **tile,
-    )
-    assert config.bytes_shared <= SHARED_MEMORY
-    return config
+    return BackwardConfig(target=target, dtype=dtype, features=replace(features, deterministic=True), **tile)
 
 
 class BiasGradientRegisters(NamedTuple):

@@ -1,17 +1,14 @@
 """Attention backward on Blackwell, up to d = 128, and (192, 128): a tile of 128 keys is the work of a CTA.
 
-Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``, and goes over the blocks of 128
-queries that attend to it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the CTA):
-    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory, a query a thread, or at
-                             d = 192 a column. When no tile is left, zeros into dK and dV of keys that have no tile.
-    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: P from S,
-                             dS from dP. Then dK and dV of the tile. When no tile is left, they round dQ
-                             (``common.dq_rounding``).
-    warp 12                  mma: issues all products, and owns tensor memory.
-    warp 13                  producer: chooses tiles; loads K and V once a tile, Q with lse and dO with delta each step.
-    warps 14, 15             add dQ to the workspace by TMA, a step each in turn: one waits until its block's turn has
-                             come (``common.semaphores``), or until what it has added is there, while the other adds.
-Registers a thread: ``BackwardConfig.registers``.
+``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies. This
+module takes its numbers from it. ``python -m flash_attn_cute.kernels describe sm100 backward --d 128`` prints it for a
+configuration.
+
+A CTA takes one tile after the other (``common.key_tiles``), and goes over the blocks of 128 queries that attend to it,
+at d = 192 of 64. A block is a *step*, and steps are counted over all tiles of the CTA. When no tile is left, drain
+warps write zeros into dK and dV of keys that have no tile, and compute warps round dQ (``common.dq_rounding``). The two
+adding warps have every other step each: one waits until its block's turn has come (``common.semaphores``), or until
+what it has added is there, while the other adds.
 
 Products are transposed, but for the last one: rows are keys.
     S' = K Q'          both from shared memory
@@ -23,53 +20,22 @@ At d = 192 shared memory has no room for 128 queries, and dQ of 64, who are not 
 transposed: dQ' = K' dS, in two parts of 128 columns of dQ, of which the second begins with half of the first's.
 One copy of K, V, Q and dO serves all products: rows of 64 columns in shared memory are read along either dimension.
 
-Tensor memory (512 columns; first ones of d = 128 and 64): S 0; dV 128; dP 256 and 192; dK 384 and 320; dQ in the place
-of dP, or at 384. At d = 192: S 0; dV 64; dP 192; dK 256; the parts of dQ in the place of dP, and at 448. P (16 bits, so
-half as many columns) takes the place of S, and dS that of dP: those of each warpgroup the first half of its own
-columns, half of all, so that no warpgroup waits for the other.
+P (16 bits, so half as many columns) takes the place of S in tensor memory, and dS that of dP: those of each warpgroup
+the first half of its own columns, half of all, so that no warpgroup waits for the other.
 
-Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. What
-fills and what empties a stage, and the arrivals on its barriers (a warp arrives once, behind ``__syncwarp``):
-
-    ring     stages  counts    full by                        empty by
-    tiles    2       tiles     1, producer                    15: all other warps
-    k, v     table   tiles     1 + bytes, producer's TMA      1 a warpgroup that has pieces of dK, or dV: they have left
-    q        2       steps     1 + bytes, producer's TMA      1, commit of dK; 8, compute: lse is read
-    do       table   steps     1 + bytes, producer's TMA      1, commit of dV; 8, compute: delta is read
-    scores   1       steps     1, commit of S                 8, compute: P is there
-    dp       1       steps     1, commit of dP                8, compute: dS is there, twice
-    dq       1 or 2  parts     1, commit of dQ, or of a part  4, drain: it is read
-    pieces   2 x 2   pieces    4, drain: 32 columns of dQ     1, the adding warp: TMA has read them
-    dv, dk   1       tiles     1, commit of the last one      4 a warpgroup that has pieces, compute: dV, or dK, is read
-    entries  8       steps     1, producer                    8, compute: it is read; under a mask alone
-    turns    8       steps     1, producer                    2, adding warps: likewise
-
+Pipelines are ``Ring``s, whose steps go on counting from tile to tile. A warp arrives once, behind ``__syncwarp``.
 Pieces of dQ have two places, and each adding warp has barriers of its own, because a warp that waits must not miss two
 phases of a barrier. Where dQ is transposed, a piece is 32 queries of 64 columns.
 
-The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other:
-
-    tensor cores   S0 dP0 | dV0 S1 dK0 | dQ0 dP1 | dV1 S2 dK1 | dQ1 dP2 ...
-    compute          P0     dS0      P1            dS1      P2
-    drain                                     dQ0                    dQ1
-
-so that P of a step is computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done
-in the order in which they were issued, and a commit arrives when all before it are done. Hence:
+The mma warp issues S(t + 1), dK(t), dQ(t), dP(t + 1), dV(t + 1), for one step t after the other, so that P of a step is
+computed beside dK and dQ of the one before, and dS beside dV and the next S. Products are done in the order in which
+they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 1) may take the place of P(t), which dV(t) reads ahead of it, and dQ(t) that of dS(t), which dK(t) reads.
   - dP(t + 1), for which compute warps wait, shows them that dQ(t) is done: there is room for dS in shared memory.
   - Where dQ lies in the place of dP, the mma warp waits for the drain before dP(t + 1), and else before dQ(t + 1).
   - dV and dK of a tile's first step overwrite, when compute warps have read those of the last tile.
 dV leaves through the place of V, which is not needed behind the last dP, and dK through that of K, behind the last dQ.
 
-What is read or overwritten by another proxy or thread, and what orders it:
-    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
-    P, dS -> tensor cores                       tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
-    dQ, dV, dK read -> overwritten              tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
-    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
-    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
-    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
-    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
-    dQ in the workspace                         ``common.semaphores``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 Windows and ends are looked at only in steps that an edge crosses. Under a mask the mainloop goes over lists of blocks
@@ -97,11 +63,13 @@ from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, rou
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first, store_columns
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
+from flash_attn_cute.kernels.common.storage import SharedMemory
+from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles, make_row_tiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
-from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
@@ -112,9 +80,8 @@ from flash_attn_cute.kernels.sm100.config import (
     PRODUCER_WARP,
     BackwardConfig,
 )
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma, transposed, write_row
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, swizzled_by, tiled_mma, transposed, write_row
 
-_COMPUTE_WARPS, _ADDING_WARPS = 4, 14  # the first ones
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
 
@@ -135,41 +102,63 @@ class BackwardCtaSm100:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = backward_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
         self.transfers = Transfers(config)
         self.scores = Scores(config)
 
     @cute.jit
     def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel over all SMs."""
-        c, dtype, packed = self.config, self.dtype, self.config.features.packed
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        c, ctas, packed = self.config, self.config.ctas_a_tile, self.config.features.packed
+        mdK, mdV = (rows_first(x, packed) for x in (a.mdK, a.mdV))
+        self.Storage = self.memory.struct()
+        mmas, tma = self._mmas(), self._tma(a, mdK, mdV)
+        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
+        clusters = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // ctas)
+        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
+            grid=[ctas * clusters, 1, 1],
+            block=[frame.THREADS, 1, 1],
+            cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _mmas(self) -> Mmas:
+        """Tiled products, called by their results."""
+        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        mmas = Mmas(
+        return Mmas(
             S=tiled_mma(dtype, k_major, c.tile_m, shared),
             dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors),
             dK=tiled_mma(dtype, mn_major, c.tile_d, tensors),
             dQ=tiled_mma(dtype, mn_major, c.columns_dQ, shared, mn_major),
         )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK, sV, sQ, sdO = (cute.select(layout, mode=[0, 1]) for layout in layouts[:4])  # of one stage
-        sOut = swizzled(dtype, (c.tile_n, O_COLUMNS))  # a piece
-        leaves_wide = c.features.wide  # from registers
-        tma = BackwardTiles(
+
+    def _tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
+        """Tiles of the tensors."""
+        c, packed = self.config, self.config.features.packed
+        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        sK, sV, sQ, sdO = self.memory.stage_layouts("sK", "sV", "sQ", "sdO")
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
             dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_dv), packed),
             K=make_row_tiles(load, mK, sK, (c.tile_n, c.tile_d), packed),
             V=make_row_tiles(load, mV, sV, (c.tile_n, c.tile_dv), packed),
-            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sOut, (c.tile_n, O_COLUMNS), packed),
-            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sOut, (c.tile_n, O_COLUMNS), packed),
+            **self._tiles_out(mdK, mdV),
         )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[ctas, 1, 1], block=[frame.THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
-        )
+
+    def _tiles_out(self, mdK: cute.Tensor, mdV: cute.Tensor) -> dict[str, RowTiles | None]:
+        """Pieces of dK and dV; None if they leave wide, from registers."""
+        if self.config.features.wide:
+            return {"dK": None, "dV": None}
+        store, piece = cpasync.CopyBulkTensorTileS2GOp(), swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
+        packed = self.config.features.packed
+        return {
+            name: make_row_tiles(store, x, piece, (PART_ROWS, O_COLUMNS), packed)
+            for name, x in (("dK", mdK), ("dV", mdV))
+        }
 
     @cute.kernel
     def kernel(
@@ -184,37 +173,39 @@ class BackwardCtaSm100:
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
         c, f = self.config, self.config.features
+        drain, compute, mma, adding = map(self.schedule.role, ("drain", "compute", "mma", "adding"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread = cute.arch.thread_idx()[0] % 128
-        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
-        frame.begin(partial(shared.rings.init, c), tma, shared.holder, warp_idx, c.ctas_a_tile)
-        if warp_idx < _COMPUTE_WARPS:
-            set_registers(c.registers.drain, frame.THREADS)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        shared = self._shared(storage)
+        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx, c.ctas_a_tile)
+        if warp_idx < drain.warps.stop:
+            set_registers(drain.registers, frame.THREADS)
             self.transfers.drain(a, shared, thread)
             if const_expr(f.packed or f.left or f.right or f.listed):  # else every key is attended to
-                index, num = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-                zero_fully_masked_keys(c, a, ws, mdK, mdV, _COMPUTE_WARPS * index + warp_idx, _COMPUTE_WARPS * num)
-        elif warp_idx < MMA_WARP:
-            set_registers(c.registers.compute, frame.THREADS)
+                index, num, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], len(drain.warps)
+                zero_fully_masked_keys(c, a, ws, mdK, mdV, warps * index + warp_idx, warps * num)
+        elif warp_idx < compute.warps.stop:
+            set_registers(compute.registers, frame.THREADS)
             self.compute(a, ws, tma, shared, scales, warp_idx // 4 - 1, thread)
             rounding = partial(round_block, parts=c.ctas_a_tile)
             if const_expr(c.transposes_dQ):
                 rounding = partial(round_transposed, part_columns=c.piece_lanes)
             rounded = partial(rounding, scale=a.numbers.softmax_scale, tile_d=c.tile_d)
-            round_blocks(c, a, ws, 4 * COMPUTE_WARPGROUPS, rounded)
+            round_blocks(c, a, ws, len(compute.warps), rounded)
         else:
-            set_registers(c.registers.others, frame.THREADS)
+            set_registers(mma.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
                 self.mma(a, mmas, shared)
             elif warp_idx == PRODUCER_WARP:
                 self.transfers.producer(a, ws, tma, shared)
             else:
-                self.transfers.add(a, ws, shared, warp_idx - _ADDING_WARPS)
+                self.transfers.add(a, ws, shared, warp_idx - adding.warps.start)
         frame.end(shared, warp_idx, c.ctas_a_tile)
 
     def _shared(self, storage: Any) -> Shared:
         """Shared memory of the CTA."""
-        return Shared.of(self.config, self.dtype, storage)
+        return Shared.of(self.memory, storage)
 
     @cute.jit
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: Shared) -> None:

@@ -6,21 +6,12 @@ of the right operand only its own half from shared memory: the other half comes 
 what binds this pass, a pair gains by it; and it adds to dQ half as often as two CTAs with 128 keys each. (All of this
 is FlashAttention-4's, at d = 128.)
 
-Roles (a CTA of 512 threads; the pair takes one tile after the other, ``common.key_tiles``, and goes over the blocks of
-128 queries that attend to it, at d = 192 of 64; a block is a *step*, and steps are counted over all tiles of the pair):
-    warps 0 .. 3             drain: dQ of every step from tensor memory into shared memory. A CTA has half of the step's
-                             queries, or half of dQ's columns, over the keys of both. When no tile is left, zeros into
-                             dK and dV of keys that have no tile.
-    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has one of the CTA's 128 keys, and half of a step's
-                             queries: P from S, dS from dP. Then dK and dV of the tile. When no tile is left, they round
-                             dQ (``common.dq_rounding``).
-    warp 12                  mma: owns its CTA's tensor memory. The leader's (rank 0) issues the products of both. The
-                             second CTA's signals the leader that dS has come from there.
-    warp 13                  producer: the leader's chooses tiles and publishes them to both CTAs. Each loads for its
-                             own CTA: K and V once a tile; Q, dO, lse and delta each step.
-    warps 14, 15             add the CTA's half of dQ to the workspace by TMA, a step each in turn. Each half has
-                             semaphores of its own (``common.semaphores``).
-Registers a thread: ``BackwardConfig.registers``.
+``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 128 --rows 8192`` prints it. Roles are those of ``cta``.
+A CTA of the pair has 128 keys of a tile. The leader's (rank 0) mma warp issues the products of both CTAs, and the
+second CTA's signals it that dS has come there. The leader's producer chooses tiles and publishes them to both, and each
+loads for its own CTA. Each CTA drains half of a step's dQ, over the keys of both, and adds it with semaphores of its
+own.
 
 Products, by which halves a CTA r has (rows are ``left``'s and the sum's, columns ``right``'s); m is a block's queries:
                           sum, in tensor memory         left                               right, in shared memory
@@ -38,38 +29,13 @@ Of (192, 128) dQ is transposed, as 64 queries are not as many as the lanes of bo
 192 columns: CTA r computes columns 64 r .. 64 r + 127, and adds columns 96 r .. 96 r + 95, which are its first lanes or
 its last. Half of 192 columns of Q, and 32 queries of dS, are not a multiple of 64: of a row 32 are contiguous there.
 
-Shared memory, in KB. There is one stage of each, and less than 3 of barriers, lse and delta:
-                   K    K by columns    V    Q, by columns    dO, by columns    dS    dS to be sent    pieces of dQ
-    d = 128       32    32             32    16, 16           16, 16            32    16               16: 224
-    (192, 128)    48    64             32    12, 12            8, 8             16     8               12: 220
+P takes the place of S in tensor memory. At d = 128 the first warpgroup's takes the first quarter, the second's the
+last, and dQ of 64 columns (64 queries, whose columns from 64 on are in lanes from 64 on) the two quarters that P
+leaves. So dQ may be computed when S has been read, and the next S when dQ has. At (192, 128) dQ has a place of its own,
+and P takes the place of S as dS that of dP.
 
-Tensor memory (512 columns) at d = 128: S 0; dV 128; dP 256; dK 384. P takes the place of S, the first warpgroup's the
-first quarter, the second's the last. dS (16 bits) takes that of dP, each warpgroup the first half of its own columns,
-which are half of all. dQ has 64 columns (64 queries, whose columns from 64 on are in lanes from 64 on), in the two
-quarters of S that P leaves. So it may be computed when S has been read, and the next S when dQ has. At (192, 128): S 0;
-dV 64; dP 192; dK 256; dQ 448, a place of its own. P takes the place of S as dS that of dP.
-
-Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. A
-warp arrives once, behind ``__syncwarp``. Barriers of a side that is marked * count in the leader alone, for both CTAs:
-TMA of both brings its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own;
-commits arrive in both.
-
-    ring         stages  counts    full by                                  empty by
-    tiles        2       tiles     1, producer; in the second CTA 64 bytes  32*: all 16 roles' warps of both
-    k, v         1       tiles     1 + bytes*, TMA of both                  2, compute: dK, or dV, has left
-    k_columns    1       tiles     1 + bytes*, TMA of both                  1, commit of the last dQ
-    q            1       steps     1 + bytes*, TMA of both                  1, commit of S
-    q_columns    1       steps     1 + bytes*, TMA of both                  1, commit of dK
-    do           1       steps     1 + bytes*, TMA of both                  1, commit of dP
-    do_columns   1       steps     1 + bytes*, TMA of both                  1, commit of dV
-    stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
-    scores       1       steps     1, commit of S                           16*, compute: S is read; at d = 128 alone
-    p            1       steps     16*, compute: P is there                 none: products are done in their order
-    dp           1       steps     1, commit of dP                          16*, compute: dS is there
-    exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
-    dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
-    pieces       2 x 2   pieces    4, drain: 16 columns, or queries, of dQ  1, the adding warp: TMA has read them
-    dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
+Barriers at which warps of both CTAs arrive count in the leader alone. So do those of TMA, but for lse and delta: copies
+of both CTAs bring their bytes to the leader's barrier. All others are a CTA's own; commits arrive in both.
 
 The leader's mma warp issues S(t + 1), dK(t), dP(t + 1), dQ(t), dV(t + 1), for one step t after the other: dQ waits for
 dS from the other CTA. Products are done in the order in which they were issued, and a commit arrives when all before it
@@ -95,20 +61,6 @@ to global memory a clock):
 
 The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
 to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
-
-What is read or overwritten by another proxy, thread or CTA, and what orders it (arrivals at the leader's barriers have
-cluster scope):
-    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
-    P, dS -> tensor cores                       tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
-    S, dQ, dV, dK read -> overwritten           tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
-    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
-    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
-    dS that is sent -> bulk copy                st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait
-    dS of the other CTA -> tensor cores         bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
-    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
-    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
-    dQ in the workspace                         ``common.semaphores``
-    what a tile is -> the second CTA            st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
 """
 
 from dataclasses import dataclass
@@ -120,15 +72,12 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.key_tiles import num_key_tiles
 from flash_attn_cute.kernels.common.rows import rows_first
-from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
-from flash_attn_cute.kernels.common.workspace import Workspace
-from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Mmas, halves
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
-from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
 from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, swizzled, tiled_mma, transposed
@@ -142,42 +91,24 @@ class BackwardPairSm100(BackwardCtaSm100):
         self.transfers = PairTransfers(config)
         self.scores = PairScores(config)
 
-    @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel in clusters of two CTAs."""
-        c, dtype, packed = self.config, self.dtype, self.config.features.packed
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = layouts_of(c, dtype)
-        self.Storage = self._storage()
-        mmas = self._mmas()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO), cpasync.CopyBulkTensorTileS2GOp()
-        load_K = cpasync.CopyBulkTensorTileG2SOp() if const_expr(c.holds_keys) else load  # which counts in its own CTA
-        leaves_wide = c.features.wide  # from registers
-        sK, sV, piece = (swizzled(dtype, (PART_ROWS, n)) for n in (c.tile_d, c.tile_dv, O_COLUMNS))
-        tma = BackwardTiles(
-            Q=make_row_tiles(load, mQ, layouts.sQ, (c.queries_shared, c.tile_d), packed),
-            Q_columns=make_row_tiles(load, mQ, layouts.sQ_columns, (c.tile_m, c.tile_d // CTAS), packed),
-            dO=make_row_tiles(load, mdO, layouts.sdO, (c.queries_shared, c.tile_dv), packed),
-            dO_columns=make_row_tiles(load, mdO, layouts.sdO_columns, (c.tile_m, c.tile_dv // CTAS), packed),
+    def _tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
+        c, packed = self.config, self.config.features.packed
+        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        names = ("sK", "sV", "sQ", "sQ_columns", "sdO", "sdO_columns")
+        sK, sV, sQ, sQ_columns, sdO, sdO_columns = self.memory.stage_layouts(*names)
+        piece = swizzled(self.dtype, (PART_ROWS, O_COLUMNS))
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        load_K = cpasync.CopyBulkTensorTileG2SOp() if c.holds_keys else load  # which counts in its own CTA
+        return BackwardTiles(
+            Q=make_row_tiles(load, mQ, sQ, (c.queries_shared, c.tile_d), packed),
+            Q_columns=make_row_tiles(load, mQ, sQ_columns, (c.tile_m, c.tile_d // CTAS), packed),
+            dO=make_row_tiles(load, mdO, sdO, (c.queries_shared, c.tile_dv), packed),
+            dO_columns=make_row_tiles(load, mdO, sdO_columns, (c.tile_m, c.tile_dv // CTAS), packed),
             K=make_row_tiles(load_K, mK, sK, (PART_ROWS, c.tile_d), packed),
             K_columns=make_row_tiles(load, mK, piece, (PART_ROWS, O_COLUMNS), packed),
             V=make_row_tiles(load, mV, sV, (PART_ROWS, c.tile_dv), packed),
-            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, piece, (PART_ROWS, O_COLUMNS), packed),
-            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, piece, (PART_ROWS, O_COLUMNS), packed),
+            **self._tiles_out(mdK, mdV),
         )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        pairs = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // CTAS)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[CTAS * pairs, 1, 1],
-            block=[frame.THREADS, 1, 1],
-            cluster=[CTAS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    def _storage(self) -> type:
-        """All shared memory of a CTA."""
-        return storage_of(self.config, self.dtype, layouts_of(self.config, self.dtype))
 
     def _mmas(self) -> Mmas:
         """The products of both CTAs."""
@@ -193,7 +124,8 @@ class BackwardPairSm100(BackwardCtaSm100):
 
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairShared.at(self.config, self.dtype, storage, rank)
+        names = ("sK_columns", "sQ_columns", "sdO_columns", *(("sdV",) if self.config.holds_keys else ()))
+        return PairShared.of(self.memory, storage, rank=rank, **self.memory.tensors(storage, *names))
 
     @cute.jit
     def mma(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:  # type: ignore[override]

@@ -5,22 +5,10 @@ it, as dK and dV do not fit tensor memory together. S is computed, and Q and dO 
 a pair compute products together (``cta_group::2``). Each CTA holds its half of a sum in its own tensor memory, and its
 half of the right operand in shared memory.
 
-Roles (a CTA of 512 threads; the pair takes one tile after the other, ``common.key_tiles``; a block in either pass is a
-*step*, and steps are counted over all tiles of the pair):
-    warps 0 .. 3             drain: the CTA's columns of dQ of every step of second passes, over the keys of both, from
-                             tensor memory into shared memory. When no tile is left, zeros into dK and dV of keys that
-                             have no tile.
-    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has one of the CTA's 128 keys, and half of a step's
-                             queries. K into tensor memory once a tile; P from S, and in the second pass dS from dP. dV
-                             behind the first pass, dK behind the second. When no tile is left, they round dQ
-                             (``common.dq_rounding``).
-    warp 12                  mma: owns its CTA's tensor memory. The leader's (rank 0) issues the products of both. The
-                             second CTA's signals the leader that dS has come from there.
-    warp 13                  producer: the leader's chooses tiles and publishes them to both CTAs. Each loads for its
-                             own CTA.
-    warps 14, 15             add the CTA's half of dQ to the workspace by TMA, a step each in turn. Each half has
-                             semaphores of its own (``common.semaphores``).
-Registers a thread: ``BackwardConfig.registers``.
+``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 256 --rows 8192`` prints it. Roles are those of
+``pair``. A block in either pass is a *step*, and steps are counted over all tiles of the pair. Compute warps store dV
+behind the first pass, and dK behind the second.
 
 K, which both passes multiply by Q, is copied to tensor memory once a tile, by compute warps, a key a thread and half of
 the columns a warpgroup: so products of scores read nothing but Q from shared memory. Products, by which halves a CTA r
@@ -37,54 +25,23 @@ dQ is transposed, as 64 queries are not as many as the lanes of both CTAs. At d 
 and adds columns 96 r .. 96 r + 95. The dS of the other CTA's queries is sent there by the compute warpgroup that has
 them.
 
-Shared memory, in KB, and less than 3 of barriers, lse and delta. Those that share a place are there one by one:
-                                       d = 192                  d = 256
-    K; dV on its way out; K by columns 48; 48; 64               64; 64; 64
-    V; dK on its way out               48; 48                   64; 64
-    Q, two blocks                      2 x 12                   2 x 16
-    dO by columns, two blocks;         2 x 12;                  2 x 16;
-        dO by rows and dS                  12 + 16 + 8              16 + 16 + 8 (dS to be sent is 8)
-    pieces of dQ                       12: 184                  16: 216
-Both places of Q have one ring, ``q``, whatever they hold, and numbers as ``scores`` has them:
+Operands share places in shared memory. Both places of Q have one ring, ``q``, whatever they hold, and numbers as
+``scores`` has them:
     first pass    Q by rows, of one step after the other
     second pass   Q by rows in the one, and by columns in the other
 
-Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; K 384
-and 320. The two places of 64 columns are one ring, ``scores``: S of the first pass, and P over it; S of the second
+Two places of 64 columns in tensor memory are one ring, ``scores``: S of the first pass, and P over it; S of the second
 in the one, and dP in the other, and dS over that. A tile of an odd number of steps begins its second pass with S in the
-other place. At d = 192 dQ has columns from 416 on. At d = 256 it takes
-the place of the second pass's S: so it is computed when S has been read, and the next S when dQ has.
+other place. At d = 192 dQ has columns of its own. At d = 256 it takes the place of the second pass's S: so it is
+computed when S has been read, and the next S when dQ has.
 
-Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. A
-warp arrives once, behind ``__syncwarp``. Barriers of a side that is marked * count in the leader alone, for both CTAs:
-TMA of both brings its bytes to the leader's barrier, and warps of both arrive there. All others are a CTA's own;
-commits arrive in both. Steps of ``stats`` are those of both passes, of ``do_columns`` the first passes', of ``do``,
-``dq``, ``pieces`` and ``exchange`` the second passes'.
+Barriers at which warps of both CTAs arrive count in the leader alone. So do those of TMA, but for K by rows, lse and
+delta: copies of both CTAs bring their bytes to the leader's barrier. All others are a CTA's own; commits arrive in
+both. Steps of ``stats`` are those of both passes, of ``do_columns`` the first passes', of ``do``, ``dq``, ``pieces``
+and ``exchange`` the second passes'.
 
-    ring         stages  counts    full by                                  empty by
-    tiles        2       tiles     1, producer; in the second CTA 64 bytes  32*: all 16 roles' warps of both
-    k            1       tiles     1 + bytes, the CTA's own TMA             1, commit of the last dQ
-    keys         1       tiles     16*, compute: K is in tensor memory      none: compute warps know of the last S
-    k_columns    1       tiles     1 + bytes*, TMA of both                  2, compute: dV of the *same* tile has left
-    v            1       tiles     1 + bytes*, TMA of both                  2, compute: dK has left
-    q            2       products  1 + bytes*, TMA of both                  1, commit of S, or of dK
-    do           1       steps     1 + bytes*, TMA of both                  1, commit of dP
-    do_columns   2       steps     1 + bytes*, TMA of both                  1, commit of dV
-    stats        2       steps     1 + bytes, TMA: lse and delta            8, compute: both are read
-    scores       2       products  1, commit of S or dP                     16*, compute: P, S is read, or dS is there
-    exchange     1       steps     4 + bytes, the other's compute warps     1*, mma of the second CTA: there, too
-    dq           1       steps     1, commit of dQ                          8*, drain: dQ is read
-    pieces       2 x 2   pieces    4, drain: 16 queries of dQ               1, the adding warp: TMA has read them
-    dv, dk       1       tiles     1, commit of the last one                16*, compute: dV, or dK, is read
-
-The leader's mma warp issues, and compute warps of both CTAs compute meanwhile:
-    first pass     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
-                   compute           P0     P1      P2
-    second pass    tensor cores   S0 dP0 |    | dK0 S1 dP1 dQ0 |    | dK1 S2 dP2 dQ1 ...
-                   compute           P0    dS0           P1     dS1           P2
-                   drain                                             dQ0
-So dQ and the exchange of dS before it have the time in which the next dS is computed. This waits for dQ with its writes
-to shared memory alone.
+In the second pass dQ, and the exchange of dS before it, have the time in which the next dS is computed. This waits for
+dQ with its writes to shared memory alone.
 
 Products are done in the order in which they were issued, and a commit arrives when all before it are done. Hence:
   - S(t + 2) of the first pass may take the place of P(t), which dV(t) reads ahead of it, and the second pass's first S
@@ -108,22 +65,6 @@ and 4736.
 
 The CTAs meet before tensor memory is allocated, which both do, and before it is freed at the end: until then one writes
 to the other's shared memory and arrives at its barriers.
-
-What is read or overwritten by another proxy, thread or CTA, and what orders it (arrivals at the leader's barriers have
-cluster scope):
-    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
-    P, dS, K in tensor memory -> tensor cores   tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
-    S, dQ, dV, dK read -> overwritten           tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
-    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
-    K in shared memory -> threads               mbarrier -> wait, ld.shared
-    K read -> dV written in its place           arrival at ``keys`` -> wait, products -> commit of dV -> wait
-    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
-    dS that is sent -> bulk copy                st.shared, fence.proxy.async, __syncwarp; then commit of dQ -> wait
-    dS of the other CTA -> tensor cores         bulk copy, mbarrier -> wait by that CTA's mma warp, arrival -> wait
-    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
-    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
-    dQ in the workspace                         ``common.semaphores``
-    what a tile is -> the second CTA            st.shared, fence.proxy.async, bulk copy, mbarrier -> wait
 """
 
 from dataclasses import dataclass
@@ -146,7 +87,7 @@ from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, Mmas, halves
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
-from flash_attn_cute.kernels.sm100.backward.pair_two_pass_shared import PairTwoPassShared, storage_of
+from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_two_pass_transfers import PairTwoPassTransfers
 from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
@@ -162,13 +103,6 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         super().__init__(config)
         self.transfers = PairTwoPassTransfers(config)
 
-    def _storage(self) -> type:
-        return storage_of(self.config, self.dtype)
-
-    def _shared(self, storage: Any) -> PairTwoPassShared:
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        return PairTwoPassShared.at(self.config, self.dtype, storage, rank)
-
     def _mmas(self) -> Mmas:
         c, k_major, mmas = self.config, OperandMajorMode.K, super()._mmas()
         tensors, both = tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
@@ -176,7 +110,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         return mmas._replace(S=S, dP=mmas.S)
 
     @cute.jit
-    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairTwoPassShared) -> None:  # type: ignore[override]
+    def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
         """The products of both CTAs."""
         c, rings = self.config, shared.rings
         products = _Products.of(c, mmas, shared)
@@ -199,7 +133,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     @cute.jit
     def _first_pass(
-        self, products: "_Products", shared: PairTwoPassShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
+        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
     ) -> None:
         """S of a step ahead of dV of the one before."""
         c, rings = self.config, shared.rings
@@ -224,7 +158,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
     def _second_pass(
         self,
         products: "_Products",
-        shared: PairTwoPassShared,
+        shared: PairShared,
         tile_idx: Int32,
         dq_step: Int32,
         number: Int32,
@@ -275,7 +209,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoPassShared,
+        shared: PairShared,
         scales: ScoreScales,
         warpgroup: Int32,
         thread: Int32,
@@ -378,7 +312,7 @@ class _Products:
 
     config: BackwardConfig
     mmas: Mmas
-    shared: PairTwoPassShared
+    shared: PairShared
     memory: cute.Pointer  # tensor memory
     # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K), and of Q and dO (MMA, 1, MMA_K, stage)
     tSrK: cute.Tensor
@@ -391,7 +325,7 @@ class _Products:
     tQrdS: cute.Tensor
 
     @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: PairTwoPassShared) -> "_Products":
+    def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
         """Products of all operands."""
         c, memory = config, shared.tensor_memory
         dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, c.queries_shared, CTAS), (0, 0, 0)))

@@ -8,8 +8,8 @@ from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
+from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
-from flash_attn_cute.kernels.sm100.backward.pair_two_pass_shared import PairTwoPassShared
 from flash_attn_cute.kernels.sm100.backward.two_pass import plus
 
 
@@ -18,7 +18,7 @@ class PairTwoPassTransfers(PairTransfers):
 
     @cute.jit
     def producer(  # type: ignore[override]
-        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairTwoPassShared
+        self, a: BackwardArguments, ws: Workspace, tma: BackwardTiles, shared: PairShared
     ) -> None:
         """A warp of each CTA: loads its part of all that is needed, in an order in which there comes to be room.
 
@@ -44,7 +44,7 @@ class PairTwoPassTransfers(PairTransfers):
             self._publish_next(a, ws, shared, tile_idx)
 
     @cute.jit
-    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairTwoPassShared, tile_idx: Int32) -> None:
+    def _load_own_keys(self, tile: KeyTile, tma: BackwardTiles, shared: PairShared, tile_idx: Int32) -> None:
         """This CTA's keys, on their way to tensor memory: their bytes arrive at a barrier of its own."""
         ring, t = shared.rings.k, tma.K
         ring.wait_empty(tile_idx)  # from the tensor cores: K by columns is not needed any more
@@ -59,7 +59,7 @@ class PairTwoPassTransfers(PairTransfers):
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoPassShared,
+        shared: PairShared,
         tile: KeyTile,
         tile_idx: Int32,
         step: Int32,
@@ -94,7 +94,7 @@ class PairTwoPassTransfers(PairTransfers):
         a: BackwardArguments,
         ws: Workspace,
         tma: BackwardTiles,
-        shared: PairTwoPassShared,
+        shared: PairShared,
         tile: KeyTile,
         tile_idx: Int32,
         step: Int32,

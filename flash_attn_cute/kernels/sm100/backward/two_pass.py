@@ -7,53 +7,22 @@ So S is computed, and Q and dO are loaded, twice: six products for five. (Halves
 would make it seven, as S and dP would be computed twice; so would a kernel for dQ and one for dK and dV, and these two
 fill tensor memory. Two CTAs that share a tile, one of them with dV, take as long as one CTA that does both.)
 
-Roles (a CTA of 512 threads takes one tile after the other, ``common.key_tiles``; a block in either pass is a *step*,
-and steps are counted over all tiles of the CTA):
-    warps 0 .. 3             drain: dQ of every step of second passes from tensor memory into shared memory, a column a
-                             thread. When no tile is left, zeros into dK and dV of keys that have no tile.
-    warps 4 .. 7, 8 .. 11    compute: two warpgroups. A thread has a key, and half of a step's queries: P from S, and in
-                             the second pass dS from dP. dV behind the first pass, dK behind the second. When no tile is
-                             left, they round dQ (``common.dq_rounding``).
-    warp 12                  mma: issues all products, and owns tensor memory.
-    warp 13                  producer: chooses tiles; loads K and V once a tile, Q with lse and delta, and dO each step.
-    warps 14, 15             add dQ to the workspace by TMA, a step each in turn: one waits until its block's turn has
-                             come (``common.semaphores``), or until its addition is done, while the other adds.
-Registers a thread: ``BackwardConfig.registers``.
+``backward_schedule`` is the table of roles, pipelines, shared and tensor memory, steps, and what orders proxies.
+``python -m flash_attn_cute.kernels describe sm100 backward --d 256`` prints it. Roles are those of ``cta``. A block in
+either pass is a *step*, and steps are counted over all tiles of the CTA. Compute warps store dV behind the first pass,
+and dK behind the second.
 
 dQ is transposed: a column of it has a lane. Tensor memory has lanes for 128 queries, and shared memory has no room for
 as many. dQ has two parts of 128 columns. Of 192 columns the second part begins with half of the first one's.
 
-Tensor memory (512 columns; first ones of d = 256 and 192): a place 0; dV, then dK 64; another place 320 and 256; dQ 384
-and 320, its parts 64 columns each. The two places of 64 columns are one ring, ``scores``, whatever they hold:
+Two places of 64 columns in tensor memory are one ring, ``scores``, whatever they hold:
     first pass    S of one step after the other, and P over it
     second pass   S, which is only read, in the one, and dP in the other, and dS over that
 Products have numbers in that ring. A tile of an odd number of steps begins its second pass with S in the other place.
 
-Pipelines are ``Ring``s, each of a full and an empty barrier a stage, whose steps go on counting from tile to tile. A
-warp arrives once, behind ``__syncwarp``:
-
-    ring     stages  counts    full by                        empty by
-    tiles    2       tiles     1, producer                    15: all other warps
-    k        1       tiles     1 + bytes, producer's TMA      2, compute: dK has left
-    v        1       tiles     1 + bytes, producer's TMA      2, compute: dV of the *same* tile has left
-    q        table   steps     1 + bytes, producer's TMA      1, commit of S, then of dK; 8, compute: lse is read, then
-                                                              delta
-    do       table   steps     1 + bytes, producer's TMA      1, commit of dV, then of dP
-    scores   2       products  1, commit of S or dP           8, compute: P is there, or S is read, or dS is there
-    dq       2       parts     1, commit of a part of dQ      4, drain: it is read
-    pieces   2 x 2   pieces    4, drain: a piece of dQ        1, the adding warp: TMA has read it
-    dv, dk   1       tiles     1, commit of the last one      8, compute: dV, or dK, is read
-    entries  8       steps     1, producer                    8, compute: it is read; under a mask alone
-    turns    8       steps     1, producer                    2, adding warps: it is read; under a mask alone
 Steps are those of both passes, also where they are entries of lists. Steps of drain and adding warps (dq, pieces,
-turns) are the second passes' alone. A piece is 32 queries of 64 columns. Pieces have two places, and each adding warp
-has barriers of its own, because a warp that waits must not miss two phases of a barrier.
+turns) are the second passes' alone. A piece is 32 queries of 64 columns.
 
-    first pass     tensor cores   S0 S1 | dV0 S2 | dV1 S3 ...
-                   compute           P0     P1      P2
-    second pass    tensor cores   dP0 S0 |        | dK0 dP1 dQ0 S1 |        | dK1 dP2 dQ1 S2 ...
-                   compute                 P0 dS0                    P1 dS1
-                   drain                                         dQ0
 At d = 256 there is one Q and one dO. In the second pass the next dO is loaded beside all but dP, and the next Q, behind
 it, beside dP and dQ; so delta comes with Q, and no role waits for compute warps ahead of dO.
 
@@ -65,15 +34,6 @@ Products are done in the order in which they were issued, and a commit arrives w
 dV leaves through the place of V, which is loaded behind it, and dK through that of K, behind the last dQ. dK overwrites
 dV when compute warps have read that, and dV the last tile's dK.
 
-What is read or overwritten by another proxy or thread, and what orders it:
-    S, dP, dQ, dV, dK, tensor cores -> threads  commit -> wait, tcgen05.fence::after_thread_sync, tcgen05.ld, wait::ld
-    P, dS -> tensor cores                       tcgen05.st, wait::st, fence::before_thread_sync, arrival -> wait, after
-    S, dQ, dV, dK read -> overwritten           tcgen05.ld, wait::ld, fence::before, arrival -> wait, fence::after
-    operands and stats, TMA -> all              mbarrier; read -> overwritten: commits and arrivals -> wait, TMA
-    dS in shared memory -> tensor cores         st.shared, fence.proxy.async, arrival -> wait; then commit -> wait
-    pieces of dQ -> TMA                         st.shared, fence.proxy.async, arrival -> wait, TMA; then bulk wait
-    dK, dV in shared memory -> TMA              st.shared, fence.proxy.async, named barrier, TMA; then bulk wait
-    dQ in the workspace                         ``common.semaphores``
 Tensor memory is allocated by the mma warp ahead of the CTA's first barrier, and freed by it behind the last.
 
 Under a mask both passes go over the same lists of blocks of queries, those of all heads of the tile

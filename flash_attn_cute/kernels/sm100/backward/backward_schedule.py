@@ -1,0 +1,271 @@
+"""The schedule of the backward kernels (``cta``, ``two_pass``, ``pair``, ``pair_two_pass``), but for its steps."""
+
+from flash_attn_cute.kernels.schedule import (
+    KEY_TILE_FIELDS,
+    Arrivals,
+    Buffer,
+    Columns,
+    Pipeline,
+    Role,
+    Schedule,
+    commit,
+    once,
+    per_warp,
+    per_warp_of_a_warpgroup,
+)
+from flash_attn_cute.kernels.sm100.backward.backward_steps import orders_of, steps_of, timeline_of
+from flash_attn_cute.kernels.sm100.config import (
+    COMPUTE_WARPGROUPS,
+    CTAS,
+    DQ_STAGES,
+    ENTRY_STAGES,
+    MMA_WARP,
+    PART_ROWS,
+    PRODUCER_WARP,
+    SHARED_MEMORY,
+    TILE_STAGES,
+    WARPS,
+    BackwardConfig,
+)
+
+STATS_STAGES = 2  # blocks whose lse and delta are in the shared memory of a CTA of a pair
+COMPUTE_WARP, ADDING_WARP = 4, 14  # the first ones
+ADDING_WARPS = WARPS - ADDING_WARP  # which take steps in turn
+_TURN_NUMBERS = 2  # Int32 that the producer publishes: where dQ is added, and the turn
+
+_KERNELS = {
+    (1, 1): "cta.py:BackwardCtaSm100",
+    (2, 1): "two_pass.py:BackwardTwoPassSm100",
+    (1, 2): "pair.py:BackwardPairSm100",
+    (2, 2): "pair_two_pass.py:BackwardPairTwoPassSm100",
+}
+
+
+def backward_schedule(config: BackwardConfig) -> Schedule:
+    """The schedule of a configuration."""
+    c, ctas, pair, r = config, config.ctas_a_tile, config.ctas_a_tile == CTAS, config.registers
+    rows = "a column of dQ" if c.transposes_dQ else "a query"
+    keys = "; K to tensor memory" if c.holds_keys else ""
+    roles = (
+        Role("drain", range(COMPUTE_WARP), r.drain, f"{rows} a thread: dQ to shared memory; zeros into unseen keys"),
+        Role(
+            "compute",
+            range(COMPUTE_WARP, MMA_WARP),
+            r.compute,
+            f"a key and half of a block's queries a thread: P, dS; then dV and dK{keys}; at last rounds dQ",
+        ),
+        Role(
+            "mma", range(MMA_WARP, MMA_WARP + 1), r.others, "issues all products" + (", in the leader" if pair else "")
+        ),
+        Role("producer", range(PRODUCER_WARP, PRODUCER_WARP + 1), r.others, "chooses tiles; issues TMA"),
+        Role(
+            "adding", range(ADDING_WARP, WARPS), r.others, "every other step each: adds dQ to the workspace, in order"
+        ),
+    )
+    schedule = Schedule(
+        kernel="kernels/sm100/backward/" + _KERNELS[c.num_passes, ctas],
+        work=f"{c.tile_n} keys of {'a pair of CTAs' if pair else 'a CTA'}, over blocks of {c.tile_m} queries, "
+        + ("in two passes" if c.num_passes == 2 else "in one pass"),
+        roles=roles,
+        pipelines=_pipelines(c, *roles),
+        shared=_buffers(c),
+        steps=steps_of(c),
+        timeline=timeline_of(c),
+        tensor_memory=_columns(c),
+        orders=orders_of(c),
+    )
+    assert schedule.num_bytes <= SHARED_MEMORY
+    return schedule
+
+
+def _pipelines(
+    c: BackwardConfig, drain: Role, compute: Role, mma: Role, producer: Role, adding: Role
+) -> tuple[Pipeline, ...]:
+    """Pipelines, in the order of their barriers. A step is a block of either pass."""
+    ctas, pair, one_pass, listed = c.ctas_a_tile, c.ctas_a_tile == CTAS, c.num_passes == 1, c.features.listed
+    stats_bytes = 4 * c.tile_m
+
+    def loaded(name: str, stages: int, what: str, shape: tuple[int, int], *empty: Arrivals, more: int = 0) -> Pipeline:
+        """A pipeline that TMA fills; TMA of a pair brings the bytes of both CTAs to the leader's barrier."""
+        return Pipeline(name, stages, what, (once(producer),), empty, 2 * shape[0] * shape[1] * ctas + more)
+
+    def left(pieces: int) -> Arrivals:
+        """Arrivals when a result that takes the place of an operand has left shared memory."""
+        return Arrivals(compute.name, "a warp of each warpgroup with pieces of", min(pieces, COMPUTE_WARPGROUPS))
+
+    def read(pieces: int) -> Arrivals:
+        """Arrivals when a result in tensor memory has been read."""
+        number = 4 * min(pieces, COMPUTE_WARPGROUPS) * ctas
+        return Arrivals(compute.name, "each warp of warpgroups with pieces of", number, "both CTAs" if pair else "")
+
+    done, computed, all_computed = commit(mma), per_warp(compute), per_warp(compute, ctas)
+    others = (drain, compute, mma, adding, *((producer,) if pair else ()))
+    K, V = (PART_ROWS, c.tile_d), (PART_ROWS, c.tile_dv)
+    Q, dO = (c.queries_shared, c.tile_d), (c.queries_shared, c.tile_dv)
+    K_columns = (c.tile_n, c.columns_of_keys)
+    Q_columns, dO_columns = (c.tile_m, c.tile_d // CTAS), (c.tile_m, c.tile_dv // CTAS)
+    # A result leaves through the place of an operand, which is loaded behind it.
+    k_empty, v_empty, k_columns_empty = left(c.pieces_dK), left(c.pieces_dV), done
+    if c.holds_keys:
+        k_empty, v_empty, k_columns_empty = done, left(c.pieces_dK), left(c.pieces_dV)
+    q_more, do_more = (0, 0) if pair else (stats_bytes, stats_bytes) if one_pass else (2 * stats_bytes, 0)
+    k = loaded("k", c.kv_stages, "K of a tile", K, k_empty)
+    if c.holds_keys:  # which counts in its own CTA
+        k = Pipeline("k", c.kv_stages, "K of a tile", (once(producer),), (k_empty,), 2 * K[0] * K[1])
+    exchanged = 2 * PART_ROWS * c.queries_shared
+    return (
+        Pipeline(
+            "tiles",
+            TILE_STAGES,
+            "a tile's fields",
+            (once(producer),),
+            tuple(per_warp(role, ctas) for role in others),
+            4 * KEY_TILE_FIELDS if pair else 0,  # to the second CTA
+        ),
+        k,
+        loaded("v", c.kv_stages, "V of a tile", V, v_empty),
+        loaded("q", c.q_stages, "Q of a step", Q, done, *(() if pair else (computed,)), more=q_more),
+        loaded("do", c.do_stages, "dO of a step", dO, done, *((computed,) if do_more else ()), more=do_more),
+        Pipeline(
+            "scores",
+            c.num_passes,
+            "S of a step" if one_pass else "S or dP",
+            (done,),
+            # In one pass of a pair P has a pipeline of its own. That S is read matters where dQ takes its place.
+            () if pair and one_pass and not c.dQ_over_S else (all_computed,),
+        ),
+        Pipeline("dp", 2 - c.num_passes, "dP of a step", (done,), (all_computed,)),
+        Pipeline("dq", c.parts_dQ, "dQ of a step, or a part of it", (done,), (per_warp(drain, ctas),)),
+        *(
+            Pipeline(name, DQ_STAGES, "a piece of dQ", (per_warp(drain),), (once(adding),))
+            for name in ("pieces_even", "pieces_odd")  # of even and of odd steps: an adding warp has its own
+        ),
+        Pipeline("dv", 1, "dV of a tile", (done,), (read(c.pieces_dV),)),
+        Pipeline("dk", 1, "dK of a tile", (done,), (read(c.pieces_dK),)),
+        Pipeline("entries", ENTRY_STAGES if listed else 0, "an entry of a list", (once(producer),), (computed,)),
+        Pipeline("turns", ENTRY_STAGES if listed else 0, "a turn", (once(producer),), (per_warp(adding),)),
+        loaded("k_columns", int(pair), "K of a tile, by columns", K_columns, k_columns_empty),
+        loaded("q_columns", int(pair and one_pass), "Q of a step, by columns", Q_columns, done),
+        loaded("do_columns", c.num_passes if pair else 0, "dO of a step, by columns", dO_columns, done),
+        Pipeline("p", int(pair and one_pass), "P of a step", (all_computed,), ()),
+        Pipeline(
+            "exchange",
+            int(pair),
+            "dS of a step, from the other CTA",
+            (per_warp_of_a_warpgroup(compute),),
+            (Arrivals(mma.name, "", 1, "the second CTA"),),
+            exchanged,
+        ),
+        Pipeline(
+            "stats",
+            STATS_STAGES if pair else 0,
+            "lse and delta of a step",
+            (once(producer),),
+            (computed,),
+            2 * stats_bytes,
+        ),
+        Pipeline("keys", int(c.holds_keys), "K of a tile, in tensor memory", (all_computed,), ()),
+    )
+
+
+def _buffers(c: BackwardConfig) -> tuple[Buffer, ...]:
+    """Buffers of shared memory, in the order of their addresses."""
+    pair, listed = c.ctas_a_tile == CTAS, c.features.listed
+    info_stages = ENTRY_STAGES if listed else 0
+    q_stats, do_stats = (STATS_STAGES, STATS_STAGES) if pair else (c.q_stages, c.delta_stages)
+    return (
+        Buffer("holder", (1,), "address of tensor memory", "int32"),
+        Buffer("tile_fields", (KEY_TILE_FIELDS, TILE_STAGES), "field, tile stage", "int32", align=16 if pair else 4),
+        Buffer("entries", (3 if c.features.bias else 2, info_stages), "block, code and head, entry", "int32"),
+        Buffer("turns", (_TURN_NUMBERS, info_stages), "block of dQ and turn, entry", "int32"),
+        Buffer("lse", (c.tile_m, q_stats), "query, stage", "float32", align=128),
+        Buffer("delta", (c.tile_m, do_stats), "query, stage", "float32", align=128),
+        *(_places_of_two_passes(c) if c.holds_keys else _operands_of_a_pair(c) if pair else _operands(c)),
+        Buffer("dQ", (c.piece_numbers, DQ_STAGES), "element of a piece, stage", "float32", align=1024),
+    )
+
+
+def _operand(name: str, shape: tuple[int, ...], modes: str, place_of: str = "", offset: int = 0) -> Buffer:
+    return Buffer(name, shape, modes, align=1024, swizzle=shape[1], place_of=place_of, offset=offset)
+
+
+def _operands(c: BackwardConfig) -> tuple[Buffer, ...]:
+    """Operands of a CTA alone."""
+    return (
+        _operand("sK", (c.tile_n, c.tile_d, c.kv_stages), "key, d, stage; then dK"),
+        _operand("sV", (c.tile_n, c.tile_dv, c.kv_stages), "key, d_v, stage; then dV"),
+        _operand("sQ", (c.tile_m, c.tile_d, c.q_stages), "query, d, stage"),
+        _operand("sdO", (c.tile_m, c.tile_dv, c.do_stages), "query, d_v, stage"),
+        _operand("sdS", (c.tile_n, c.tile_m), "key, query"),
+    )
+
+
+def _operands_of_a_pair(c: BackwardConfig) -> tuple[Buffer, ...]:
+    """Operands of a CTA of a pair: its own keys, and half of what is split among both."""
+    return (
+        _operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage; then dK"),
+        _operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d"),
+        _operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dV"),
+        _operand("sQ", (c.queries_shared, c.tile_d), "its query, d"),
+        _operand("sQ_columns", (c.tile_m, c.tile_d // CTAS), "query, its d"),
+        _operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v"),
+        _operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS), "query, its d_v"),
+        _operand("sdS", (PART_ROWS, c.queries_shared, CTAS + 1), "key, its query, CTA of the keys and what is sent"),
+    )
+
+
+def _places_of_two_passes(c: BackwardConfig) -> tuple[Buffer, ...]:
+    """Operands of a CTA of a pair in two passes, which share places: one after the other is there."""
+    sdO = _operand("sdO", (c.queries_shared, c.tile_dv), "its query, d_v", "gradients")
+    places = {
+        "keys": (
+            _operand("sK", (PART_ROWS, c.tile_d, 1), "its key, d, stage", "keys"),
+            _operand("sdV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage", "keys"),
+            _operand("sK_columns", (c.tile_n, c.columns_of_keys), "key, its d", "keys"),
+        ),
+        "values": (_operand("sV", (PART_ROWS, c.tile_dv, 1), "its key, d_v, stage; then dK", "values"),),
+        "queries": (
+            _operand("sQ", (c.queries_shared, c.tile_d, c.q_stages), "its query, d, stage", "queries"),
+            _operand("sQ_columns", (c.tile_m, c.tile_d // CTAS, c.q_stages), "query, its d, stage", "queries"),
+        ),
+        "gradients": (
+            _operand("sdO_columns", (c.tile_m, c.tile_dv // CTAS, c.num_passes), "query, its d_v, stage", "gradients"),
+            sdO,
+            _operand(
+                "sdS",
+                (PART_ROWS, c.queries_shared, CTAS + 1),
+                "key, its query, CTA of the keys and what is sent",
+                "gradients",
+                offset=sdO.extent,
+            ),
+        ),
+    }
+    return tuple(
+        buffer
+        for place, operands in places.items()
+        for buffer in (
+            Buffer(place, (max(x.offset + x.extent for x in operands),), "element", align=1024),
+            *operands,
+        )
+    )
+
+
+def _columns(c: BackwardConfig) -> tuple[Columns, ...]:
+    """Columns of tensor memory."""
+    dQ = tuple(Columns("dQ", c.first_dQ(part), c.columns_dQ, "dQ, or a part of it") for part in range(c.parts_dQ))
+    keys = (Columns("K", c.first_K, c.tile_d // 2, "K, 16 bits"),) if c.holds_keys else ()
+    if c.num_passes == 2:
+        return (
+            Columns("scores 0", c.first_S, c.tile_m, "S or dP; P or dS in its place"),
+            Columns("dV, dK", c.first_dV, max(c.tile_d, c.tile_dv), "dV in the first pass, then dK"),
+            Columns("scores 1", c.first_dP, c.tile_m, "S or dP; P or dS in its place"),
+            *keys,
+            *dQ,
+        )
+    return (
+        Columns("S", c.first_S, c.tile_m, "S; P in its place"),
+        Columns("dV", c.first_dV, c.tile_dv, "dV"),
+        Columns("dP", c.first_dP, c.tile_m, "dP; dS in its place"),
+        Columns("dK", c.first_dK, c.tile_d, "dK"),
+        *dQ,
+    )
