@@ -45,14 +45,13 @@ added, and when. Bits are read while scores are computed. How sums and stats lie
 (The roles, the order of products and the places in tensor memory are FlashAttention-4's.)
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
@@ -71,6 +70,7 @@ from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_sc
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
 from flash_attn_cute.kernels.sm100.backward.cta_transfers import Transfers
+from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.sums import by_fours, round_block, round_transposed, share, take
 from flash_attn_cute.kernels.sm100.config import (
     COMPUTE_WARPGROUPS,
@@ -80,20 +80,10 @@ from flash_attn_cute.kernels.sm100.config import (
     PRODUCER_WARP,
     BackwardConfig,
 )
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, swizzled_by, tiled_mma, transposed, write_row
+from flash_attn_cute.kernels.sm100.mma import commit, swizzled, swizzled_by, write_row
 
 _BARRIER_OUT = 1  # a named barrier for each compute warpgroup; 0 is the whole CTA's
 DV, DK = 0, 1  # which of a tile's results
-
-
-class Mmas(NamedTuple):
-    """Products, called by their results."""
-
-    S: cute.TiledMma  # and dP, if that is not another one
-    dV: cute.TiledMma
-    dK: cute.TiledMma
-    dQ: cute.TiledMma
-    dP: cute.TiledMma | None = None
 
 
 class BackwardCtaSm100:
@@ -113,7 +103,7 @@ class BackwardCtaSm100:
         c, ctas, packed = self.config, self.config.ctas_a_tile, self.config.features.packed
         mdK, mdV = (rows_first(x, packed) for x in (a.mdK, a.mdV))
         self.Storage = self.memory.struct()
-        mmas, tma = self._mmas(), self._tma(a, mdK, mdV)
+        mmas, tma = Mmas.of(c), self._tma(a, mdK, mdV)
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         clusters = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms // ctas)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
@@ -122,17 +112,6 @@ class BackwardCtaSm100:
             cluster=[ctas, 1, 1] if const_expr(ctas > 1) else None,
             stream=stream,
             min_blocks_per_mp=1,
-        )
-
-    def _mmas(self) -> Mmas:
-        """Tiled products, called by their results."""
-        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
-        shared, tensors = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
-        return Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_m, shared),
-            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors),
-            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors),
-            dQ=tiled_mma(dtype, mn_major, c.columns_dQ, shared, mn_major),
         )
 
     def _tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
@@ -244,7 +223,7 @@ class BackwardCtaSm100:
             tile_idx += 1
 
     @cute.jit
-    def _finish(self, products: "Products", shared: Shared, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
+    def _finish(self, products: Products, shared: Shared, tile_idx: Int32, step: Int32, is_first: Boolean) -> None:
         """Begins dK and dQ of a step, which may be its tile's first."""
         c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
@@ -256,7 +235,7 @@ class BackwardCtaSm100:
         products.start_dK(step, c.first_dP, not is_first)
         commit(rings.q.empty(step))  # to the producer
         for part in cutlass.range_constexpr(c.parts_dQ):
-            products.start_dQ(tile_idx, part)
+            products.start_dQ(tile_idx, c.first_dQ(part), part)
             commit(rings.dq.full(c.parts_dQ * step + part))  # to the drain warps
 
     @cute.jit
@@ -420,107 +399,3 @@ class BackwardCtaSm100:
         if tile.is_last and row < stop:
             end = Int32(gX.shape[1])
         store_columns(acc, gX[row, None], first_column, end)
-
-
-@dataclass(frozen=True)
-class Products:
-    """All products, called by their results; in flight on return."""
-
-    config: BackwardConfig
-    mmas: Mmas
-    shared: Shared
-    memory: cute.Pointer  # tensor memory
-    # ``t<product>r<operand>``; a product is called by its result: S, P (for dP), V, K and Q (for dV, dK and dQ).
-    tSrK: cute.Tensor  # (MMA, 1, MMA_K, stage)
-    tSrQ: cute.Tensor
-    tPrV: cute.Tensor
-    tPrdO: cute.Tensor
-    tVrdO: cute.Tensor
-    tKrQ: cute.Tensor
-    tQrdS: cute.Tensor  # (MMA, 1, MMA_K)
-    tQrK: tuple[cute.Tensor, ...]  # of its parts; with stages, but for those of a dQ that is transposed
-
-    @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: Shared) -> "Products":
-        """Products of all operands in shared memory."""
-        S, dV, dK, dQ = (mma.get_slice(0) for mma in mmas[:4])
-        c, tdS = config, transposed(shared.sdS)
-        if c.transposes_dQ:
-            tQrdS = mmas.dQ.make_fragment_B(dQ.partition_B(tdS))
-            layout = swizzled(DTYPES[c.dtype], (c.tile_n, PART_ROWS)).outer
-            columns = (shared.sK.iterator + c.first_row_dQ(part) * c.tile_n for part in range(c.parts_dQ))
-            parts = (transposed(cute.make_tensor(x, layout)) for x in columns)
-            tQrK = tuple(mmas.dQ.make_fragment_A(dQ.partition_A(part)) for part in parts)
-        else:
-            tQrdS = mmas.dQ.make_fragment_A(dQ.partition_A(tdS))
-            tQrK = (mmas.dQ.make_fragment_B(dQ.partition_B(transposed(shared.sK))),)
-        return Products(
-            config=config,
-            mmas=mmas,
-            shared=shared,
-            memory=shared.tensor_memory,
-            tSrK=mmas.S.make_fragment_A(S.partition_A(shared.sK)),
-            tSrQ=mmas.S.make_fragment_B(S.partition_B(shared.sQ)),
-            tPrV=mmas.S.make_fragment_A(S.partition_A(shared.sV)),
-            tPrdO=mmas.S.make_fragment_B(S.partition_B(shared.sdO)),
-            tVrdO=mmas.dV.make_fragment_B(dV.partition_B(transposed(shared.sdO))),
-            tKrQ=mmas.dK.make_fragment_B(dK.partition_B(transposed(shared.sQ))),
-            tQrdS=tQrdS,
-            tQrK=tQrK,
-        )
-
-    def start_S(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
-        """S' = K Q', from a column on."""
-        rings = self.shared.rings
-        a, b = self.tSrK[None, None, None, rings.k.stage(tile_idx)], self.tSrQ[None, None, None, rings.q.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
-
-    def start_dP(self, tile_idx: Int32, step: Int32, first: Int32 | int) -> None:
-        """DP' = V dO', from a column on."""
-        rings = self.shared.rings
-        a, b = self.tPrV[None, None, None, rings.v.stage(tile_idx)], self.tPrdO[None, None, None, rings.do.stage(step)]
-        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), a, b, Boolean(False))
-
-    def start_dV(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
-        """DV += P' dO, with P where S was."""
-        c, mma = self.config, self.mmas.dV
-        b = self.tVrdO[None, None, None, self.shared.rings.do.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), b, accumulates)
-
-    def start_dK(self, step: Int32, first: Int32 | int, accumulates: Boolean) -> None:
-        """DK += dS' Q, with dS where dP was."""
-        c, mma = self.config, self.mmas.dK
-        b = self.tKrQ[None, None, None, self.shared.rings.q.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), b, accumulates)
-
-    def start_dQ(self, tile_idx: Int32, part: int) -> None:
-        """DQ = dS K, or a part of dQ' = K' dS."""
-        c, mma = self.config, self.mmas.dQ
-        if c.transposes_dQ:
-            a, b = self.tQrK[part], self.tQrdS
-        else:
-            a, b = self.tQrdS, self.tQrK[part][None, None, None, self.shared.rings.k.stage(tile_idx)]
-        gemm(mma, self._sum(mma, c.first_dQ(part), c.columns_dQ), a, b, Boolean(False))
-
-    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:
-        """128 rows of some columns of tensor memory, as a product's result."""
-        layout = mma.make_fragment_C(mma.partition_shape_C((PART_ROWS, columns))).layout
-        return cute.make_tensor(self.memory + first, layout)
-
-
-def halves(config: BackwardConfig, mma: cute.TiledMma, first: cute.Pointer, pitch: int | None = None) -> cute.Tensor:
-    """An operand of a column of 16 bits a query in tensor memory, of each warpgroup's queries one after the other.
-
-    Args:
-        config: of the kernel.
-        mma: the product that it is for.
-        first: where those of the first warpgroup begin.
-        pitch: columns of 32 bits from there to the second's; None: each are in the first half of its own columns.
-    """
-    layout = mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m))).layout
-    steps, within = cute.size(layout, mode=[2]) // COMPUTE_WARPGROUPS, layout.stride[2]
-    distance = 2 * steps * within if pitch is None else 2 * pitch
-    layout = cute.make_layout(
-        (*layout.shape[:2], (steps, COMPUTE_WARPGROUPS)), stride=(*layout.stride[:2], (within, distance))
-    )
-    return cute.make_tensor(cute.recast_ptr(first, dtype=DTYPES[config.dtype]), layout)

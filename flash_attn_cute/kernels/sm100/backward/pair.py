@@ -63,24 +63,24 @@ The CTAs meet before tensor memory is allocated, which both do, and before it is
 to the other's shared memory and arrives at its barriers. The last commit is one that both have waited for by then.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100, Mmas, halves
+from flash_attn_cute.kernels.sm100.backward.cta import BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import COLUMNS, Scores, Work
 from flash_attn_cute.kernels.sm100.backward.pair_shared import OUT, PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_transfers import PairTransfers
+from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.config import CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
-from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, swizzled, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.mma import commit_to_both, swizzled
 
 
 class BackwardPairSm100(BackwardCtaSm100):
@@ -110,18 +110,6 @@ class BackwardPairSm100(BackwardCtaSm100):
             **self._tiles_out(mdK, mdV),
         )
 
-    def _mmas(self) -> Mmas:
-        """The products of both CTAs."""
-        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
-        shared, tensors, both = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
-        rows_dQ, columns_dQ = _shape_of_dQ(c)
-        return Mmas(
-            S=tiled_mma(dtype, k_major, c.tile_m, shared, k_major, c.tile_n, both),
-            dV=tiled_mma(dtype, mn_major, c.tile_dv, tensors, k_major, c.tile_n, both),
-            dK=tiled_mma(dtype, mn_major, c.tile_d, tensors, k_major, c.tile_n, both),
-            dQ=tiled_mma(dtype, mn_major, columns_dQ, shared, mn_major, rows_dQ, both),
-        )
-
     def _shared(self, storage: Any) -> PairShared:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         names = ("sK_columns", "sQ_columns", "sdO_columns", *(("sdV",) if self.config.holds_keys else ()))
@@ -139,7 +127,7 @@ class BackwardPairSm100(BackwardCtaSm100):
     def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
         """The products of both CTAs, S and dP of a step ahead of dQ of the one before."""
         c, rings = self.config, shared.rings
-        products = _Products.of(c, mmas, shared)
+        products = Products.of(c, mmas, shared)
         tile_idx, step = Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
@@ -151,7 +139,7 @@ class BackwardPairSm100(BackwardCtaSm100):
                     # From drain warps: they have all dQ that has been begun, of a tile's first step that of the last.
                     rings.dq.wait_empty(step - cutlass.min(i, 1))
                     tensor_memory.after_sync()
-                products.start_S()
+                products.start_S(tile_idx, step, c.first_S)
                 commit_to_both(rings.q.empty(step))  # to producers
                 commit_to_both(rings.scores.full(step))  # to compute warps
                 if i > 0:
@@ -159,7 +147,7 @@ class BackwardPairSm100(BackwardCtaSm100):
                 else:
                     rings.v.wait_full(tile_idx)  # from producers
                 rings.do.wait_full(step)  # from producers
-                products.start_dP()
+                products.start_dP(tile_idx, step, c.first_dP)
                 commit_to_both(rings.do.empty(step))  # to producers
                 commit_to_both(rings.dp.full(step))  # to compute warps
                 if i > 0:
@@ -171,7 +159,7 @@ class BackwardPairSm100(BackwardCtaSm100):
                 if i == 0:
                     rings.dv.wait_empty(tile_idx)  # from compute warps: they have the last tile's dV
                 tensor_memory.after_sync()
-                products.start_dV(i > 0)
+                products.start_dV(step, c.first_S, i > 0)
                 commit_to_both(rings.do_columns.empty(step))  # to producers
                 step += 1
             commit_to_both(rings.dv.full(tile_idx))  # to compute warps
@@ -185,32 +173,32 @@ class BackwardPairSm100(BackwardCtaSm100):
 
     @cute.jit
     def _start_dK(
-        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
+        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
     ) -> None:
         """Begins dK of a step, which may be its tile's first."""
-        rings = shared.rings
+        c, rings = self.config, shared.rings
         rings.dp.wait_empty(step + 1)  # from compute warps: dS is there
         rings.q_columns.wait_full(step)  # from producers
         if is_first:
             rings.dk.wait_empty(tile_idx)  # from compute warps: they have the last tile's dK
         tensor_memory.after_sync()
-        products.start_dK(not is_first)
+        products.start_dK(step, c.first_dP, not is_first)
         commit_to_both(rings.q_columns.empty(step))  # to producers
 
     @cute.jit
     def _start_dQ(
-        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
+        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, is_first: Boolean
     ) -> None:
         """Begins dQ of a step, which may be its tile's first."""
-        rings = shared.rings
-        if const_expr(not self.config.dQ_over_S):
+        c, rings = self.config, shared.rings
+        if const_expr(not c.dQ_over_S):
             rings.dq.wait_empty(step)  # from drain warps: they have the dQ of the step before
         rings.exchange.wait_full(step)  # from the second CTA's compute warps: their dS
         rings.exchange.wait_empty(step + 1)  # from its mma warp: this CTA's has come there
         if is_first:
             rings.k_columns.wait_full(tile_idx)  # from producers
         tensor_memory.after_sync()
-        products.start_dQ()
+        products.start_dQ(tile_idx, c.first_dQ())
         commit_to_both(rings.dq.full(step))  # to drain and compute warps
 
     @cute.jit
@@ -283,82 +271,3 @@ class PairScores(Scores):
             cute.arch.fence_proxy("async.shared", space="cta")
         else:
             work.shared.send_dS(exchange, work.thread // 32)
-
-
-def _shape_of_dQ(config: BackwardConfig) -> tuple[int, int]:
-    """Rows and columns of the product of a pair: its queries and columns, or lanes for columns, and its queries."""
-    c = config
-    return (CTAS * PART_ROWS, c.tile_m) if c.transposes_dQ else (c.tile_m, c.tile_d)
-
-
-@dataclass(frozen=True)
-class _Products:
-    """All products of a pair, called by their results, by the leader; in flight on return."""
-
-    config: BackwardConfig
-    mmas: Mmas
-    memory: cute.Pointer  # tensor memory
-    # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K)
-    tSrK: cute.Tensor
-    tSrQ: cute.Tensor
-    tPrV: cute.Tensor
-    tPrdO: cute.Tensor
-    tVrdO: cute.Tensor
-    tKrQ: cute.Tensor
-    tQrdS: cute.Tensor
-    tQrK: cute.Tensor
-
-    @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
-        """Products of all operands in shared memory."""
-        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, config.queries_shared, CTAS), (0, 0, 0)))
-        dS = cute.group_modes(dS, 1, 3)  # (its queries, keys of both CTAs)
-        of_dS, of_K = mmas.dQ.make_fragment_A, mmas.dQ.make_fragment_B
-        if config.transposes_dQ:
-            of_dS, of_K = of_K, of_dS
-        return _Products(
-            config=config,
-            mmas=mmas,
-            memory=shared.tensor_memory,
-            tSrK=mmas.S.make_fragment_A(operand(shared.sK[None, None, 0])),
-            tSrQ=mmas.S.make_fragment_B(operand(shared.sQ)),
-            tPrV=mmas.S.make_fragment_A(operand(shared.sV[None, None, 0])),
-            tPrdO=mmas.S.make_fragment_B(operand(shared.sdO)),
-            tVrdO=mmas.dV.make_fragment_B(operand(transposed(shared.sdO_columns))),
-            tKrQ=mmas.dK.make_fragment_B(operand(transposed(shared.sQ_columns))),
-            tQrdS=of_dS(operand(dS)),
-            tQrK=of_K(operand(transposed(shared.sK_columns))),
-        )
-
-    def start_S(self) -> None:
-        """S' = K Q'."""
-        c = self.config
-        gemm(self.mmas.S, self._sum(self.mmas.S, c.first_S, c.tile_n, c.tile_m), self.tSrK, self.tSrQ, Boolean(False))
-
-    def start_dP(self) -> None:
-        """DP' = V dO'."""
-        c = self.config
-        gemm(self.mmas.S, self._sum(self.mmas.S, c.first_dP, c.tile_n, c.tile_m), self.tPrV, self.tPrdO, Boolean(False))
-
-    def start_dV(self, accumulates: Boolean) -> None:
-        """DV += P' dO."""
-        c, mma = self.config, self.mmas.dV
-        P = halves(c, mma, self.memory + c.first_S, c.P_stride)
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_n, c.tile_dv), P, self.tVrdO, accumulates)
-
-    def start_dK(self, accumulates: Boolean) -> None:
-        """DK += dS' Q."""
-        c, mma = self.config, self.mmas.dK
-        dS = halves(c, mma, self.memory + c.first_dP)
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_n, c.tile_d), dS, self.tKrQ, accumulates)
-
-    def start_dQ(self) -> None:
-        """DQ = dS K, or dQ' = K' dS."""
-        c, mma = self.config, self.mmas.dQ
-        a, b = (self.tQrK, self.tQrdS) if c.transposes_dQ else (self.tQrdS, self.tQrK)
-        gemm(mma, self._sum(mma, c.first_dQ(), *_shape_of_dQ(c)), a, b, Boolean(False))
-
-    def _sum(self, mma: cute.TiledMma, first: int, rows: int, columns: int) -> cute.Tensor:
-        """A CTA's part of some rows and columns, from a column of tensor memory on, as a product's result."""
-        layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
-        return cute.make_tensor(self.memory + first, layout)

@@ -67,31 +67,29 @@ The CTAs meet before tensor memory is allocated, which both do, and before it is
 to the other's shared memory and arrives at its barriers.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass import Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_tiles import heads_a_tile
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, Mmas, halves
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.pair import BackwardPairSm100
 from flash_attn_cute.kernels.sm100.backward.pair_shared import PairShared
 from flash_attn_cute.kernels.sm100.backward.pair_two_pass_transfers import PairTwoPassTransfers
+from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.backward.two_pass import first_column, plus
-from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, CTAS, O_COLUMNS, PART_ROWS, BackwardConfig
-from flash_attn_cute.kernels.sm100.mma import commit_to_both, gemm, operand, read_row, tiled_mma, transposed
+from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, O_COLUMNS, PART_ROWS, BackwardConfig
+from flash_attn_cute.kernels.sm100.mma import commit_to_both, read_row
 
 _COLUMNS_OF_K = 32  # that a compute thread copies at once
 
@@ -103,17 +101,11 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
         super().__init__(config)
         self.transfers = PairTwoPassTransfers(config)
 
-    def _mmas(self) -> Mmas:
-        c, k_major, mmas = self.config, OperandMajorMode.K, super()._mmas()
-        tensors, both = tcgen05.OperandSource.TMEM, tcgen05.CtaGroup.TWO
-        S = tiled_mma(self.dtype, k_major, c.tile_m, tensors, k_major, c.tile_n, both)
-        return mmas._replace(S=S, dP=mmas.S)
-
     @cute.jit
     def _multiply(self, a: BackwardArguments, mmas: Mmas, shared: PairShared) -> None:
         """The products of both CTAs."""
         c, rings = self.config, shared.rings
-        products = _Products.of(c, mmas, shared)
+        products = Products.of(c, mmas, shared)
         tile_idx, dq_step, number = Int32(0), Int32(0), Int32(0)
         while shared.has_tile(tile_idx):
             num_steps = shared.num_steps(c, a, tile_idx)
@@ -133,14 +125,14 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     @cute.jit
     def _first_pass(
-        self, products: "_Products", shared: PairShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
+        self, products: Products, shared: PairShared, tile_idx: Int32, step: Int32, number: Int32, num: Int32
     ) -> None:
         """S of a step ahead of dV of the one before."""
         c, rings = self.config, shared.rings
         for i in cutlass.range(num + 1, unroll=1):
             if i < num:
                 rings.q.wait_full(number + i)  # from producers
-                products.start_S(number + i)
+                products.start_S(tile_idx, number + i, first_column(c, rings.scores, number + i))
                 commit_to_both(rings.q.empty(number + i))  # to producers
                 commit_to_both(rings.scores.full(number + i))  # to compute warps
             if i > 0:
@@ -157,7 +149,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
     @cute.jit
     def _second_pass(
         self,
-        products: "_Products",
+        products: Products,
         shared: PairShared,
         tile_idx: Int32,
         dq_step: Int32,
@@ -182,11 +174,11 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
             if i < num:
                 rings.q.wait_full(scores)  # from producers
                 tensor_memory.after_sync()
-                products.start_S(scores)
+                products.start_S(tile_idx, scores, first_column(c, rings.scores, scores))
                 commit_to_both(rings.q.empty(scores))  # to producers
                 commit_to_both(rings.scores.full(scores))  # to compute warps
                 rings.do.wait_full(dq_step + i)  # from producers
-                products.start_dP(first_dP)
+                products.start_dP(tile_idx, dq_step + i, first_dP)
                 commit_to_both(rings.do.empty(dq_step + i))  # to producers
                 commit_to_both(rings.scores.full(gradients))  # to compute warps
             if i > 0:
@@ -198,7 +190,7 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
                 if i == 1:
                     rings.k_columns.wait_full(tile_idx)  # from producers
                 tensor_memory.after_sync()
-                products.start_dQ(first_S if const_expr(c.dQ_over_S) else c.first_dQ())
+                products.start_dQ(tile_idx, first_S if const_expr(c.dQ_over_S) else c.first_dQ())
                 commit_to_both(rings.dq.full(before))  # to drain and compute warps
         commit_to_both(rings.k.empty(tile_idx))  # to producers
         commit_to_both(rings.dk.full(tile_idx))  # to compute warps; the last commit that anybody waits for
@@ -304,75 +296,3 @@ class BackwardPairTwoPassSm100(BackwardPairSm100):
 
     def _ways_out(self, shared: Any) -> tuple[tuple[cute.Tensor, Ring], tuple[cute.Tensor, Ring]]:
         return (shared.sdV, shared.rings.k_columns), (shared.sV, shared.rings.v)
-
-
-@dataclass(frozen=True)
-class _Products:
-    """All products of a pair, called by their results, by the leader; in flight on return."""
-
-    config: BackwardConfig
-    mmas: Mmas
-    shared: PairShared
-    memory: cute.Pointer  # tensor memory
-    # ``t<product>r<operand>``, as in ``cta``: (MMA, 1, MMA_K), and of Q and dO (MMA, 1, MMA_K, stage)
-    tSrK: cute.Tensor
-    tSrQ: cute.Tensor
-    tPrV: cute.Tensor
-    tPrdO: cute.Tensor
-    tVrdO: cute.Tensor
-    tKrQ: cute.Tensor
-    tQrK: cute.Tensor
-    tQrdS: cute.Tensor
-
-    @staticmethod
-    def of(config: BackwardConfig, mmas: Mmas, shared: PairShared) -> "_Products":
-        """Products of all operands."""
-        c, memory = config, shared.tensor_memory
-        dS = transposed(cute.local_tile(shared.sdS, (PART_ROWS, c.queries_shared, CTAS), (0, 0, 0)))
-        of_K = mmas.S.make_fragment_A(mmas.S.partition_shape_A((c.tile_n, c.tile_d))).layout
-        return _Products(
-            config=config,
-            mmas=mmas,
-            shared=shared,
-            memory=memory,
-            tSrK=cute.make_tensor(cute.recast_ptr(memory + c.first_K, dtype=DTYPES[c.dtype]), of_K),
-            tSrQ=mmas.S.make_fragment_B(operand(shared.sQ)),
-            tPrV=mmas.dP.make_fragment_A(operand(shared.sV[None, None, 0])),
-            tPrdO=mmas.dP.make_fragment_B(operand(shared.sdO)),
-            tVrdO=mmas.dV.make_fragment_B(operand(transposed(shared.sdO_columns))),
-            tKrQ=mmas.dK.make_fragment_B(operand(transposed(shared.sQ_columns))),
-            tQrK=mmas.dQ.make_fragment_A(operand(transposed(shared.sK_columns))),
-            tQrdS=mmas.dQ.make_fragment_B(operand(cute.group_modes(dS, 1, 3))),  # (its queries, keys of both CTAs)
-        )
-
-    def start_S(self, number: Int32) -> None:
-        """S' = K Q', with that number."""
-        rings = self.shared.rings
-        Q, first = self.tSrQ[None, None, None, rings.q.stage(number)], first_column(self.config, rings.scores, number)
-        gemm(self.mmas.S, self._sum(self.mmas.S, first, self.config.tile_m), self.tSrK, Q, Boolean(False))
-
-    def start_dP(self, first: Int32) -> None:
-        """DP' = V dO', from a column on."""
-        gemm(self.mmas.dP, self._sum(self.mmas.dP, first, self.config.tile_m), self.tPrV, self.tPrdO, Boolean(False))
-
-    def start_dV(self, step: Int32, first: Int32, accumulates: Boolean) -> None:
-        """DV += P' dO, with P where S was."""
-        c, mma = self.config, self.mmas.dV
-        dO = self.tVrdO[None, None, None, self.shared.rings.do_columns.stage(step)]
-        gemm(mma, self._sum(mma, c.first_dV, c.tile_dv), halves(c, mma, self.memory + first), dO, accumulates)
-
-    def start_dK(self, number: Int32, first: Int32, accumulates: Boolean) -> None:
-        """DK += dS' Q, with dS where dP was, and Q by columns, which has that number."""
-        c, mma = self.config, self.mmas.dK
-        Q = self.tKrQ[None, None, None, self.shared.rings.q.stage(number)]
-        gemm(mma, self._sum(mma, c.first_dK, c.tile_d), halves(c, mma, self.memory + first), Q, accumulates)
-
-    def start_dQ(self, first: Int32 | int) -> None:
-        """DQ' = K' dS, from a column on: 128 columns of dQ a CTA."""
-        mma = self.mmas.dQ
-        gemm(mma, self._sum(mma, first, self.config.tile_m), self.tQrK, self.tQrdS, Boolean(False))
-
-    def _sum(self, mma: cute.TiledMma, first: Int32 | int, columns: int) -> cute.Tensor:
-        """A CTA's half of 256 rows and some columns, from a column of tensor memory on, as a product's result."""
-        layout = mma.make_fragment_C(mma.partition_shape_C((self.config.tile_n, columns))).layout
-        return cute.make_tensor(self.memory + first, layout)

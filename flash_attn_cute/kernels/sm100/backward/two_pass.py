@@ -61,9 +61,10 @@ from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.tma import BackwardTiles
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm100 import tensor_memory
-from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100, Mmas, Products
+from flash_attn_cute.kernels.sm100.backward.cta import DK, DV, BackwardCtaSm100
 from flash_attn_cute.kernels.sm100.backward.cta_scores import Work
 from flash_attn_cute.kernels.sm100.backward.cta_shared import Shared
+from flash_attn_cute.kernels.sm100.backward.products import Mmas, Products
 from flash_attn_cute.kernels.sm100.config import BackwardConfig
 from flash_attn_cute.kernels.sm100.mma import commit
 
@@ -145,7 +146,7 @@ class BackwardTwoPassSm100(BackwardCtaSm100):
                 commit(rings.do.empty(step + i))  # to the producer
             if i > 0:
                 for part in cutlass.range_constexpr(c.parts_dQ):
-                    products.start_dQ(tile_idx, part)
+                    products.start_dQ(tile_idx, c.first_dQ(part), part)
                     commit(rings.dq.full(dq_before + part))  # to the drain warps
             if i < num_steps:
                 rings.q.wait_full(step + i)  # from the producer
