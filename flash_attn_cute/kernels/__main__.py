@@ -16,6 +16,7 @@ from flash_attn_cute.kernels.features import Features, PassName, words
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
 
 _PROGRAM = "flash_attn_cute.kernels"
+_ROWS = {"forward": "queries", "backward": "keys"}  # of a sequence, by which a pass's kernel is chosen
 
 
 def page(schedule: Schedule, title: str) -> str:
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--d, --d-v: expected 1 to {architecture.max_head_dim}, got {d} and {d_v}", file=sys.stderr)
         return 2
     features = Features.parse([*(["right"] if chosen.causal else []), *chosen.features])
-    rows = {"queries" if chosen.pass_name == "forward" else "keys": chosen.rows}
+    rows = {_ROWS[chosen.pass_name]: chosen.rows} if chosen.pass_name in _ROWS else {}
     config = one_pass.configure(chosen.dtype, d, d_v, features, **rows)
     flags = f" {Features.format(vars(config.features))}".rstrip()
     title = f"{architecture.name} {chosen.pass_name}, d = {d}, d_v = {d_v}, {chosen.dtype}{flags}"

@@ -16,6 +16,9 @@ from flash_attn_cute.kernels.sm90 import config as sm90
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule as forward_schedule_sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule as backward_schedule_sm100
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import (
+    bias_gradient_schedule as bias_gradient_schedule_sm100,
+)
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule as forward_schedule_sm100
 
 
@@ -98,6 +101,7 @@ ARCHITECTURES = {
                     sm100.bias_gradient_config,
                     "sm100.backward.bias_gradient:BiasGradientSm100",
                     BiasGradientArguments,
+                    bias_gradient_schedule_sm100,
                 ),
             },
             num_sms=148,  # a B200

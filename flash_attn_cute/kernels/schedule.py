@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 
 KEY_TILE_FIELDS = 16  # Int32 that describe a tile of keys: ``common.key_tiles.KeyTile``
+PIECE_FIELDS = 12  # Int32 that describe a piece: ``common.bias_pieces.Piece``
+PIECE_STAGES = 2  # of 32 pieces each, that a producer may have published
 QUERY_TILE_FIELDS = 12  # Int32 that describe a tile of queries: ``common.query_tiles.QueryTile``
 
 BARRIER_BYTES = 8  # of an mbarrier

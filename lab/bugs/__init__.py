@@ -22,7 +22,7 @@ A module has the bugs of one kernel, or those that a variant of it adds:
 
 from lab.bugs.backward import BACKWARD
 from lab.bugs.bias import BIAS
-from lab.bugs.code import Code, arrivals, find, waits, where_barriers_are
+from lab.bugs.code import Code, arrivals, find, waits
 from lab.bugs.columns import COLUMNS
 from lab.bugs.forward import FORWARD
 from lab.bugs.forward_pair import FORWARD_PAIR
@@ -60,5 +60,4 @@ __all__ = [
     "page",
     "table",
     "waits",
-    "where_barriers_are",
 ]

@@ -260,17 +260,6 @@ def both(*changes: Change) -> Change:
     return lambda c: [edit for change in changes for edit in change(c)]
 
 
-def where_barriers_are(stages: Mapping[str, int]) -> dict[str, range]:
-    """The addresses of a kernel's mbarriers, by name, from the stages of its rings."""
-    found: dict[str, range] = {}
-    first = 0
-    for name, count in stages.items():
-        for state in ("full", "empty"):
-            found[f"{name}.{state}"] = range(8 * first, 8 * (first + count), 8)
-            first += count
-    return found
-
-
 def columns(by: int, opcode: str, number: int) -> Change:
     """Another number of columns of tensor memory."""
     return find(by, opcode).ahead("mov.b32").rewritten("512", str(number))

@@ -15,8 +15,9 @@ from flash_attn_cute.backends.cute.plan import Shapes, plan_backward
 from flash_attn_cute.backends.packing import over_scores
 from flash_attn_cute.kernels.registry import ARCHITECTURES
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
-from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits, where_barriers_are
+from lab.bugs import LAUNCHES, PAGE, TABLES, Bug, Bugs, Code, find, page, waits
 from lab.interpreter import FaultError, Lagging, Program
 from lab.lint import lint
 from tests.lib import masks
@@ -125,9 +126,7 @@ class BiasGradient:
     @functools.cache
     def code(config: Any) -> Code:
         """Code of a configuration."""
-        from flash_attn_cute.kernels.sm100.backward.bias_gradient import Rings
-
-        return Code(code_for(config).ptx, "BiasGradient", where_barriers_are(Rings.stages(config)))
+        return Code(code_for(config).ptx, "BiasGradient", bias_gradient_schedule(config).barriers)
 
     def configuration(self, call: Call) -> Any:
         """Configuration of a call's kernel."""

@@ -81,4 +81,6 @@ DESCRIBED: dict[str, Any] = {
     "sm100-backward-pair-d192-dv128": pair(192),
     "sm100-backward-pair-two-pass-d192": pair(192, 192),
     "sm100-backward-pair-two-pass": pair(256, 256, **BACKWARD_EVERYTHING),
+    "sm100-bias-gradient": bias_gradient(128, strided_bias=True, dtype="float16"),
+    "sm100-bias-gradient-one-stage": bias_gradient(256, block_mask=True),
 }

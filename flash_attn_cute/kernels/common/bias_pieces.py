@@ -23,10 +23,9 @@ from flash_attn_cute.kernels.common.score_rows import RowsOfScores
 from flash_attn_cute.kernels.common.score_tensors import keys_of
 from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved, packed_block
+from flash_attn_cute.kernels.schedule import PIECE_FIELDS, PIECE_STAGES
 
-_PIECE_FIELDS = 12  # Int32 in shared memory that describe a piece
-PIECE_STAGES = 2  # of 32 pieces each, that warp 0 publishes
-PIECE_NUMBERS = _PIECE_FIELDS * 32 * PIECE_STAGES  # Int32 in shared memory that describe all of them
+PIECE_NUMBERS = PIECE_FIELDS * 32 * PIECE_STAGES  # Int32 in shared memory that describe all of them
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Piece:
     def read(packed: bool, fields: cute.Tensor) -> "Piece":
         """Reads a piece from shared memory."""
         flags, code, head, batch, first_query, first_key, first_block, num_fully_masked, *rows = (
-            fields[i] for i in range(_PIECE_FIELDS)
+            fields[i] for i in range(PIECE_FIELDS)
         )
         q_start, q_length, k_start, k_length = rows
         return Piece(
@@ -86,7 +85,7 @@ class Pieces:
     @staticmethod
     def at(ring: Ring, memory: Any, packed: bool) -> "Pieces":
         """On the device: pieces guarded by a ring of ``PIECE_STAGES``, in memory of ``PIECE_NUMBERS`` Int32."""
-        layout = cute.make_layout((_PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * _PIECE_FIELDS))
+        layout = cute.make_layout((PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * PIECE_FIELDS))
         return Pieces(ring, memory.get_tensor(layout), packed)
 
     def publish(self, nth: Int32, piece: Piece) -> None:

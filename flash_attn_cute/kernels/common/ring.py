@@ -1,7 +1,6 @@
 """Rings: stages of shared memory that steps use in rotation, with their full and empty mbarriers."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -128,21 +127,3 @@ class LedRing(Ring):
 def _bytes_of(fields: cute.Tensor) -> int:
     """Bytes of a step's fields."""
     return 4 * cute.size(fields, mode=[0])
-
-
-class RingSet:
-    """A kernel's rings, the fields of a dataclass."""
-
-    @staticmethod
-    def stages(config: Any) -> dict[str, int]:
-        """Number of stages of each ring, by name."""
-        raise NotImplementedError
-
-    @classmethod
-    def at(cls, config: Any, barriers: cute.Pointer) -> Any:
-        """Rings whose barriers lie one after the other from ``barriers`` on."""
-        rings, first = {}, 0
-        for name, stages in cls.stages(config).items():
-            rings[name] = Ring(barriers + first, stages)
-            first += 2 * stages
-        return cls(**rings)

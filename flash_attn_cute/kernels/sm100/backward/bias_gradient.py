@@ -5,26 +5,14 @@ computes the gradients of their scores once more, from the lse and delta that th
 registers, and writes the tile once. So the sums are in float32, rounded once, and the same to the bit from run to run.
 CTAs that share a tile leave float32 sums; a small kernel adds them up in their order.
 
-Roles (512 threads):
-    warps 0 .. 3, 4 .. 7     compute: two warpgroups. A thread has a query of every piece, and half of its keys.
-    warps 8 .. 11            nothing
-    warp 12                  mma: issues all products, and owns tensor memory.
-    warp 13                  producer: finds out where pieces are, a lane for each, and loads by TMA Q and K, then dO
-                             and V, of one after the other.
-Registers a thread: ``BiasGradientConfig.registers``.
+``bias_gradient_schedule`` is the table of roles, pipelines, shared and tensor memory, and steps, from which this module
+takes its numbers. ``python -m flash_attn_cute.kernels describe sm100 bias_gradient --d 128 --features bias`` prints it.
 
 A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible
 scores are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. All pieces that are not
 skipped are *steps*.
 
-Tensor memory: S twice, dP, and the tile's bias in float32, which is the same for all pieces and read from global memory
-once. Pipelines are ``Ring``s, each of a full and an empty barrier a stage:
-
-    ring     stages  counts            full by                        empty by
-    pieces   2       32 pieces each    1, producer: what they are     9: all other warps
-    qk, dov  table   steps             1 + bytes, producer's TMA      1, commit of S, or of dP
-    scores   2       steps             1, commit of S                 8, compute: it is read
-    dp       1       steps             1, commit of dP                8, compute: it is read
+The tile's bias is in tensor memory, in float32. It is the same for all pieces and read from global memory once.
 
 The mma warp issues S(t + 1) behind dP(t): P of a step is computed beside its dP and the next S.
 
@@ -44,8 +32,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.bias_pieces import (
-    PIECE_NUMBERS,
-    PIECE_STAGES,
     OperandTiles,
     Owner,
     Piece,
@@ -59,14 +45,16 @@ from flash_attn_cute.kernels.common.bias_pieces import (
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
 from flash_attn_cute.kernels.common.dtypes import DTYPES
-from flash_attn_cute.kernels.common.ring import Ring, RingSet
+from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, probability
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import make_row_tiles
 from flash_attn_cute.kernels.sm100 import frame, tensor_memory
+from flash_attn_cute.kernels.sm100.backward.bias_gradient_schedule import OPERANDS, bias_gradient_schedule
 from flash_attn_cute.kernels.sm100.config import COMPUTE_WARPGROUPS, MMA_WARP, PRODUCER_WARP, BiasGradientConfig
-from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled, tiled_mma
+from flash_attn_cute.kernels.sm100.mma import commit, gemm, swizzled_by, tiled_mma
 from flash_attn_cute.kernels.sm100.scores import (
     BiasRow,
     add_in_memory,
@@ -76,35 +64,19 @@ from flash_attn_cute.kernels.sm100.scores import (
 )
 
 _THREADS = 128 * COMPUTE_WARPGROUPS  # that compute
-_IDLE_WARPS = 4 * COMPUTE_WARPGROUPS  # the first one
 _BARRIER_TILE = 1  # named, of compute warps; 0 is the whole CTA's
 _COLUMNS = 32  # of tensor memory that a compute thread reads at once
 
 
 @dataclass(frozen=True)
-class Rings(RingSet):
-    """All barriers of the kernel."""
+class _Rings:
+    """Pipelines of the schedule, by name."""
 
     pieces: Ring
     qk: Ring
     dov: Ring
     scores: Ring
     dp: Ring
-
-    @staticmethod
-    def stages(config: BiasGradientConfig) -> dict[str, int]:
-        """Number of stages of each ring, by name."""
-        c = config
-        return {"pieces": PIECE_STAGES, "qk": c.stages, "dov": c.stages, "scores": c.score_stages, "dp": 1}
-
-    def init(self, config: BiasGradientConfig) -> None:
-        """Before all else, by one thread."""
-        compute, mma = 4 * COMPUTE_WARPGROUPS, 1  # warps
-        self.pieces.init(full=1, empty=compute + mma)
-        for ring in (self.qk, self.dov):
-            ring.init(full=1, empty=1)  # an arrival with the bytes announced; a commit
-        for ring in (self.scores, self.dp):
-            ring.init(full=1, empty=compute)  # a commit; it is read
 
 
 @dataclass(frozen=True)
@@ -114,7 +86,7 @@ class _Shared:
     operands: list[cute.Tensor]  # (rows, columns, stage), in the order of ``OperandTiles``
     tile: cute.Tensor  # (query, key), in their place
     pieces: Pieces
-    rings: Rings
+    rings: _Rings
     holder: cute.Pointer  # of where tensor memory begins
 
     @property
@@ -129,6 +101,8 @@ class BiasGradientSm100:
     def __init__(self, config: BiasGradientConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = bias_gradient_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled_by)
         self.map = PieceMap(config)
         self.tables = PieceTables(config, self.map)
 
@@ -141,20 +115,11 @@ class BiasGradientSm100:
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma = OperandTiles(
             *(
-                make_row_tiles(load, x, swizzled(dtype, shape), shape, packed)
-                for x, shape in zip(tensors, c.operands, strict=True)
+                make_row_tiles(load, x, sX, shape, packed)
+                for x, sX, shape in zip(tensors, self.memory.stage_layouts(*OPERANDS), c.operands, strict=True)
             )
         )
-        num_barriers = 2 * sum(Rings.stages(c).values())
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[Int64, num_barriers]
-            holder: cute.struct.MemRange[Int32, 1]
-            pieces: cute.struct.MemRange[Int32, PIECE_NUMBERS]
-            operands: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.numbers_a_stage], 1024]
-
-        self.Storage = Storage
+        self.Storage = self.memory.struct()
         numbers = a.numbers
         mStats = stats_of(c, a)
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
@@ -178,17 +143,18 @@ class BiasGradientSm100:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared and tensor memory, then splits into roles."""
-        c = self.config
+        compute, mma_role = map(self.schedule.role, ("compute", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self._shared(cutlass.memory.SmemAllocator().allocate(self.Storage))
-        frame.begin(partial(shared.rings.init, c), tma, shared.holder, warp_idx)
-        if warp_idx < _IDLE_WARPS:
-            set_registers(c.registers.compute, frame.THREADS)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        shared = self._shared(storage)
+        frame.begin(partial(self.memory.init, storage), tma, shared.holder, warp_idx)
+        if warp_idx < compute.warps.stop:
+            set_registers(compute.registers, frame.THREADS)
             self.compute(a, tables, mStats, partial_sums, shared, scales, warp_idx // 4)
         elif warp_idx < MMA_WARP:
-            set_registers(c.registers.others, frame.THREADS)
+            set_registers(mma_role.registers, frame.THREADS)
         else:
-            set_registers(c.registers.others, frame.THREADS)
+            set_registers(mma_role.registers, frame.THREADS)
             if warp_idx == MMA_WARP:
                 self.mma(a, mma, shared)
             elif warp_idx == PRODUCER_WARP:
@@ -198,17 +164,11 @@ class BiasGradientSm100:
 
     def _shared(self, storage: Any) -> _Shared:
         """Shared memory of the CTA."""
-        c = self.config
-        rings = Rings.at(c, storage.barriers.data_ptr())
-        operands, place = [], storage.operands.data_ptr()
-        for shape in c.operands:
-            layout = swizzled(self.dtype, (*shape, c.stages))
-            operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, self.dtype), layout.outer))
-            place = place + cute.cosize(layout)
+        rings = _Rings(**self.memory.rings(storage))
         return _Shared(
-            operands=operands,
-            tile=self._tile(cute.recast_ptr(storage.operands.data_ptr(), dtype=Float32)),
-            pieces=Pieces.at(rings.pieces, storage.pieces, c.features.packed),
+            operands=list(self.memory.tensors(storage, *OPERANDS).values()),
+            tile=self._tile(cute.recast_ptr(storage.sQ.data_ptr(), dtype=Float32)),
+            pieces=Pieces.at(rings.pieces, storage.pieces, self.config.features.packed),
             rings=rings,
             holder=storage.holder.data_ptr(),
         )
