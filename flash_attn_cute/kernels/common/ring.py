@@ -30,11 +30,12 @@ def arrive_as_warp(barrier: cute.Pointer, rank: cutlass.Constexpr = None) -> Non
 class Ring:
     """Stages, a power of 2. A step's number, counted from 0, gives its stage and the phase of the stage's barriers.
 
-    ``init`` sets the arrive counts of full and empty stages. Bytes are announced with an arrival at the full barrier.
+    ``init`` sets the arrive counts of full and empty stages.
     """
 
     barriers: cute.Pointer  # those of full stages, then those of empty ones
     stages: cutlass.Constexpr
+    num_bytes: cutlass.Constexpr = 0  # that TMA brings to a stage
 
     @cute.jit
     def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
@@ -70,6 +71,10 @@ class Ring:
     def wait_empty(self, step: Int32) -> None:
         """Waits, as the producer, until the step that had this stage before is released."""
         cute.arch.mbarrier_wait(self.empty(step), self.phase(step) ^ 1)
+
+    def announce(self, step: Int32) -> None:
+        """Arrives at a step's full barrier and announces the bytes to come, by one thread of the producer."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.full(step), self.num_bytes)
 
     @cute.jit
     def arrive(self, step: Int32) -> None:

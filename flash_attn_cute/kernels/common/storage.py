@@ -35,7 +35,7 @@ class SharedMemory:
         pipeline = self.schedule.pipeline(name)
         kind = LedRing if pipeline.is_led else Ring
         first = self.schedule.barriers[f"{name}.full"].start // BARRIER_BYTES
-        return kind(storage.barriers.data_ptr() + first, pipeline.stages)
+        return kind(storage.barriers.data_ptr() + first, pipeline.stages, pipeline.num_bytes)
 
     def rings(self, storage: Any) -> dict[str, Ring | None]:
         """All rings by name; None for those that the configuration does without."""

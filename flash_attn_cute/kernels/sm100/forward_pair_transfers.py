@@ -35,13 +35,13 @@ class PairProducer(Producer):
                 # Keys of the second CTA may be none: an empty box arrives as zeros.
                 own_end = cutlass.max(cutlass.min(own + c.keys_shared, tile.k.length), own)
                 gK = tma.K.at(first_key + own, first_key + own_end, head_k, tile.batch)
-                self._load(tma.K, gK, shared, shared.sK, "k", block_step)
+                self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
                 if i == 0:
                     self._load_Q(tile, tma.Q, shared, q_step)
                     q_step += c.q_parts
                 stop = first_key + cutlass.min(start + c.tile_n, tile.k.length)
                 gV = tma.V.at(first_key + start, stop, head_k, tile.batch, rank)
-                self._load(tma.V, gV, shared, shared.sV, "v", block_step)
+                self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                 block_step += 1
             step += 1
             index = self._publish_next(a, shared, index, step)
@@ -69,8 +69,8 @@ class PairProducer(Producer):
         return index
 
     @cute.jit
-    def _announce(self, num_bytes: cutlass.Constexpr, shared: PairShared, barrier: cute.Pointer) -> None:  # type: ignore[override]
+    def _announce(self, shared: PairShared, ring: cutlass.Constexpr, step: Int32) -> None:  # type: ignore[override]
         """By the leader: the bytes of both, which arrive at its barrier."""
         if shared.is_leader:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
+                ring.announce(step)

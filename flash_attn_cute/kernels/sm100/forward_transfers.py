@@ -16,7 +16,6 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.sm100 import tensor_memory
 from flash_attn_cute.kernels.sm100.block_iterator import BlockIterator, ListedTiles
 from flash_attn_cute.kernels.sm100.config import O_COLUMNS, O_STAGES, PART_ROWS, ForwardConfig
-from flash_attn_cute.kernels.sm100.forward_schedule import forward_schedule
 from flash_attn_cute.kernels.sm100.forward_shared import Shared
 from flash_attn_cute.kernels.sm100.mma import write_row
 
@@ -38,7 +37,6 @@ class Producer:
 
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.schedule = forward_schedule(config)
         self.tiles = ListedTiles(config) if config.features.listed else QueryTiles(config)
 
     @cute.jit
@@ -74,12 +72,12 @@ class Producer:
                     start += k_start
                     head_k = tile_of_block.head // heads_a_key_head
                     gK = tma.K.at(start, stop, head_k, tile_of_block.batch)
-                    self._load(tma.K, gK, shared, shared.sK, "k", block_step)
+                    self._load(tma.K, gK, shared, shared.sK, rings.k, block_step)
                     if i == 0:
                         self._load_Q(tile_of_block, tma.Q, shared, q_step)
                         q_step += c.q_parts
                     gV = tma.V.at(start, stop, head_k, tile_of_block.batch)
-                    self._load(tma.V, gV, shared, shared.sV, "v", block_step)
+                    self._load(tma.V, gV, shared, shared.sV, rings.v, block_step)
                     block_step += 1
         rings.tiles.wait_empty(step)
         with cute.arch.elect_one():
@@ -103,7 +101,7 @@ class Producer:
             start = tile.first_query + PART_ROWS * part
             stop = cutlass.max(cutlass.min(start + PART_ROWS, tile.q.length), start)
             gQ = tQ.at(tile.q.start + start, tile.q.start + stop, tile.head, tile.batch)
-            self._load(tQ, gQ, shared, shared.sQ, "q", step + part)
+            self._load(tQ, gQ, shared, shared.sQ, shared.rings.q, step + part)
 
     @cute.jit
     def _load(
@@ -112,19 +110,18 @@ class Producer:
         gX: cute.Tensor,
         shared: Shared,
         sX: cute.Tensor,
-        pipeline: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
         step: Int32,
     ) -> None:
-        ring, num_bytes = getattr(shared.rings, pipeline), self.schedule.pipeline(pipeline).num_bytes
         ring.wait_empty(step)  # from the tensor cores: products with what was there are done
-        self._announce(num_bytes, shared, ring.full(step))
+        self._announce(shared, ring, step)
         tiles.load(gX, sX[None, None, ring.stage(step)], ring.full(step))
 
     @cute.jit
-    def _announce(self, num_bytes: cutlass.Constexpr, shared: Shared, barrier: cute.Pointer) -> None:
-        """So many bytes are to come."""
+    def _announce(self, shared: Shared, ring: cutlass.Constexpr, step: Int32) -> None:
+        """Announces the bytes of a step."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
+            ring.announce(step)
 
 
 class Epilogue:

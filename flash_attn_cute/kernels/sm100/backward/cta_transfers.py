@@ -104,7 +104,7 @@ class Transfers:
         """A tile's K or V. ``later``: whether the gradient that took its place is that of this tile, not the last."""
         ring.wait_empty(tile_idx + later)  # from compute warps: the gradient that took its place has left
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * t.tile_rows * t.tile_columns)
+            ring.announce(tile_idx)
         start, stop = tile.keys_of(shared.rank, t.tile_rows)
         gX = t.at(start, stop, tile.head_k, tile.batch)
         t.load(gX, sX[None, None, ring.stage(tile_idx)], ring.full(tile_idx))
@@ -126,8 +126,7 @@ class Transfers:
         stop = cutlass.min(start + t.tile_rows, tile.q.length)
         ring.wait_empty(step)  # from the tensor cores and compute warps: what was there is read no more
         with cute.arch.elect_one():
-            num_bytes = t.tile_rows * (2 * t.tile_columns + 4 * len(stats))
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+            ring.announce(step)
             numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             for gStats, sStats in stats:
                 cute.copy(numbers, gStats, sStats[None, ring.stage(step)], mbar_ptr=ring.full(step))

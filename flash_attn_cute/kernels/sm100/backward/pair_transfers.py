@@ -102,7 +102,7 @@ class PairTransfers(Transfers):
     ) -> None:
         """A CTA's part of an operand: rows start .. stop of some columns. Its bytes arrive at the leader's barrier."""
         ring.wait_empty(step)  # from the tensor cores, or compute warps: what was there is not needed any more
-        self._announce(t, shared, ring, step)
+        self._announce(shared, ring, step)
         t.load(t.at(start, stop, head, tile.batch, column_tile), sX, ring.full(step))
 
     @cute.jit
@@ -117,7 +117,7 @@ class PairTransfers(Transfers):
         parts = c.columns_of_keys // t.tile_columns
         first = shared.rank * ((c.tile_d - c.columns_of_keys) // t.tile_columns)
         ring.wait_empty(tile_idx + later)
-        self._announce(t, shared, ring, tile_idx, times=CTAS * parts)
+        self._announce(shared, ring, tile_idx)
         for rank in cutlass.range_constexpr(CTAS):
             start, stop = tile.keys_of(Int32(rank), PART_ROWS)
             for part in cutlass.range_constexpr(parts):
@@ -125,12 +125,11 @@ class PairTransfers(Transfers):
                 t.load(t.at(start, stop, tile.head_k, tile.batch, first + part), sX, ring.full(tile_idx))
 
     @cute.jit
-    def _announce(self, t: RowTiles, shared: PairShared, ring: Ring, step: Int32, times: cutlass.Constexpr = 1) -> None:
+    def _announce(self, shared: PairShared, ring: Ring, step: Int32) -> None:
         """By the leader: the bytes of both."""
         if shared.is_leader:
             with cute.arch.elect_one():
-                num_bytes = CTAS * times * 2 * t.tile_rows * t.tile_columns
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), num_bytes)
+                ring.announce(step)
 
     @cute.jit
     def _load_stats(self, ws: Workspace, shared: PairShared, head: Int32, block: Int32, step: Int32) -> None:
@@ -138,7 +137,7 @@ class PairTransfers(Transfers):
         ring = shared.rings.stats
         ring.wait_empty(step)  # from compute warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(step), 2 * 4 * self.config.tile_m)
+            ring.announce(step)
             numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             for i, stats in enumerate((shared.lse, shared.delta)):
                 target = stats[None, ring.stage(step)]

@@ -49,7 +49,7 @@ class PairTwoPassTransfers(PairTransfers):
         ring, t = shared.rings.k, tma.K
         ring.wait_empty(tile_idx)  # from the tensor cores: K by columns is not needed any more
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * t.tile_rows * t.tile_columns)
+            ring.announce(tile_idx)
         start, stop = tile.keys_of(shared.rank, t.tile_rows)
         t.load(t.at(start, stop, tile.head_k, tile.batch), shared.sK[None, None, 0], ring.full(tile_idx))
 
