@@ -324,7 +324,8 @@ class BlockMask:
         """Lists of the key blocks that each query block attends to, as models select them in every step and layer.
 
         Neither making nor using such a mask waits for the device, and its data are checked with
-        ``FLASH_ATTN_CUTE_CHECK=1`` alone. Combined by ``&`` or ``|`` it is made like any other mask.
+        ``FLASH_ATTN_CUTE_CHECK=1`` alone. Combined by ``&`` or ``|`` it is made like any other mask. Both tensors are
+        read when tables are made of them, and must not be written to before.
 
         Args:
             indices: (batch or 1, heads or 1, blocks_q, width), int32 or int64: numbers of key blocks, in any order.

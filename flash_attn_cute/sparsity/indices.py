@@ -21,9 +21,15 @@ from flash_attn_cute.sparsity.score_blocks import Blocks, Sizes
 
 @dataclass(eq=False, repr=False)
 class Indices(Node):
-    """Key blocks that each query block attends to: indices (batch, heads, blocks_q, width), int64; below 0 is none."""
+    """Key blocks that each query block attends to.
+
+    Attributes:
+        indices: the caller's tensor, (batch, heads, blocks_q, width), int32 or int64; below 0 is none.
+        counts: the caller's tensor, (batch, heads, blocks_q), int32 or int64: how many of each row count. None: all.
+    """
 
     indices: Tensor
+    counts: Tensor | None
     block_q: int
     block_k: int
     sizes: Sizes
@@ -39,16 +45,15 @@ class Indices(Node):
         block_q, block_k = block
         seqlen_q = mask_arguments.check_blocks("seqlen_q", seqlen_q, indices.shape[2], block_q)
         mask_arguments.check_lengths(seqlen_q, seqlen_k)
-        indices = indices.long()
         if counts is not None:
             mask_arguments.check_integers("counts", counts, (3,), "(batch, heads, blocks_q)", beside=indices)
             if counts.shape != indices.shape[:3]:
                 raise ValueError(f"counts: expected shape {tuple(indices.shape[:3])}, got {tuple(counts.shape)}")
-            is_counted = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-            indices = torch.where(is_counted, indices, -1)
+        sizes = Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k)
+        node = cls(indices, counts, block_q, block_k, sizes)
         if not torch.compiler.is_compiling() and settings.check_data():
-            mask_arguments.check_indices(indices, counts, -(-seqlen_k // block_k))
-        return cls(indices, block_q, block_k, Sizes(indices.shape[0], indices.shape[1], seqlen_q, seqlen_k))
+            mask_arguments.check_indices(node._counted(), counts, node.blocks_k)
+        return node
 
     @property
     def batch(self) -> int:
@@ -70,15 +75,27 @@ class Indices(Node):
         """Number of key blocks of the size that the indices count."""
         return -(-self.sizes.seqlen_k // self.block_k)
 
+    def _counted(self) -> Tensor:
+        """Indices as they are now, in their dtype, with -1 behind the counts.
+
+        Nothing is worked out of the sources before this. So ``use`` notices every write to them, and a graph or a
+        compiled program reads them whenever it runs.
+        """
+        if self.counts is None:
+            return self.indices
+        place = torch.arange(self.indices.shape[3], device=self.indices.device)
+        return self.indices.masked_fill(place >= self.counts[..., None], -1)
+
     @property
     def _map(self) -> BlockMap:
         """Map of the blocks, for ``&`` and ``|``."""
         return kept.made(self._kept, "map", self.indices.device, self._find_map)
 
     def _find_map(self) -> BlockMap:
-        visible = self.indices.new_zeros(*self.indices.shape[:-1], self.blocks_k + 1, dtype=torch.bool)
-        is_block = (self.indices >= 0) & (self.indices < self.blocks_k)  # others are none, as in ``rows``
-        visible.scatter_(-1, torch.where(is_block, self.indices, self.blocks_k), True)
+        indices = self._counted().long()
+        visible = indices.new_zeros(*indices.shape[:-1], self.blocks_k + 1, dtype=torch.bool)
+        is_block = (indices >= 0) & (indices < self.blocks_k)  # others are none, as in ``rows``
+        visible.scatter_(-1, torch.where(is_block, indices, self.blocks_k), True)
         return BlockMap(visible[..., :-1], self.block_q, self.block_k)
 
     def kinds(self, blocks: Blocks) -> Tensor:
@@ -109,7 +126,7 @@ class Indices(Node):
         Returns:
             (batch, heads, blocks_q, ...), int32. Keys out of range are no part.
         """
-        sizes, indices = self.sizes, self.indices.clamp(-1, self.blocks_k).int()
+        sizes, indices = self.sizes, self._counted().clamp(-1, self.blocks_k).int()
         if self.block_k == HALF:
             keys = 2 * indices - (indices & 1)  # 4 * (index // 2) + index % 2
         else:

@@ -648,24 +648,6 @@ def test_graphs_let_go_of_what_they_kept() -> None:
     assert allocated[-1] < allocated[2] + (2 << 20), "tables of about nine masks have piled up"
 
 
-@needs_kernels
-def test_graphs_read_indices_anew() -> None:
-    """Lists of blocks in a buffer that replays read again, of a mask that is made in the capture or before it."""
-    x = inputs("cuda", grad=False)
-    lists = [torch.tensor([[[[0], [i], [2]]]], dtype=torch.int32, device="cuda") for i in range(3)]
-    every = [flash_attn_func(*x, block_mask=BlockMask.from_indices(each, seqlen_k=ROWS)) for each in lists]
-    buffer = lists[0].clone()
-    before = BlockMask.from_indices(buffer, seqlen_k=ROWS)
-    for make in (lambda: before, lambda: BlockMask.from_indices(buffer, seqlen_k=ROWS)):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = flash_attn_func(*x, block_mask=make())
-        for each, wanted in zip(lists, every, strict=True):
-            buffer.copy_(each)
-            graph.replay()
-            assert torch.equal(out, wanted)
-
-
 def table() -> str:
     """Things and situations, and on which devices tests have both."""
     lines = ["| | " + " | ".join(thing.name for thing in THINGS) + " |", "|---" * (len(THINGS) + 1) + "|"]

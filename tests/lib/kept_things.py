@@ -93,8 +93,11 @@ THINGS = [
     ),
     Thing(
         "indices",
-        lambda: {"indices": torch.tensor([[[[0, 1], [1, 2], [2, 0]]]], device="cpu")},
-        lambda indices: BlockMask.from_indices(indices, seqlen_k=ROWS),
+        lambda: {
+            "indices": torch.tensor([[[[0, 1], [1, 2], [2, 0]]]], device="cpu"),
+            "counts": torch.tensor([[[2, 1, 2]]], dtype=torch.int32, device="cpu"),
+        },
+        lambda indices, counts: BlockMask.from_indices(indices, counts, seqlen_k=ROWS),
         "refused",
     ),
     Thing("function", lambda: {"places": torch.arange(ROWS, device="cpu") * 7 % 64}, looked_up, "refused"),
