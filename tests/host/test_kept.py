@@ -481,12 +481,19 @@ SITUATIONS: dict[Callable[[Thing, str], None], tuple[tuple[str, ...], set[str]]]
     other_strides: (BOTH, OWNED),
 }
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+# One backward pass on the CPU is enough: it starts a thread for each GPU that PyTorch finds.
+forks_autograd = pytest.mark.skipif(
+    torch.cuda.device_count() > 0,
+    reason="PyTorch refuses autograd in children of a process that finds GPUs; run it with CUDA_VISIBLE_DEVICES=''",
+)
 
 
 def marks_of(situation: Callable[[Thing, str], None], device: str) -> list[pytest.MarkDecorator]:
-    """The GPUs that a cell needs."""
+    """The GPUs that a cell needs, or that there must not be."""
     if situation is captured_on_another_gpu:
         return [needs_kernels, two_gpus]
+    if situation in (data_loader_worker, forked) and device == "cpu":
+        return [forks_autograd]
     return [needs_kernels] if device == "cuda" else []
 
 
