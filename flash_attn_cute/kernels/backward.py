@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 from flash_attn_cute.kernels.arguments import MaskSizes, workspace_bytes
 from flash_attn_cute.kernels.features import Case, Features
 
+NUM_RANGES = 5  # numbers of a tile of keys that fixed point needs (``common.fixed_point``)
+
 # Under a right bound the longest tiles would come last (``common.key_tiles``); packed sequences and grouped heads lose
 # by going the other way round.
 REVERSES_LAST = Case("right", without="packed grouped")
@@ -14,6 +16,9 @@ class BackwardSizes:
     """The workspace of a pass: what is in it, and how much of it."""
 
     ctas_a_tile: ClassVar[int]
+    fixed_point: bool = (
+        False  # dQ is summed in integers, which have the same bits in any order (``common.fixed_point``)
+    )
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
 
     features: Features
@@ -65,11 +70,14 @@ class BackwardSizes:
         """
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
-            "mStats": (2, heads, num_m_blocks, self.tile_m),
+            "mStats": (3 if self.fixed_point else 2, heads, num_m_blocks, self.tile_m),
             "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
         }
         if self.counts_additions:
             parts["mSemaphoresQ"] = semaphores, heads, num_m_blocks * sums
+        if self.fixed_point:
+            parts["mRanges"] = NUM_RANGES, heads_k, num_n_blocks
+            parts["mHeads"] = 3, heads_k, num_n_blocks
         if mask is not None:
             rows = mask.sets * mask.rows
             parts |= self.mask_parts(rows, mask.blocks)

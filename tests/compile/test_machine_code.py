@@ -73,8 +73,11 @@ def test_compiled_code(chosen: ForwardConfig, tmp_path: Path) -> None:
 
 
 def backward(tile_d: int, tile_dv: int | None = None, **options: Any) -> BackwardConfig:
-    dtype, keys = options.pop("dtype", "bfloat16"), options.pop("keys", 0)
-    return backward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), keys=keys)
+    dtype, given = options.pop("dtype", "bfloat16"), {}
+    for name in ("keys", "low_contention"):
+        if name in options:
+            given[name] = options.pop(name)
+    return backward_config(dtype, tile_d, tile_dv or tile_d, Features(**options), **given)
 
 
 BACKWARD_CONFIGS = {
@@ -109,6 +112,7 @@ BACKWARD_CONFIGS = {
         f"d{d}-block-mask-grouped": backward(d, block_mask=True, grouped=True, deterministic=True, dlse=True)
         for d in (64, 128, 192, 256)
     },
+    "d96-block-mask-deterministic": backward(96, block_mask=True, deterministic=True),
     **{f"d{d}-block-mask-bias": backward(d, block_mask=True, bias=True) for d in (64, 128, 192)},
     **{f"d{d}-wide": backward(d, wide=True, packed=True, right=True, deterministic=True) for d in (64, 128, 256)},
     **{f"d{d}-wide-grouped": backward(d, wide=True, packed=True, grouped=True) for d in (128, 256)},
@@ -130,6 +134,10 @@ SPILLING = {
     "d128-causal-grouped-unordered": (backward(128, right=True, grouped=True), 8),
     "d128-bias-grouped": (backward(128, bias=True, grouped=True), 16),
     "d128-float32-bias-everything": (backward(128, bias=True, float32_bias=True, **BACKWARD_EVERYTHING), 8),
+    # Warp 0 keeps where it is in a list.
+    **{f"d{d}-block-mask": (backward(d, block_mask=True, deterministic=True), 8) for d in (64, 128)},
+    "d128-block-mask-wide": (backward(128, block_mask=True, deterministic=True, wide=True), 32),
+    "d128-low-contention": (backward(128, block_mask=True, deterministic=True, low_contention=True), 16),
     "d256-bias-softcap": (backward(256, bias=True, softcap=True), 48),
     "d256-bias-everything": (backward(256, bias=True, **BACKWARD_EVERYTHING), 104),
     "d64-wide-window": (backward(64, wide=True, packed=True, left=True, right=True, deterministic=True), 24),
@@ -156,7 +164,9 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     assert "UTMALDG" in sass
     assert ("UTMASTG" in sass) != chosen.features.wide
     assert "UBLKRED.G.S.ADD.F32" in sass
-    assert ("UBLKCP.G.S" in sass) == chosen.features.deterministic  # who is first overwrites
+    assert ("UBLKRED.G.S.ADD.S32" in sass) == chosen.fixed_point
+    in_turns = chosen.features.deterministic and not chosen.fixed_point
+    assert ("UBLKCP.G.S" in sass) == in_turns  # who is first overwrites
     sums = 2 * chosen.tile_d if chosen.features.grouped else 0  # of keys: from registers, four at a time
     assert len(re.findall(r"\bREDG\.E\.ADD\.F32x4", sass)) == sums * 64 // 128 // 4
     # DQ's sums, four times sixteen a thread, not by way of a cache that knows nothing of additions, and where blocks
@@ -165,8 +175,7 @@ def test_compiled_backward(chosen: BackwardCtaConfig, tmp_path: Path) -> None:
     assert (len(re.findall(r"\bLDG\.E\.64\b", sass)) >= 4 * 8) == chosen.transposes_dQ
     assert len(re.findall(r"\bLDG\.E\.128", sass)) == of_dQ + sums * 64 // 128 // 4
     assert not re.search(r"\bLDG\S*CONSTANT", sass)
-    zeroes_before = not chosen.features.deterministic and not chosen.zeroes_sums
-    check_before_and_after(kernels, zeroes=zeroes_before, num_after=0)
+    check_before_and_after(kernels, zeroes=not in_turns and not chosen.zeroes_sums, num_after=0)
 
 
 def test_compiled_cluster_backward(chosen: BackwardClusterConfig, tmp_path: Path) -> None:

@@ -205,17 +205,7 @@ def test_the_cost_of_determinism() -> None:
     assert f"{said}{quarter} for 25 % ({quarter_auto}) and {half} for 50 % ({half_auto})." in prose(
         "docs/performance.md"
     )
-    eighth, spt, eighth_spt = cost("random 12.5 % 16k"), cost("random 25 %", " spt"), cost("random 12.5 % 16k", " spt")
-    said = f'take {quarter} times the time of a pass without an order in the default order, {spt} in `"spt"` and '
-    said += f'{quarter_auto} in `"auto"`; of 16k, an eighth visible, {eighth}, {eighth_spt} and '
-    assert f"{said}{cost('random 12.5 % 16k', ' auto')}." in prose("docs/block-masks.md")
-    irregular = [*(f"random {share}" for share in ("10 %", "25 %", "50 %", "12.5 % 16k")), "top 16 of 64"]
-    least, most, least_auto, most_auto = (
-        choose(cost(name, order) for name in irregular) for order in ("", " auto") for choose in (min, max)
-    )
-    said = f"it takes {least} to {most} times as long, or {least_auto} to {most_auto} times with the order of launches"
     page = prose("docs/determinism.md")
-    assert f"{said} `auto`" in page
     dense = record("backward-cuda-bfloat16").items()
     wide, narrow = (
         {

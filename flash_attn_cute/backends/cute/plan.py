@@ -168,6 +168,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         spec.head_dim_v,
         features_of(spec, shapes),
         keys=shapes.rows_a_sequence(shapes.k),
+        low_contention=spec.low_contention,
     )
     num_m_blocks, num_n_blocks = (
         shape[-3] // rows + shapes.num_sequences if shapes.packed else shape[0] * -(-shape[-3] // rows)

@@ -95,6 +95,24 @@ def shifted_right(low: Int32, high: Int32, count: Int32, *, loc=None, ip=None) -
 
 
 @dsl_user_op
+def as_bits(x: Float32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """The bits of a float32 number."""
+    return Int32(_assembly(T.i32(), [x], "mov.b32 $0, $1;", "=r,f", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def as_float(x: Int32, *, loc=None, ip=None) -> Float32:  # type: ignore[no-untyped-def]
+    """The float32 number of these bits."""
+    return Float32(_assembly(T.f32(), [x], "mov.b32 $0, $1;", "=f,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def to_integer(x: Float32, *, loc=None, ip=None) -> Int32:  # type: ignore[no-untyped-def]
+    """The nearest integer, the lowest or highest one of 32 bits if it is beyond these, 0 for NaN."""
+    return Int32(_assembly(T.i32(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def sleep(nanoseconds: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Suspends the warp for about ``nanoseconds``, so that other warps run."""
     _assembly(None, [], f"nanosleep.u32 {nanoseconds};", "~{memory}", True, {"loc": loc, "ip": ip})
@@ -111,6 +129,12 @@ def add_four(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32, *, 
 def add_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
     """Adds float32 numbers in shared memory to those in global memory, each by itself atomic, by one thread."""
     _bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", address, source, num_bytes, loc, ip)
+
+
+@dsl_user_op
+def add_integers_from_shared(address: Int64, source: Pointer, num_bytes: int, *, loc=None, ip=None) -> None:  # type: ignore[no-untyped-def]
+    """Adds int32 numbers in shared memory to those in global memory, each by itself atomic, by one thread."""
+    _bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32", address, source, num_bytes, loc, ip)
 
 
 @dsl_user_op

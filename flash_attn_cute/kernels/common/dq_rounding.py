@@ -37,7 +37,7 @@ def round_blocks(
         warps: number of warps of a CTA that call this.
         round_block: rounds one block. Takes the block's sums, dQ of its head, its first row within the sequence, the
             sequence's rows, the row of the sequence before which writing ends, and the lane. Where a block may have
-            several sums, it also takes their number as ``num_sums``.
+            several sums, it also takes their number as ``num_sums``, and of sums in fixed point ``row_units``.
     """
     c, f = config, config.features
     mdQ = rows_first(a.mdQ, f.packed)
@@ -73,7 +73,8 @@ def round_blocks(
                 round_block(ws.dQ_sums(work.head, first), *place, num_sums=num_sums)
             else:
                 semaphores.wait_for_all_parts(ws.mSemaphoresQ, work.head, work.block, num_adding)
-                round_block(ws.dQ_sums(work.head, work.block), *place)
+                units = {"row_units": ws.mStats[2, work.head, work.block, None]} if const_expr(c.fixed_point) else {}
+                round_block(ws.dQ_sums(work.head, work.block), *place, **units)
         else:  # the workspace holds nothing
             num_rows = cutlass.min(stop - work.first_row, c.tile_m)
             zero_rows(gdQ, rows.start + work.first_row, num_rows, lane, 32)

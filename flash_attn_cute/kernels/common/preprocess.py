@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import tiles
+from flash_attn_cute.kernels.common.fixed_point import ranges_of_head, units_of
 from flash_attn_cute.kernels.common.key_lists import order_row
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first
 from flash_attn_cute.kernels.common.score import LOG2_E, LOWEST_LSE
@@ -34,7 +35,7 @@ class Preprocess:
         """``place``: where the numbers of a block's row are kept; None: in the order of rows."""
         self.config, self.place = config, place
         self.tile_m, self.packed, self.has_bias = config.tile_m, config.features.packed, config.features.bias
-        self.zeroes_sums = not config.features.deterministic and not config.zeroes_sums
+        self.zeroes_sums = (not config.features.deterministic or config.fixed_point) and not config.zeroes_sums
         self.initial_value = NOT_ZEROED if config.zeroes_sums else 0
         self.lanes = 1 << (config.tile_d // 8).bit_length() - 1
 
@@ -56,11 +57,12 @@ class Preprocess:
         work, rows = tiles.row_tile(first + index, a.mO, heads, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m, tiles.Order())
         batch = Int32(0) if const_expr(self.packed) else work.batch
         rows_a_pass = _THREADS // self.lanes
+        ranges = ranges_of_head(a, ws, batch, work.head) if const_expr(self.config.fixed_point) else None
         lane = thread % self.lanes
         for i in cutlass.range_constexpr(-(-self.tile_m // rows_a_pass)):
             within = i * rows_a_pass + thread // self.lanes
             row = work.first_row + within
-            delta, lse = Float32(0.0), Float32.inf
+            delta, lse, squares = Float32(0.0), Float32.inf, Float32(0.0)
             if row < rows.length:
                 gO, gdO = (x[rows.start + row, None, work.head, batch] for x in (mO, mdO))
                 for vector in cutlass.range(lane, gO.shape[0] // 8, self.lanes, unroll=1):
@@ -71,6 +73,7 @@ class Preprocess:
                         x, y = o[j].to(Float32), do[j].to(Float32)
                         # Where no key was seen O is 0, even if a sink gives an lse, and dO may be NaN.
                         delta += x * cutlass.select_(x != 0.0, y, Float32(0.0))
+                        squares += y * y
                 lse = mLSE[rows.start + row, work.head, batch]
                 if const_expr(self.has_bias):
                     lse = Float32.inf if lse < LOWEST_LSE else lse
@@ -79,6 +82,8 @@ class Preprocess:
                     lse = lse if lse != -Float32.inf else Float32.inf
             for j in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 delta += cute.arch.shuffle_sync_bfly(delta, 1 << j)
+                if const_expr(self.config.fixed_point):
+                    squares += cute.arch.shuffle_sync_bfly(squares, 1 << j)
             if lane == 0:
                 if const_expr(a.mdLSE is not None):
                     mdLSE = numbers_first(a.mdLSE, self.packed)
@@ -88,6 +93,9 @@ class Preprocess:
                 place = within if const_expr(self.place is None) else self.place(within)
                 ws.mStats[0, work.head, work.block, place] = lse
                 ws.mStats[1, work.head, work.block, place] = delta
+                if const_expr(self.config.fixed_point):
+                    units = units_of(ranges, cute.math.sqrt(squares), delta, lse != Float32.inf)
+                    ws.mStats[2, work.head, work.block, within] = units
         if const_expr(ws.mCodes is not None):
             if thread < 32:
                 order_row(a, ws, batch, work.head, work.listed(self.packed, self.tile_m))

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from flash_attn_cute.kernels.arguments import PART_ALIGN, BackwardArguments, MaskSizes
 
-_SUMS = "mStats", "mdQaccum", "mdKVaccum"  # parts of a backward pass's workspace that are float32
+_SUMS = "mStats", "mdQaccum", "mdKVaccum", "mRanges", "mHeads"  # parts of a backward pass's workspace that are float32
 
 
 def carved(mWorkspace: cute.Tensor, parts: dict[str, tuple[Int32 | int, ...]], dtype: Any) -> dict[str, cute.Tensor]:
@@ -49,7 +49,8 @@ def _part(dtype: type, place: Int64, shape: tuple[Int32 | int, ...]) -> tuple[cu
 class Workspace(NamedTuple):
     """Parts of a pass's workspace (``BackwardConfig.parts``); None for parts that the pass does without."""
 
-    mStats: cute.Tensor  # (2, heads, blocks, tile_m): lse in base 2, or with a bias natural, and delta
+    # (2 or 3, heads, blocks, tile_m): lse in base 2, or with a bias natural, delta, and units (``common.fixed_point``)
+    mStats: cute.Tensor
     mdQaccum: cute.Tensor  # (heads, sums, tile_m * tile_d), those of a block one after the other; most have one
     mdKVaccum: cute.Tensor | None  # (dK and dV, heads_k, tiles, tile_n * tile_d), if grouped; no memory if unused
     # What a mask says, if there is one (``common.block_lists``): rows are of blocks of queries, lists of tiles of keys.
@@ -62,6 +63,8 @@ class Workspace(NamedTuple):
     mEntries: cute.Tensor | None  # (entry, block of queries, its code, and the tile's turn to add to its dQ)
     # (parts, heads, sums): additions to mdQaccum, which starts at 0 if they are unordered; None if unused
     mSemaphoresQ: cute.Tensor | None
+    mRanges: cute.Tensor | None  # (number, heads_k, tiles of keys): magnitudes (``common.fixed_point``)
+    mHeads: cute.Tensor | None  # (number, heads_k, tiles of keys): of a head, where its first tile is
     mSemaphoresK: cute.Tensor | None  # (parts, heads_k, tiles of a head): of mdKVaccum, 0 as yet
 
     def dQ_sums(self, head: Int32, block: Int32) -> cute.Tensor:

@@ -483,9 +483,20 @@ _BACKWARD_TILES = (
 
 
 def backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, target: str = TARGETS[10, 0]
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    features: Features,
+    *,
+    keys: int = 0,
+    low_contention: bool = False,
+    target: str = TARGETS[10, 0],
 ) -> BackwardConfig:
-    """The configuration that serves a call whose sequences have so many keys, on average."""
+    """The configuration that serves a call whose sequences have so many keys, on average.
+
+    ``low_contention``, of its block mask, is for other architectures.
+    """
+    del low_contention
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)

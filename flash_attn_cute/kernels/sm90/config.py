@@ -252,11 +252,17 @@ class BackwardCtaConfig(BackwardConfig):
     # read before the scores are begun, and dQ is signalled in the next step.
     short_steps: bool
     registers: tuple[int, int]  # a thread of the producer warpgroup and of the others
+    fixed_point: bool = False
 
     @property
     def spreads_sums(self) -> bool:
         """See ``BackwardSizes``."""
-        return self.features.deterministic and self.features.listed
+        return self.features.deterministic and self.features.listed and not self.fixed_point
+
+    @property
+    def numbers_a_query(self) -> int:
+        """Numbers of a query that come with it: lse, delta, and in fixed point the units of its dQ."""
+        return 3 if self.fixed_point else 2
 
     @property
     def zeroes_sums(self) -> bool:
@@ -441,7 +447,9 @@ _CLUSTER_TILES = (
 )
 
 
-def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0) -> BackwardConfig:
+def backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, low_contention: bool = False
+) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them.
 
     Args:
@@ -450,6 +458,7 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
         head_dim_v: of v.
         features: of the call.
         keys: of a sequence, on average; 0 if that is not known.
+        low_contention: of the call's block mask (``AttentionSpec``).
     """
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
@@ -467,7 +476,11 @@ def backward_config(dtype: str, head_dim: int, head_dim_v: int, features: Featur
     copies = _backward_bias_pitch(tile_d, features) > 0 and not features.uniform_bias
     is_busy = copies or (features.listed and features.grouped)
     registers = (40, 232) if is_busy else row.registers
-    return BackwardCtaConfig(dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers)
+    # Tiles of other masks wait so little for their turns that to convert dQ takes longer.
+    fixed_point = features.deterministic and features.block_mask and not (low_contention or features.packed)
+    return BackwardCtaConfig(
+        dtype, tile_d, features, row.tile_m, row.columns_K, row.short_steps, registers, fixed_point
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ tile, from the first to the last or, under a right bound, for some heads from th
                         Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory. dK and dV are
                         stored. dQ is added to the workspace. Ordered additions follow semaphores; the first contributor
                         stores instead of adding. Unordered ones are added to zeros: those of warp 3, for which these
-                        warps wait at the beginning of a tile, or under masks those of the preprocessing kernel.
+                        warps wait at the beginning of a tile, or under masks those of the preprocessing kernel. In
+                        fixed point (``common.fixed_point``) all are added to these zeros: integers as they come,
+                        float32 numbers of heads with outliers in turns.
                         Warp 3 copies a bias, or zeroes the sums of dQ while the first tiles run. Then it writes zeros
                         to dK and dV of padding and fully masked keys.
     warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``common.dq_rounding``).
@@ -21,7 +23,8 @@ Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fill
     bias   1 stage at d = 128, where there is but one of K, too: each tile then computes its own last dQ. Else 2 stages.
            An arrival of each thread of warp 3 -> one arrival an mma warp, when its elements are in registers.
     q, do  2 stages: warp 0 and the bytes -> one arrival an mma warp. With Q comes lse, with dO comes delta =
-           rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight.
+           rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight. In fixed point
+           dQ's units come with Q, which is released later than dO.
     steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. They have no empty barrier: Q of four
            steps later waits for the mma warps, which wait until this dQ has left shared memory.
     ds     mbarriers, two: one arrival an mma warp, when its part of dS is in shared memory -> the same warps.
@@ -65,6 +68,7 @@ from flash_attn_cute.kernels.common.assembly import opaque, set_registers
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
+from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
 from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, KeyTile, num_key_tiles, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
 from flash_attn_cute.kernels.common.rows import rows_first
@@ -211,7 +215,7 @@ class BackwardCtaSm90:
                 name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
                 for name, layout in layouts._asdict().items()
             },
-            stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, 2, c.stages))),
+            stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, c.numbers_a_query, c.stages))),
             tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
             step_fields=storage.step_fields.get_tensor(cute.make_layout((num_step_fields(c), STEP_STAGES))),
             tiles=tiles,
@@ -304,6 +308,7 @@ class BackwardCtaSm90:
             acc_dK=cute.make_rmem_tensor(slices.dK.partition_shape_C((64, c.tile_d)), Float32),
             acc_dQ=cute.make_rmem_tensor(slices.dQ.partition_shape_C((64, c.columns_dQ)), Float32),
             rdS=rdS,
+            rUnits=cute.make_rmem_tensor(2, Float32),
             rStats=cute.make_rmem_tensor((4, c.groups_of_stats), Float32),
             shared=shared,
         )
@@ -494,6 +499,7 @@ class BackwardCtaSm90:
         arrive_as_warp(shared.ds_barriers + (step & 1))
         if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
             self._put_out_dQ(work, piece_number(step, tile_idx))
+        self._read_units(work, stage)
         warpgroup.wait_group(0)  # dK is there
         shared.q.release(step)  # to warp 0
 
@@ -550,7 +556,13 @@ class BackwardCtaSm90:
         out = shared.out(work.warpgroup)
         part = cute.make_tensor(shared.sums + 128 * size * work.warpgroup, cute.make_layout(128 * size))
         out.wait_empty(piece)  # from warp 1 or 2
-        put(work.acc_dQ, part, work.thread)
+        if const_expr(self.config.fixed_point):
+            if work.rUnits[0] == FLOAT32:
+                put(work.acc_dQ, part, work.thread)
+            else:
+                put(to_fixed_point(work.acc_dQ, work.rUnits), part, work.thread)
+        else:
+            put(work.acc_dQ, part, work.thread)
         if const_expr(not self.config.hands_out_late):
             self._hand_out(work, piece)
 
@@ -611,6 +623,14 @@ class BackwardCtaSm90:
         tile = work.shared.reload_tile(self.config, work.arguments, tile_idx)
         return tile.place(self.config, nth, tile.first_key + 64 * work.warpgroup, m_block)
 
+    def _read_units(self, work: "_Work", stage: Int32) -> None:
+        """Reads the units of this thread's two rows of dQ, for the next step, which puts it out."""
+        if self.config.fixed_point:
+            parts_a_row = self.config.tile_d // self.config.columns_dQ
+            row = work.warpgroup // parts_a_row * 64 + work.thread // 32 * 16 + work.thread % 32 // 4
+            for i in range(2):
+                work.rUnits[i] = work.shared.stats[row + 8 * i, 2, stage]
+
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""
         for i in range(cute.size(work.rStats, mode=[1])):
@@ -656,5 +676,6 @@ class _Work:
     acc_dK: cute.Tensor
     acc_dQ: cute.Tensor
     rdS: cute.Tensor
+    rUnits: cute.Tensor  # of the two rows of dQ that this thread has (``common.fixed_point``)
     rStats: cute.Tensor  # (four, group of sixteen queries): lse, then delta, of as many as there are registers for
     shared: Shared

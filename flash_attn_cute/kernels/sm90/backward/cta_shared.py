@@ -16,11 +16,14 @@ TILE_STAGES = 2
 STEP_STAGES = 4  # warp 0 publishes a step when dQ of the step four before has been read
 
 
+UNORDERED = -1  # in the place of a turn: integers are added
+
+
 class StepFields(NamedTuple):
     """Fields of a step that warp 0 publishes. The last three exist under a mask alone, for the mma warpgroups."""
 
     block: Int32  # of dQ, counted over all heads, or if it has several sums, which of all
-    turn: Int32  # the tile's, to add to it
+    turn: Int32  # the tile's, to add to it, or ``UNORDERED``
     m_block: Int32
     nth: Int32  # head of the tile
     code: Int32 | None  # where the bits are that hide scores (``common.block_lists``)
@@ -86,7 +89,7 @@ def storage_of(config: BackwardCtaConfig, dtype: type, layouts: Layouts) -> type
         tile_fields: cute.struct.MemRange[Int32, NUM_FIELDS * TILE_STAGES]
         step_fields: cute.struct.MemRange[Int32, num_step_fields(c) * STEP_STAGES]
         bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_stages * c.bias_rows * c.bias_pitch], 16]
-        stats: cute.struct.Align[cute.struct.MemRange[Float32, 2 * c.tile_m * c.stages], 128]
+        stats: cute.struct.Align[cute.struct.MemRange[Float32, c.numbers_a_query * c.tile_m * c.stages], 128]
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sK)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sV)], 1024]
         sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.sQ)], 1024]
@@ -108,7 +111,7 @@ class Shared(WorkTileBroadcast):
     sdS: cute.Tensor  # (64, tile_m, warpgroup, 2), or if dQ is transposed (tile_m, 64, warpgroup, 2)
     sOut: cute.Tensor  # (64, d, warpgroup): dV or dK on its way out
     sums: cute.Pointer  # the same place, for dQ: 64 rows of its columns a warpgroup
-    stats: cute.Tensor  # (tile_m, lse and delta, stage)
+    stats: cute.Tensor  # (tile_m, lse, delta and what units dQ is in, stage)
     tile_fields: cute.Tensor  # (field, stage of tiles)
     step_fields: cute.Tensor  # (field, stage of steps)
     tiles: Ring

@@ -9,14 +9,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
-from flash_attn_cute.kernels.common.assembly import add_from_shared, opaque, store_from_shared
+from flash_attn_cute.kernels.common.assembly import add_from_shared, add_integers_from_shared, opaque, store_from_shared
+from flash_attn_cute.kernels.common.fixed_point import FLOAT32
 from flash_attn_cute.kernels.common.key_lists import entry_of, list_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, heads_a_tile, key_tile, num_key_tiles
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.tiles import Order, num_row_tiles, row_tile, take_tile
 from flash_attn_cute.kernels.common.tma import BackwardTiles, RowTiles
 from flash_attn_cute.kernels.common.workspace import Workspace, sums_of
-from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, StepFields, piece_number
+from flash_attn_cute.kernels.sm90.backward.cta_shared import UNORDERED, Shared, StepFields, piece_number
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 
 
@@ -55,8 +56,11 @@ class Transfers:
                 first_step = step
                 for nth in cutlass.range(heads_a_tile(c, a), unroll=1):
                     head, first, num_blocks = tile.head + nth, Int32(0), tile.blocks.num
+                    in_turns = True
                     if const_expr(c.features.listed):
                         first, num_blocks = list_of(c, a, ws, tile.batch, head, tile.block)
+                    if const_expr(c.fixed_point):
+                        in_turns = ws.mStats[2, head, tile.first_block, 0] == FLOAT32
                     for i in cutlass.range(num_blocks, unroll=1):
                         if const_expr(c.features.listed):
                             m_block, code, turn = entry_of(c, ws, first + i)
@@ -67,6 +71,8 @@ class Transfers:
                         if const_expr(c.spreads_sums):
                             sums = sums_of(c, a)
                             block, turn = block * sums + turn % sums, turn // sums
+                        if const_expr(c.fixed_point):
+                            turn = turn if in_turns else Int32(UNORDERED)
                         info = StepFields(block, turn, m_block, nth, code)
                         self._load_queries(ws, tile, tma, shared, head, m_block, info, step)
                         if step == first_step:
@@ -137,7 +143,10 @@ class Transfers:
             with cute.arch.elect_one():
                 if const_expr(i == 0):
                     shared.publish_step(step, info)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + 4))
+                with_units = const_expr(i == 0 and c.fixed_point)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + (8 if with_units else 4)))
+                if const_expr(with_units):
+                    cute.copy(numbers, ws.mStats[2, head, block, None], shared.stats[None, 2, stage], mbar_ptr=full)
                 cute.copy(
                     numbers,
                     ws.mStats[i, head, block, None],
@@ -250,7 +259,7 @@ class Transfers:
         ``come`` is whether a look has found that the step's turn has come; returns the same for the next step.
         """
         out, size = shared.out(w), 64 * self.config.columns_dQ
-        in_order = self.config.features.deterministic
+        in_order, fixed_point = self.config.features.deterministic, self.config.fixed_point
         if const_expr(not in_order):
             shared.steps.wait_full(step)  # from warp 0
         elif come == 0:  # ahead of dQ, for which this warp has to wait anyway
@@ -260,11 +269,17 @@ class Transfers:
         part = cute.domain_offset((0, Int64(block), size * w), ws.mdQaccum).iterator.toint()
         semaphore = semaphores.at(ws.mSemaphoresQ, w, 0, block)
         if const_expr(in_order):
-            cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
+            if turn > 0 if const_expr(fixed_point) else True:
+                cute.arch.fence_proxy("async.global")  # what others have stored or added comes before what TMA adds
         else:
             turn = Int32(1)  # to add to zeros
         with cute.arch.elect_one():
-            if turn == 0:
+            if const_expr(fixed_point):
+                if turn == UNORDERED:
+                    add_integers_from_shared(part, shared.sums + size * w, 4 * size)
+                else:
+                    add_from_shared(part, shared.sums + size * w, 4 * size)
+            elif turn == 0:
                 store_from_shared(part, shared.sums + size * w, 4 * size)
             else:
                 add_from_shared(part, shared.sums + size * w, 4 * size)
@@ -284,7 +299,8 @@ class Transfers:
         """Returns, to the converged warp, when it is a step's turn to add."""
         shared.steps.wait_full(step)  # from warp 0
         block, turn = shared.read_step(step)
-        semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
+        if turn > 0 if const_expr(self.config.fixed_point) else True:
+            semaphores.wait(semaphores.at(ws.mSemaphoresQ, w, 0, block), turn)
 
     @cute.jit
     def _turn_has_come(self, ws: Workspace, shared: Shared, w: Int32, step: Int32) -> Int32:
@@ -293,7 +309,9 @@ class Transfers:
         if cute.arch.lane_idx() == 0:
             if shared.steps.is_full(step):
                 block, turn = shared.read_step(step)
-                come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
+                come = Int32(turn <= 0)
+                if come == 0 if const_expr(self.config.fixed_point) else True:
+                    come = Int32(semaphores.value(semaphores.at(ws.mSemaphoresQ, w, 0, block)) >= turn)
         come = cute.arch.shuffle_sync(come, 0)
         cute.arch.sync_warp()
         return come

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
+from flash_attn_cute.kernels.common.fixed_point import KeyRanges
 from flash_attn_cute.kernels.common.key_lists import KeyTables
 from flash_attn_cute.kernels.common.preprocess import Preprocess
 from flash_attn_cute.kernels.common.workspace import Workspace
@@ -25,6 +26,7 @@ class BackwardPassSm90:
         packed, zero_padding = c.features.packed, c.features.zero_padding
         self.preprocess = Preprocess(c, permuted)
         self.tables = KeyTables(c)
+        self.ranges = KeyRanges(c) if c.fixed_point else None
         self.main: BackwardCtaSm90 | BackwardClusterSm90
         self.postprocess, self.postprocess_keys = None, None
         if isinstance(c, BackwardClusterConfig):
@@ -42,6 +44,8 @@ class BackwardPassSm90:
     def __call__(self, arguments: BackwardArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernels of the pass."""
         a, w = arguments, self.tables.begin(arguments, stream)
+        if const_expr(self.ranges is not None):
+            self.ranges(a, w, stream)
         self.preprocess(a, w, stream)
         self.tables.finish(a, w, stream)
         self.main(a, w, stream)

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from flash_attn_cute.kernels.common.fixed_point import from_fixed_point
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.rows import rounded
 from flash_attn_cute.kernels.sm90.backward.workspace import read_columns, read_rows
@@ -26,6 +27,7 @@ def round_block(
     num_threads: cutlass.Constexpr,
     at_once: cutlass.Constexpr,
     num_sums: Int32 | None = None,
+    row_units: cute.Tensor | None = None,
     transposed: cutlass.Constexpr = False,
 ) -> None:
     """A block that has been added to, eight columns of two rows a thread at a time.
@@ -43,6 +45,7 @@ def round_block(
         num_threads: how many there are; times ``at_once`` a divisor of a sixteenth of the block's numbers.
         at_once: how often a thread reads before it writes.
         num_sums: how many of the block's there are, the others behind ``sums``; None: one.
+        row_units: of each row, what sums are in (``common.fixed_point``); None: float32.
         transposed: whether parts have the block's columns for rows, 64 each.
     """
     for begin in cutlass.range(thread, cute.size(sums) // 16, at_once * num_threads, unroll=1):
@@ -61,6 +64,8 @@ def round_block(
             if vector * 8 < gdX.shape[1]:
                 for n, numbers in enumerate(both):
                     within = first_row + row + kind.rows_apart * n
+                    if const_expr(row_units is not None):
+                        numbers = from_fixed_point(numbers, row_units[row + kind.rows_apart * n])
                     words = rounded(numbers, scale, gdX.element_type)
                     for j in cutlass.range_constexpr(cute.size(words)):
                         words[j] = cutlass.select_(within < rows.length, words[j], Int32(0))
