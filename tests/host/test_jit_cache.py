@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -48,6 +49,7 @@ except TypeError as error:
 
 # As with the GPU that kernels are compiled for, where the compiler would also have them ready for itself.
 COLD = """
+import itertools
 import json
 from collections import Counter
 from cutlass.base_dsl.compiler import Compiler
@@ -625,6 +627,11 @@ def test_what_is_warmed() -> None:
         forward_config("bfloat16", 64, 64, Features(sink=True)),
         backward_config("bfloat16", 64, 64, Features(dlse=True, grouped=True, deterministic=True)),
     ]
+    of_block_masks = ("--masks", "full", "--layouts", "dense", "--passes", "backward", "--features", "block_mask")
+    for low_contention, deterministic in itertools.product((False, True), repeat=2):
+        features = Features(block_mask=True, deterministic=deterministic or low_contention)
+        wanted = backward_config("bfloat16", 128, 128, features, low_contention=low_contention)
+        assert wanted in configs(*of_block_masks, *(["deterministic"] if deterministic else []))
     everything = configs(
         *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),
         *("--dtypes", "bfloat16", "float16", "--masks", *command.MASKS),
