@@ -85,10 +85,9 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
                 lengths = itertools.product(chosen.groups, (0, _MANY_ROWS))
                 options = [{"group": group, "queries": queries} for group, queries in lengths]
             elif name == "backward":
-                options = [{"keys": keys} for keys in (_FEW_ROWS, 0, _MANY_ROWS)]
-                if features.block_mask:  # windows, prefixes and the like are added in order, see ``features_of``
-                    in_order = dataclasses.replace(features, deterministic=features.deterministic or max(d, d_v) <= 128)
-                    found += [configure(dtype, d, d_v, in_order, **each, low_contention=True) for each in options]
+                contentions = (False, True) if features.block_mask else (False,)
+                lengths = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), contentions)
+                options = [{"keys": keys, "low_contention": low} for keys, low in lengths]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

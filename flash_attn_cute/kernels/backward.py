@@ -16,9 +16,7 @@ class BackwardSizes:
     """The workspace of a pass: what is in it, and how much of it."""
 
     ctas_a_tile: ClassVar[int]
-    fixed_point: bool = (
-        False  # dQ is summed in integers, which have the same bits in any order (``common.fixed_point``)
-    )
+    fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
 
     features: Features
@@ -30,6 +28,11 @@ class BackwardSizes:
     def semaphores(self) -> tuple[int, int]:
         """Counters of additions a block of queries, and of keys."""
         raise NotImplementedError
+
+    @property
+    def numbers_a_query(self) -> int:
+        """Numbers of a query that come with it: lse, delta, and in fixed point the units of its dQ."""
+        return 3 if self.fixed_point else 2
 
     @property
     def counts_additions(self) -> bool:
@@ -70,7 +73,7 @@ class BackwardSizes:
         """
         semaphores, semaphores_k = self.semaphores
         parts: dict[str, tuple[Any, ...]] = {
-            "mStats": (3 if self.fixed_point else 2, heads, num_m_blocks, self.tile_m),
+            "mStats": (self.numbers_a_query, heads, num_m_blocks, self.tile_m),
             "mdQaccum": (heads, num_m_blocks * sums, self.tile_m * self.tile_d),
         }
         if self.counts_additions:

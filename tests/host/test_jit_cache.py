@@ -609,7 +609,8 @@ def test_what_is_warmed() -> None:
     backward = {backward_config("bfloat16", *options, keys=number) for options in common for number in keys}
     assert set(configs()) == {*(forward_config("bfloat16", *options) for options in common), *backward}
     assert set(configs("--passes", "backward")) == backward
-    wide = ("--head-dims", "256", "--masks", "full", "--layouts", "dense", "--passes", "backward")
+    dense = ("--masks", "full", "--layouts", "dense")
+    wide = ("--head-dims", "256", *dense, "--passes", "backward")
     assert configs(*wide) == [backward_config("bfloat16", 256, 256, Features())]
     assert {config.group for config in configs("--passes", "forward", "--groups", "1", "8")} == {1, 8}
     one = ("--masks", "window", "--layouts", "dense", "--dtypes", "float16", "--passes", "forward")
@@ -619,19 +620,15 @@ def test_what_is_warmed() -> None:
     assert configs("--head-dims", "8", "--features", "seqused_q", "sink", "no_zero_padding", *one) == [
         forward_config("float16", 8, 8, features)
     ]
-    of_one_pass = configs(
-        *("--head-dims", "64", "--masks", "full", "--layouts", "dense"),
-        *("--features", "sink", "dlse", "grouped", "deterministic"),
-    )
+    of_one_pass = configs("--head-dims", "64", *dense, "--features", "sink", "dlse", "grouped", "deterministic")
     assert of_one_pass == [
         forward_config("bfloat16", 64, 64, Features(sink=True)),
         backward_config("bfloat16", 64, 64, Features(dlse=True, grouped=True, deterministic=True)),
     ]
-    of_block_masks = ("--masks", "full", "--layouts", "dense", "--passes", "backward", "--features", "block_mask")
-    for low_contention, deterministic in itertools.product((False, True), repeat=2):
-        features = Features(block_mask=True, deterministic=deterministic or low_contention)
-        wanted = backward_config("bfloat16", 128, 128, features, low_contention=low_contention)
-        assert wanted in configs(*of_block_masks, *(["deterministic"] if deterministic else []))
+    for low, deterministic in itertools.product((False, True), repeat=2):
+        features = Features(block_mask=True, deterministic=deterministic or low)
+        wanted = backward_config("bfloat16", 128, 128, features, low_contention=low)
+        assert wanted in configs(*dense, "--features", "block_mask", *(["deterministic"] if deterministic else []))
     everything = configs(
         *("--passes", "forward", "--head-dims", *map(str, HEAD_DIMS)),
         *("--dtypes", "bfloat16", "float16", "--masks", *command.MASKS),

@@ -120,8 +120,7 @@ def features_of(spec: AttentionSpec, shapes: Shapes) -> Features:
         intervals=scores.intervals,
         paired_bias=scores.paired_bias,
         grouped=spec.nheads > spec.nheads_k,
-        # Regular block masks have an order up to d = 128; clusters are faster without.
-        deterministic=spec.deterministic or (spec.low_contention and max(spec.head_dim, spec.head_dim_v) <= 128),
+        deterministic=spec.deterministic,
         wide=spec.wide,
         zero_padding=spec.zero_padding,
         **{name: getattr(spec, f"has_{name}") for name in names if hasattr(spec, f"has_{name}")},

@@ -9,8 +9,8 @@ with norms of a row of dO and of V, and with the largest element of K, over the 
 dS is P (dP - delta), |dP| is at most |dO| |V|, and P sums up to at most 1.
 
 The bound is far above most sums, and the lowest bits are lost. A few keys with huge values could leave too few bits to
-all others. So each head has a measure of that (``_loss``), and above ``MOST_LOSS`` it is summed in float32, in turns.
-Both the measure and the sums depend on the inputs alone. ``python -m benchmarks.integer_sums`` has the errors.
+all others. So each head has a measure of that (``KeyRanges.of_heads``). Above ``MOST_LOSS`` it is summed in float32, in
+turns. Both the measure and the sums depend on the inputs alone. ``python -m benchmarks.integer_sums`` has the errors.
 
 Reproducible sums of floats by integers, or by bins that are aligned alike, are an idea of ReproBLAS (Demmel, Nguyen).
 """
@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from flash_attn_cute.kernels.arguments import BLOCK, BackwardArguments
 from flash_attn_cute.kernels.backward import NUM_RANGES
 from flash_attn_cute.kernels.common.assembly import as_bits, as_float, to_integer
-from flash_attn_cute.kernels.common.key_lists import list_of
+from flash_attn_cute.kernels.common.key_lists import blocks_of_keys, list_of
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.workspace import Workspace
 
@@ -58,7 +58,9 @@ class KeyRanges:
         """Launches the kernels, for a dense batch: one CTA a tile of a key head, and one warp a key head."""
         batch, _, heads_k, _ = a.mK.shape
         heads = batch * heads_k
-        self.of_tiles(a, ws).launch(grid=[heads * _tiles_of(a, ws), 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.of_tiles(a, ws).launch(
+            grid=[heads * blocks_of_keys(self.config, a), 1, 1], block=[_THREADS, 1, 1], stream=stream
+        )
         self.of_heads(a, ws).launch(grid=[heads, 1, 1], block=[32, 1, 1], stream=stream)
 
     @cute.kernel
@@ -66,7 +68,7 @@ class KeyRanges:
         """Magnitudes of one tile of a key head."""
         index, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        tiles, heads_k = _tiles_of(a, ws), a.mK.shape[2]
+        tiles, heads_k = blocks_of_keys(self.config, a), a.mK.shape[2]
         block, head_k, batch = index % tiles, index // tiles % heads_k, index // tiles // heads_k
         first_key = block * self.config.tile_n
         gK, gV = (rows_first(x, False)[None, None, head_k, batch] for x in (a.mK, a.mV))
@@ -99,7 +101,7 @@ class KeyRanges:
     def of_heads(self, a: BackwardArguments, ws: Workspace) -> None:
         """Merges the tiles of a head, and decides how it is summed."""
         index, _, _ = cute.arch.block_idx()
-        tiles, heads_k, lane = _tiles_of(a, ws), a.mK.shape[2], cute.arch.lane_idx()
+        tiles, heads_k, lane = blocks_of_keys(self.config, a), a.mK.shape[2], cute.arch.lane_idx()
         head_k, first = index % heads_k, index // heads_k * tiles
         found = cute.make_rmem_tensor(NUM_RANGES, Float32)
         found.fill(0.0)
@@ -185,11 +187,6 @@ class KeyRanges:
             _merge(found, [norm, largest, squares_v, squares_k, seen if lane == 0 else Float32(0.0)])
 
 
-def _tiles_of(a: BackwardArguments, ws: Workspace) -> Int32:
-    """Number of tiles of keys of a head and batch entry."""
-    return ws.mRanges.shape[2] // a.mK.shape[0]
-
-
 def _merge(found: cute.Tensor, other: list[Float32]) -> None:
     """Magnitudes of both, in the place of the first."""
     for i in (_NORM_V, _ELEMENT_K):
@@ -204,10 +201,10 @@ def _over_warp(found: cute.Tensor) -> None:
         _merge(found, [cute.arch.shuffle_sync_bfly(found[i], 1 << j) for i in range(NUM_RANGES)])
 
 
-def ranges_of_head(a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32) -> list[Float32]:
+def ranges_of_head(config: Any, a: BackwardArguments, ws: Workspace, batch: Int32, head: Int32) -> list[Float32]:
     """Bounds of a head's dQ: the largest norm of a row of V, the largest element of K, and ``FLOAT32`` or 0."""
     head_k = head // (a.mQ.shape[2] // a.mK.shape[2])
-    return [ws.mHeads[i, head_k, batch * _tiles_of(a, ws)] for i in range(3)]
+    return [ws.mHeads[i, head_k, batch * blocks_of_keys(config, a)] for i in range(3)]
 
 
 @cute.jit

@@ -62,7 +62,7 @@ def list_of(
 ) -> tuple[Int32, Int32]:
     """First entry and length of the list of a tile of keys; tiles are numbered over all sequences."""
     sharing = Sharing.of(a.numbers)
-    key_tiles = _blocks_of_keys(config, a) if config.features.block_mask else mask_sizes(config, a).key_tiles
+    key_tiles = blocks_of_keys(config, a) if config.features.block_mask else mask_sizes(config, a).key_tiles
     number = sharing.set_of(batch, head) * key_tiles + tile % key_tiles
     return ws.mLists[number, 0], ws.mLists[number, 1]
 
@@ -83,13 +83,13 @@ def launched(config: Any, a: BackwardArguments, batch: Int32, head_k: Int32, blo
     ``block`` is one of the default order, from the last block to the first: the last one has rank 0. Unordered passes
     go from the first to the last, so they read the launch order from its end.
     """
-    n, blocks = a.numbers, _blocks_of_keys(config, a)
+    n, blocks = a.numbers, blocks_of_keys(config, a)
     rank = blocks - 1 - block
     sets_before = batch % n.orders_batch * n.orders_heads + head_k % n.orders_heads
     return a.mLaunchOrder[Int64(sets_before) * blocks + rank]
 
 
-def _blocks_of_keys(config: Any, a: BackwardArguments) -> Int32:
+def blocks_of_keys(config: Any, a: BackwardArguments) -> Int32:
     """Number of key blocks of a head in a dense batch."""
     return cute.ceil_div(a.mK.shape[1], config.tile_n)
 

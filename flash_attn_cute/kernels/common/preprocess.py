@@ -57,7 +57,7 @@ class Preprocess:
         work, rows = tiles.row_tile(first + index, a.mO, heads, a.mCuSeqlensQ, a.mSeqUsedQ, self.tile_m, tiles.Order())
         batch = Int32(0) if const_expr(self.packed) else work.batch
         rows_a_pass = _THREADS // self.lanes
-        ranges = ranges_of_head(a, ws, batch, work.head) if const_expr(self.config.fixed_point) else None
+        ranges = ranges_of_head(self.config, a, ws, batch, work.head) if const_expr(self.config.fixed_point) else None
         lane = thread % self.lanes
         for i in cutlass.range_constexpr(-(-self.tile_m // rows_a_pass)):
             within = i * rows_a_pass + thread // self.lanes

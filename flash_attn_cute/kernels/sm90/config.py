@@ -260,11 +260,6 @@ class BackwardCtaConfig(BackwardConfig):
         return self.features.deterministic and self.features.listed and not self.fixed_point
 
     @property
-    def numbers_a_query(self) -> int:
-        """Numbers of a query that come with it: lse, delta, and in fixed point the units of its dQ."""
-        return 3 if self.fixed_point else 2
-
-    @property
     def zeroes_sums(self) -> bool:
         """Whether warp 3 zeroes the sums of dQ. If so, each tile counts its additions at its end."""
         return not self.features.deterministic and not self.features.listed
@@ -458,7 +453,8 @@ def backward_config(
         head_dim_v: of v.
         features: of the call.
         keys: of a sequence, on average; 0 if that is not known.
-        low_contention: of the call's block mask (``AttentionSpec``).
+        low_contention: of the call's block mask (``AttentionSpec``). Up to d = 128 its additions to dQ have an order,
+            asked for or not; clusters are faster without.
     """
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
@@ -471,7 +467,8 @@ def backward_config(
         return BackwardClusterConfig(dtype=dtype, features=features, tile_m=64, **tile)
     fitting = (t for t in _BACKWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
     row = next(t for t in fitting if keys >= t.least_keys)
-    features = replace(features, deterministic=features.deterministic or _adds_in_order(features, keys))
+    in_order = features.deterministic or low_contention or _adds_in_order(features, keys)
+    features = replace(features, deterministic=in_order)
     # Who copies rows of a bias, or looks after the lists of several heads, has more to keep.
     copies = _backward_bias_pitch(tile_d, features) > 0 and not features.uniform_bias
     is_busy = copies or (features.listed and features.grouped)
