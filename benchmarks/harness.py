@@ -131,10 +131,11 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """Measurements of one case: seconds of every round by contender, FLOP/s of the gemm and bytes/s of the copy.
+    """Measurements of one case: seconds by contender, FLOP/s of the gemm and bytes/s of the copy.
 
     Wide spreads of these rates, or changes from case to case, are signs of a busy machine. ``against`` names whom a
-    contender's ratios are to. Contenders without ratios are not in it.
+    contender's ratios are to. Contenders without ratios are not in it. ``ratios`` has time over time by contender and
+    opponent: of the pairs in ``against``, and of those that a bar compares.
     """
 
     name: str
@@ -143,7 +144,8 @@ class CaseReport:
     length: int | None
     work: Work
     against: dict[str, str]
-    times: dict[str, list[float]]
+    times: dict[str, Spread]
+    ratios: dict[tuple[str, str], Spread]
     peak_bytes: dict[str, int | None]
     unavailable: dict[str, str]
     flop_rate: Spread
@@ -153,10 +155,6 @@ class CaseReport:
     def bound(self) -> float:
         """Seconds that no implementation can beat at the rates of the gemm and the copy."""
         return max(self.work.flop / self.flop_rate.median, self.work.bytes / self.byte_rate.median)
-
-    def ratio(self, contender: str, against: str) -> Spread:
-        """Time over time, of the rounds that both ran."""
-        return Spread.of([a / b for a, b in zip(self.times[contender], self.times[against], strict=False)])
 
     def peak_ratio(self, contender: str, against: str) -> float | None:
         """Peak memory over peak memory; None if one of them is unknown or nothing."""
@@ -228,19 +226,27 @@ def measure(suite: Suite[C], case: C, clock: Clock | None = None) -> CaseReport:
     rates = {
         name: Spread.of([ceiling.amount / seconds for seconds in times[name]]) for name, ceiling in ceilings.items()
     }
+    against = _opponents(suite, runs)
+    compared = [*against.items(), *((bar.contender, bar.against) for bar in suite.bars if bar.case == case.name)]
     return CaseReport(
         name=case.name,
         detail=case.detail,
         panel=case.panel,
         length=case.length,
         work=case.work,
-        against=_opponents(suite, runs),
-        times={name: times[name] for name in runs},
+        against=against,
+        times={name: Spread.of(times[name]) for name in runs},
+        ratios={(a, b): ratio(times[a], times[b]) for a, b in compared if runs.keys() >= {a, b}},
         peak_bytes=peak_bytes,
         unavailable=unavailable,
         flop_rate=rates["gemm"],
         byte_rate=rates["copy"],
     )
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> Spread:
+    """Time over time, round by round; rounds that only one of the two ran are left out."""
+    return Spread.of([a / b for a, b in zip(times, others, strict=False)])
 
 
 def interleave(
@@ -269,8 +275,8 @@ def judge(bars: Sequence[Bar], reports: Sequence[CaseReport]) -> list[Verdict]:
     verdicts = []
     for bar in bars:
         report = by_name.get(bar.case)
-        measured = report is not None and bar.contender in report.times and bar.against in report.times
-        verdicts.append(Verdict(bar, report.ratio(bar.contender, bar.against).median if report and measured else None))
+        found = report and report.ratios.get((bar.contender, bar.against))
+        verdicts.append(Verdict(bar, found.median if found else None))
     return verdicts
 
 
@@ -283,8 +289,8 @@ def rule(limits: Sequence[Limit], reports: Sequence[CaseReport]) -> list[Ruling]
         if report is None or limit.contender not in report.times:
             rulings.append(Ruling(limit, None, None))
         else:
-            seconds = Spread.of(report.times[limit.contender]).median
-            rulings.append(Ruling(limit, seconds, report.peak_bytes[limit.contender]))
+            peak = report.peak_bytes[limit.contender]
+            rulings.append(Ruling(limit, report.times[limit.contender].median, peak))
     return rulings
 
 
@@ -296,7 +302,7 @@ def means(reports: Sequence[CaseReport]) -> list[Mean]:
             together.setdefault((report.panel, contender, against), []).append(report)
     result = []
     for (panel, contender, against), those in together.items():
-        times = [report.ratio(contender, against).median for report in those]
+        times = [report.ratios[contender, against].median for report in those]
         peaks = [report.peak_ratio(contender, against) for report in those]
         known = [peak for peak in peaks if peak is not None]
         peak = statistics.geometric_mean(known) if len(known) == len(peaks) else None

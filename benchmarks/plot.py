@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.harness import CaseReport, Spread
+from benchmarks.harness import CaseReport
 from benchmarks.report import flop_unit, read_json
 
 # What a contender is drawn with.
@@ -115,10 +115,11 @@ def _spreads(
     name: str, reports: Sequence[CaseReport], scale: float
 ) -> tuple[list[float], tuple[list[float], list[float]]]:
     """Medians of a contender's throughput, and how far p10 and p90 are from them."""
-    spreads = [Spread.of([report.work.flop / x / scale for x in report.times[name]]) for report in reports]
-    below = [max(0.0, x.median - x.p10) for x in spreads]  # rounding can make a quantile of equal samples a bit larger
-    above = [max(0.0, x.p90 - x.median) for x in spreads]
-    return [x.median for x in spreads], (below, above)
+    rates = [[report.work.flop / x / scale for x in report.times[name]] for report in reports]
+    # A longer time is a lower rate. Rounding can put a quantile of equal samples on the median's other side.
+    below = [max(0.0, middle - lower) for middle, _, lower in rates]
+    above = [max(0.0, upper - middle) for middle, upper, _ in rates]
+    return [middle for middle, _, _ in rates], (below, above)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,18 @@ from benchmarks.harness import CaseReport, Mean, Ruling, Spread, Verdict
 from benchmarks.work import Work
 
 _PROJECT = Path(__file__).parents[1]
-# In files, of what is in seconds, FLOP/s and bytes/s here.
-_UNITS = {"times": "us", "flop_rate": "TFLOP/s: median, p10, p90", "byte_rate": "TB/s: median, p10, p90"}
+# What files have of a contender, and of a case. Here it is in seconds, FLOP/s and bytes/s.
+_UNITS = {
+    "time": "us: median, p10, p90",
+    "ratio": "to the time of the one in against: median, p10, p90 of the rounds' ratios",
+    "peak": "bytes",
+    "flop_rate": "TFLOP/s: median, p10, p90",
+    "byte_rate": "TB/s: median, p10, p90",
+}
 _MICRO, _TERA = 1e-6, 1e12
 _COLUMNS = 120
 # What files leave out of a case.
-_EMPTY: dict[str, Any] = {"panel": "", "length": None, "unavailable": {}}
+_EMPTY: dict[str, Any] = {"panel": "", "length": None, "unavailable": {}, "ratios": {}}
 
 
 def table(report: CaseReport) -> str:
@@ -29,8 +35,8 @@ def table(report: CaseReport) -> str:
     scale, unit = flop_unit(report)
     headers = "contender", "median ms", "p10..p90", unit, "of bound", "peak MB"
     rows = [(*headers, "time ratio", "p10..p90", "peak ratio", "to")]
-    for name, times in report.times.items():
-        time, peak = Spread.of(times), report.peak_bytes[name]
+    for name, time in report.times.items():
+        peak = report.peak_bytes[name]
         rows.append(
             (
                 name,
@@ -112,33 +118,38 @@ def write_json(
     verdicts: Sequence[Verdict],
     rulings: Sequence[Ruling] = (),
 ) -> None:
-    """Everything measured, raw times included. Whenever the process ends, the file is a whole one."""
+    """What was measured: medians and quantiles of times and ratios. Whenever the process ends, the file is whole."""
     content = {
         "environment": environment,
         "units": _UNITS,
         "against": {name: other for report in reports for name, other in report.against.items()},
         "cases": [_written(report) for report in reports],
-        "means": [_rounded(dataclasses.asdict(mean), 5) for mean in harness.means(reports)],
+        "means": [dataclasses.asdict(mean) for mean in harness.means(reports)],
         "bars": [
-            _rounded(dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio}, 5) | {"passed": verdict.passed}
-            for verdict in verdicts
+            dataclasses.asdict(verdict.bar) | {"ratio": verdict.ratio, "passed": verdict.passed} for verdict in verdicts
         ],
         "limits": [dataclasses.asdict(ruling) | {"passed": ruling.passed} for ruling in rulings],
     }
     partial = path.with_suffix(".partial")
-    partial.write_text(_laid_out(_rounded(content, 7)) + "\n")
+    partial.write_text(text(content))
     partial.replace(path)
 
 
 def read_json(path: Path) -> list[CaseReport]:
-    """The cases of a file that ``write_json`` has written, with five digits of each time."""
+    """The cases of a file that ``write_json`` has written, with the digits and the ratios that the file has."""
     content = json.loads(path.read_text())
     reports = []
     for case in content["cases"]:
-        ran = case["times"].keys()
-        case["against"] = {name: other for name, other in content["against"].items() if {name, other} <= ran}
+        measured = case.pop("measured")
+        case["against"] = {name: content["against"][name] for name, found in measured.items() if "ratio" in found}
         case["work"] = Work(**case["work"])
-        case["times"] = {name: [x * _MICRO for x in times] for name, times in case["times"].items()}
+        case["times"] = {name: Spread(*(x * _MICRO for x in found["time"])) for name, found in measured.items()}
+        case["peak_bytes"] = {name: found["peak"] for name, found in measured.items()}
+        pairs = {(name, other): measured[name]["ratio"] for name, other in case["against"].items()}
+        pairs |= {
+            (name, other): found for name, others in case.get("ratios", {}).items() for other, found in others.items()
+        }
+        case["ratios"] = {pair: Spread(*found) for pair, found in pairs.items()}
         for rate in ("flop_rate", "byte_rate"):
             case[rate] = Spread(*(x * _TERA for x in case[rate]))
         reports.append(CaseReport(**_EMPTY | case))
@@ -146,35 +157,55 @@ def read_json(path: Path) -> list[CaseReport]:
 
 
 def _written(report: CaseReport) -> dict[str, Any]:
-    """JSON fields of a case: in the file's units, raw times with five digits, as more do not repeat, nothing empty."""
-    times = {name: _rounded([x / _MICRO for x in times], 5) for name, times in report.times.items()}
-    rates = {name: [x / _TERA for x in getattr(report, name)] for name in ("flop_rate", "byte_rate")}
-    case = dataclasses.asdict(report) | {"work": report.work._asdict(), "times": times} | rates
-    del case["against"]  # the same in all cases that both ran
+    """JSON fields of a case: in the file's units, a line a contender, nothing empty, no ratio both ways."""
+    measured: dict[str, dict[str, Any]] = {}
+    for name, time in report.times.items():
+        measured[name] = {"time": [x / _MICRO for x in time]}
+        if name in report.against:
+            measured[name]["ratio"] = report.ratios[name, report.against[name]]
+        measured[name]["peak"] = report.peak_bytes[name]
+    ratios: dict[str, dict[str, Spread]] = {}
+    for (name, other), found in report.ratios.items():
+        if report.against.get(name) != other and report.against.get(other) != name:
+            ratios.setdefault(name, {})[other] = found
+    case = {
+        "name": report.name,
+        "detail": report.detail,
+        "panel": report.panel,
+        "length": report.length,
+        "work": {name: round(amount) for name, amount in report.work._asdict().items()},
+        "measured": measured,
+        "ratios": ratios,
+        "unavailable": report.unavailable,
+        "flop_rate": [x / _TERA for x in report.flop_rate],
+        "byte_rate": [x / _TERA for x in report.byte_rate],
+    }
     return {key: value for key, value in case.items() if key not in _EMPTY or value != _EMPTY[key]}
 
 
-def _rounded(content: Any, digits: int) -> Any:
-    """With so many digits a number."""
+def text(content: Any) -> str:
+    """JSON of a record: six digits a number, and a line for what fits on one."""
+    return _laid_out(_rounded(content)) + "\n"
+
+
+def _rounded(content: Any) -> Any:
     if isinstance(content, float):
-        number = float(f"{content:.{digits}g}")
+        number = float(f"{content:.6g}")
         return int(number) if number.is_integer() else number
     if isinstance(content, Mapping):
-        return {key: _rounded(value, digits) for key, value in content.items()}
+        return {key: _rounded(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_rounded(value, digits) for value in content]
+        return [_rounded(value) for value in content]
     return content
 
 
 def _laid_out(content: Any, indent: str = "") -> str:
-    """JSON with a line for what fits on one, and for any list of numbers."""
-    if isinstance(content, list) and all(isinstance(x, int | float) for x in content):
-        return json.dumps(content, separators=(",", ":"))
-    line, deeper = json.dumps(content), indent + " "
+    """JSON with a line for what fits on one."""
+    line, deeper = json.dumps(content, separators=(",", ":")), indent + " "
     if len(indent) + len(line) <= _COLUMNS or not isinstance(content, dict | list):
         return line
     if isinstance(content, dict):
-        parts = [f"{json.dumps(key)}: {_laid_out(value, deeper)}" for key, value in content.items()]
+        parts = [f"{json.dumps(key)}:{_laid_out(value, deeper)}" for key, value in content.items()]
     else:
         parts = [_laid_out(value, deeper) for value in content]
     start, end = line[0], line[-1]
@@ -185,7 +216,7 @@ def _ratios(report: CaseReport, contender: str) -> tuple[str, str, str, str]:
     against = report.against.get(contender)
     if against is None:
         return "", "", "", ""
-    time = report.ratio(contender, against)
+    time = report.ratios[contender, against]
     return (
         f"{time.median:.2f}",
         f"{time.p10:.2f}..{time.p90:.2f}",

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks import report
 from benchmarks.harness import cuda_seconds
 from benchmarks.suites.attention import DENSE, DOCUMENTS, PACKED, TOKENS
 
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
     print(f"geometric mean {mean:.4f}, worst {max(ratios):.4f} ({max(found, key=lambda name: found[name]['ratio'])})")
     if chosen.output:
-        chosen.output.write_text(json.dumps({"geometric mean": mean, "rows": found}, indent=1) + "\n")
+        chosen.output.write_text(report.text({"geometric mean": mean, "rows": found}))
 
 
 def _checkout(path: str) -> Path:

@@ -1,7 +1,6 @@
 """The Hopper kernels as a call launches them, and the record of what they took."""
 
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +112,6 @@ def rows(suite: str) -> Iterator[Row]:
             suite,
             case.name,
             shape,
-            statistics.median(case.times["flash_attn_cute"]),
+            case.times["flash_attn_cute"].median,
             case.flop_rate.median,
         )

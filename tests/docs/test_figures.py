@@ -1,15 +1,14 @@
 """Figures in docs/performance.md and the README are those of benchmarks/results, ratios taken round by round."""
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import report
+from benchmarks.harness import CaseReport
 from benchmarks.suites import sparse
 
 ROOT = Path(__file__).parents[2]
@@ -17,15 +16,14 @@ PAGE = (ROOT / "docs" / "performance.md").read_text()
 OURS, FA4, CUDNN, FLEX = "flash_attn_cute", "flash-attn-4", "cuDNN", "FlexAttention"
 
 
-def record(name: str) -> dict[str, dict[str, list[float]]]:
-    """The times of each case of a suite, in the order of the rounds, by contender."""
-    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    return {case["name"]: {**case["times"], "flop": [case["work"]["flop"]]} for case in content["cases"]}
+def record(name: str) -> dict[str, CaseReport]:
+    """The cases of a suite by name."""
+    return {case.name: case for case in report.read_json(ROOT / "benchmarks" / "results" / f"{name}.json")}
 
 
-def rate(case: dict[str, list[float]], contender: str = OURS) -> str:
-    """TFLOP/s at the median time, which is in microseconds."""
-    return f"{case['flop'][0] / median(case[contender]) / 1e6:.0f}"
+def rate(case: CaseReport, contender: str = OURS) -> str:
+    """TFLOP/s at the median time."""
+    return f"{case.work.flop / case.times[contender].median / 1e12:.0f}"
 
 
 def prose(page: str) -> str:
@@ -33,13 +31,14 @@ def prose(page: str) -> str:
     return " ".join((ROOT / page).read_text().split())
 
 
-def ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    return median(a / b for a, b in zip(times, others, strict=False))  # some may have taken more turns
+def ratio(case: CaseReport, contender: str, against: str = OURS) -> float:
+    """Time over time."""
+    return case.ratios[contender, against].median
 
 
-def speed(case: dict[str, list[float]], contender: str) -> str:
-    """Ours as a multiple of another's."""
-    return f"{ratio(case[contender], case[OURS]):.2f}"
+def speed(case: CaseReport, contender: str) -> str:
+    """Our speed as a multiple of another's."""
+    return f"{ratio(case, contender):.2f}"
 
 
 def rows(title: str) -> dict[str, list[str]]:
@@ -74,7 +73,7 @@ def dense_row(names: list[str]) -> list[str]:
         cases = [record(f"{suite}-cuda-bfloat16")[name] for name in names]
         cells.append(together(rate(case) for case in cases))
         for peer in (FA4, CUDNN):
-            cells.append(together(speed(case, peer) for case in cases if peer in case) or "-")
+            cells.append(together(speed(case, peer) for case in cases if peer in case.times) or "-")
     return cells
 
 
@@ -128,7 +127,7 @@ def test_block_masks() -> None:
         forward, backward, deterministic = shown[row]
         for cell, panel in ((forward, "forward"), (backward, "backward")):
             case = cases[f"{panel} {name}"]
-            assert cell == together(rate(case, who) for who in (OURS, FA4, FLEX) if who in case), row
+            assert cell == together(rate(case, who) for who in (OURS, FA4, FLEX) if who in case.times), row
         default, _, best = deterministic.partition(", ")
         case = cases[f"backward {name}"]
         assert default == rate(case, f"{OURS} deterministic"), row
@@ -160,32 +159,30 @@ def test_the_model_of_the_backward_pass(row: sparse.Row) -> None:
     contenders = {"no order": OURS, "default": f"{OURS} deterministic"}
     times = sparse.modelled(sparse.shown_by(row, batch, ids, cpu).mask, batch, cpu)
     for order, time in times.items():
-        took = median(measured[contenders.get(order, f"{OURS} deterministic {order}")])
-        assert took == pytest.approx(time, rel=0.15), order
+        took = measured.times[contenders.get(order, f"{OURS} deterministic {order}")].median
+        assert took == pytest.approx(time * 1e-6, rel=0.15), order
 
 
 def test_two_ranks() -> None:
     """The table of context parallelism is the record's: times, and the speed over one GPU."""
     cases = record("context_parallel-cuda-bfloat16")
-    content = json.loads((ROOT / "benchmarks" / "results" / "context_parallel-cuda-bfloat16.json").read_text())
-    memory = {case["name"]: case["peak_bytes"] for case in content["cases"]}
     page = (ROOT / "docs" / "context-parallelism.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in page.partition("| | one GPU |")[2].splitlines()[2:6]]
     methods = ["all_gather", "ring", "all_to_all", "PyTorch, cuDNN"]
-    for (_, one, *others), (name, times) in zip(lines[:2], cases.items(), strict=True):
-        assert one == f"{median(times['one GPU']) / 1e3:.0f}"
+    for (_, one, *others), (name, case) in zip(lines[:2], cases.items(), strict=True):
+        assert one == f"{case.times['one GPU'].median * 1e3:.0f}"
         for method, cell in zip(methods, others, strict=True):
-            if method in times:
-                assert cell == f"{median(times[method]) / 1e3:.0f} ({ratio(times['one GPU'], times[method]):.2f})", name
+            if method in case.times:
+                speed = 1 / ratio(case, method, "one GPU")
+                assert cell == f"{case.times[method].median * 1e3:.0f} ({speed:.2f})", name
             else:
                 assert cell == "not served"
-    for (_, *cells), taken in zip(lines[2:], memory.values(), strict=True):
+    for (_, *cells), case in zip(lines[2:], cases.values(), strict=True):
         shown = [float(cell.split()[0]) for cell in cells if cell.strip("| ")]
-        assert shown == [round(taken[who] / 1e9, 1) for who in ["one GPU", *methods] if who in taken]
+        taken = [case.peak_bytes[who] for who in ["one GPU", *methods] if who in case.times]
+        assert shown == [round(size / 1e9, 1) for size in taken if size is not None]
     slower = [
-        ratio(times[f"{method}, deterministic"], times[method])
-        for times in cases.values()
-        for method in ("all_gather", "ring")
+        ratio(case, f"{method}, deterministic", method) for case in cases.values() for method in ("all_gather", "ring")
     ]
     assert f"`deterministic=True` takes {min(slower):.2f} to {max(slower):.2f}\ntimes as long" in page
 
@@ -196,7 +193,7 @@ def test_the_cost_of_determinism() -> None:
 
     def cost(name: str, order: str = "") -> str:
         case = cases[f"backward {name}"]
-        return f"{ratio(case[f'{OURS} deterministic{order}'], case[OURS]):.2f}"
+        return f"{ratio(case, f'{OURS} deterministic{order}'):.2f}"
 
     (ten, ten_auto), (quarter, quarter_auto), (half, half_auto) = (
         (cost(f"random {share}"), cost(f"random {share}", " auto")) for share in ("10 %", "25 %", "50 %")
@@ -208,11 +205,7 @@ def test_the_cost_of_determinism() -> None:
     page = prose("docs/determinism.md")
     dense = record("backward-cuda-bfloat16").items()
     wide, narrow = (
-        {
-            f"{ratio(case[f'{OURS} deterministic'], case[OURS]):.2f}"
-            for name, case in dense
-            if ("x256" in name) == is_wide
-        }
+        {f"{ratio(case, f'{OURS} deterministic'):.2f}" for name, case in dense if ("x256" in name) == is_wide}
         for is_wide in (True, False)
     )
     assert wide == {"1.02"}
@@ -230,21 +223,21 @@ PORTABLE = {
 
 
 def test_the_portable_backend() -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / "packed-cpu-float32.json").read_text())
-    cases: dict[str, Any] = {case["name"]: case for case in content["cases"]}
-    contenders = ("sdpa loop", OURS, "sdpa padded")
+    cases = record("packed-cpu-float32")
+    loop, padded = "sdpa loop", "sdpa padded"
     expected = {}
     for row, name in PORTABLE.items():
-        loop, ours, padded = (cases[name]["times"][who] for who in contenders)
-        memory = together(f"{cases[name]['peak_bytes'][who] / 1e6:.0f}" for who in contenders)
-        expected[row] = [f"{ratio(ours, loop):.2f}", f"{ratio(padded, loop):.2g}", f"{memory} MB"]
+        case = cases[name]
+        taken = [case.peak_bytes[who] for who in (loop, OURS, padded)]
+        memory = together(f"{size / 1e6:.0f}" for size in taken if size is not None)
+        expected[row] = [f"{ratio(case, OURS, loop):.2f}", f"{ratio(case, padded, loop):.2g}", f"{memory} MB"]
     assert rows("## The portable backend") == expected
 
 
 def span(suite: str, panel: str = "") -> str:
     """The least and the largest ratio to flash-attn-4."""
     cases = record(f"{suite}-cuda-bfloat16").items()
-    found = sorted(float(speed(case, FA4)) for name, case in cases if name.startswith(panel) and FA4 in case)
+    found = sorted(float(speed(case, FA4)) for name, case in cases if name.startswith(panel) and FA4 in case.times)
     return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 

@@ -128,8 +128,7 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
     for case in content["cases"]:
         refused = DETERMINISTIC[1:] if "x16" in case["name"] else []
         names = [name for name in PLAIN + DETERMINISTIC if name not in refused]
-        assert [name for name in case["times"] if name != attention.CUDNN] == names
-        assert case["peak_bytes"].keys() == case["times"].keys()
+        assert [name for name in case["measured"] if name != attention.CUDNN] == names
         for name in refused:
             assert case["unavailable"][name] == "raised NotImplementedError: d = 16"
     expected = {
@@ -147,7 +146,7 @@ def test_deterministic_contenders(suite: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_forward_passes_need_no_deterministic_contenders(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
     for case in run_tiny("forward", tmp_path)["cases"]:
-        assert not {*case["times"], *case["unavailable"]} & set(DETERMINISTIC)
+        assert not {*case["measured"], *case["unavailable"]} & set(DETERMINISTIC)
     assert tiny == {(name, False) for name in PLAIN}
 
 
@@ -161,7 +160,7 @@ def test_lengths(tiny: set[tuple[str, bool]], tmp_path: Path) -> None:
     assert [(case["panel"], case["length"]) for case in cases] == [(x, n) for x in panels for n in (8, 16, 32)]
     for case in cases:
         backward = case["panel"].startswith("backward")
-        assert set(PLAIN + DETERMINISTIC) & case["times"].keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
+        assert set(PLAIN + DETERMINISTIC) & case["measured"].keys() == set(PLAIN + DETERMINISTIC if backward else PLAIN)
         factor = 2.5 if backward else 1.0
         pairs = (case["length"] + 1) / 2 if "causal" in case["panel"] else case["length"]
         assert case["work"]["flop"] == factor * 4 * 32 * pairs * 16 * 128
@@ -256,7 +255,7 @@ def test_bias_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             expected |= {bias.WITHOUT} if row.mask or row.bias else set()
             expected |= {bias.CUEQUIVARIANCE} if row.triangle else set()
             expected |= {bias.CUDNN, bias.EFFICIENT} if not (row.causal or row.documents) else set()
-            assert case["times"].keys() == expected, case.get("unavailable")
+            assert case["measured"].keys() == expected, case.get("unavailable")
     bars = {(bar["case"], bar["against"]): bar["passed"] for bar in content["bars"]}
     assert ("forward bias", bias.EFFICIENT) not in bars
     assert bars["backward bias", bias.EFFICIENT] is False
@@ -409,7 +408,7 @@ def test_sparse_suite_on_tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyP
             expected |= {sparse.WITHOUT} if row.name in ("window", "documents", "random 100 %") else set()
             expected |= {sparse.ALL_BLOCKS} if row.name == "random 50 %" else set()
             expected |= {sparse.FA4} if row.block == 128 else set()
-            assert case["times"].keys() == expected, case.get("unavailable")
+            assert case["measured"].keys() == expected, case.get("unavailable")
     assert {content["against"][name] for name in orders - {sparse.DETERMINISTIC}} == {sparse.DETERMINISTIC}
     bars = {(bar["case"], bar["contender"], bar["against"]): bar for bar in content["bars"]}
     assert bars["backward window", sparse.PACKAGE, sparse.FA4]["passed"] is True
@@ -491,7 +490,7 @@ def test_suite_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert [case["name"] for case in content["cases"]] == names
     for case in content["cases"]:
         peers = [sparse.FLEX] if case["name"] in ("window", "causal", "documents", "prefix-LM") else []
-        assert list(case["times"]) == [sparse.PACKAGE, *peers]
+        assert list(case["measured"]) == [sparse.PACKAGE, *peers]
     assert [ruling["limit"]["case"] for ruling in content["limits"]] == [name for name in names if sparse.TABLES[name]]
     assert not any(made)
     assert len(made) > 3 * (6 + 4)

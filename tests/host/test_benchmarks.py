@@ -76,7 +76,8 @@ def measured(
         length=None,
         work=Work(1e9, 1e6),
         against=against,
-        times=times,
+        times={name: Spread.of(x) for name, x in times.items()},
+        ratios={pair: harness.ratio(*(times[name] for name in pair)) for pair in against.items()},
         peak_bytes=peak_bytes,
         unavailable={},
         flop_rate=Spread(1e9, 1e9, 1e9),
@@ -113,8 +114,8 @@ def test_contenders_take_turns() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    result = measured("", {}, {}, a=[1.0, 2.0, 4.0, 8.0], b=[3.0, 6.0, 12.0])
-    assert result.ratio("b", "a") == (3.0, 3.0, 3.0)
+    result = measured("", {"b": "a"}, {}, a=[1.0, 2.0, 4.0, 8.0], b=[3.0, 6.0, 12.0])
+    assert result.ratios["b", "a"] == (3.0, 3.0, 3.0)
     assert result.bound == 1.0
 
 
@@ -222,7 +223,10 @@ def test_command_line(
     (case,) = content["cases"]
     assert case["name"] == "case"
     assert case["work"] == {"flop": 1e6, "bytes": 1e6}
-    assert {name: len(times) for name, times in case["times"].items()} == {"reference": 3, "same": 3}
+    assert {name: list(found) for name, found in case["measured"].items()} == {
+        "reference": ["time", "peak"],
+        "same": ["time", "ratio", "peak"],
+    }
     assert case["unavailable"] == {"absent": "no such library"}
     assert content["bars"][0]["passed"] is (code == 0)
     assert (tmp_path / "new" / "toy-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
@@ -319,22 +323,23 @@ def test_a_result_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, mon
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """But for the digits: five of a time."""
+    """But for the digits: six of a number. A ratio that is the inverse of another one is left out."""
     path = tmp_path / "results.json"
-    first = measured("one", {"b": "a"}, {"a": 10, "b": None}, a=[1.2345678e-4, 2.0, 300.0], b=[3e-5, 6.0])
-    rate = Spread(8.25e14, 8e14, 8.5e14)
-    second = replace(first, name="other", against={}, times={"a": [1.0, 2.0]}, peak_bytes={"a": 7}, flop_rate=rate)
-    second = replace(second, length=512, unavailable={"b": "no such library"})
-    report.write_json(path, {}, [first, second], [])
+    first = measured("one", {"b": "a"}, {"a": 10, "b": None}, a=[1.23456789e-4] * 3, b=[3e-5, 6e-5])
+    rate, pair = Spread(8.25e14, 8e14, 8.5e14), Spread(2.0, 1.5, 2.5)
+    second = measured("two", {"b": "a"}, {"a": 7, "b": 8, "c": 9}, a=[1.0, 2.0], b=[3.0, 6.0], c=[4.0, 6.0])
+    second = replace(second, length=512, unavailable={"d": "no such library"}, flop_rate=rate)
+    written = replace(second, ratios=second.ratios | {("c", "b"): pair, ("a", "b"): pair})
+    report.write_json(path, {}, [first, written], [])
     one, other = report.read_json(path)
-    assert one.times["a"] == pytest.approx([1.2346e-4, 2.0, 300.0], rel=1e-9)
+    assert one.times["a"] == pytest.approx([1.23457e-4] * 3, rel=1e-9)
+    assert one.ratios["b", "a"] == pytest.approx(first.ratios["b", "a"], rel=1e-5)
     assert other.flop_rate == pytest.approx(rate)
+    assert other.ratios == second.ratios | {("c", "b"): pair}
     for before, after in ((first, one), (second, other)):
-        rough = {"times": before.times, "flop_rate": before.flop_rate, "byte_rate": before.byte_rate}
-        assert {name: len(times) for name, times in after.times.items()} == {
-            name: len(times) for name, times in before.times.items()
-        }
-        assert replace(after, **rough) == before  # type: ignore[arg-type]
+        assert after.times.keys() == before.times.keys()
+        rough = {name: getattr(before, name) for name in ("times", "ratios", "flop_rate", "byte_rate")}
+        assert replace(after, **rough) == before
 
 
 def test_a_record_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
