@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flash_attn_cute.kernels import registry
-from flash_attn_cute.kernels.features import Features, PassName, words
+from flash_attn_cute.kernels.features import Features, words
 from flash_attn_cute.kernels.schedule import Arrivals, Schedule
 
 _PROGRAM = "flash_attn_cute.kernels"
@@ -86,11 +86,6 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def described_passes() -> list[tuple[registry.Architecture, PassName]]:
-    """Architectures and passes whose kernels have a schedule."""
-    return [(a, name) for a in registry.ARCHITECTURES.values() for name, p in a.passes.items() if p.schedule]
-
-
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line."""
     top = argparse.ArgumentParser(
@@ -113,14 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     architecture = registry.ARCHITECTURES[chosen.architecture]
     one_pass = architecture.passes[chosen.pass_name]
-    if one_pass.schedule is None:
-        described = [f"{a.name} {name}" for a, name in described_passes()]
-        print(
-            f"{_PROGRAM}: expected {' or '.join(described)}, got {architecture.name} {chosen.pass_name}: "
-            "its kernel's docstring says what it does",
-            file=sys.stderr,
-        )
-        return 2
     d, d_v = chosen.d, chosen.d_v or chosen.d
     if not 0 < min(d, d_v) <= max(d, d_v) <= architecture.max_head_dim:
         print(f"--d, --d-v: expected 1 to {architecture.max_head_dim}, got {d} and {d_v}", file=sys.stderr)

@@ -49,6 +49,11 @@ class Features:
         return self.mask or self.block_mask
 
     @property
+    def may_mask_keys(self) -> bool:
+        """Whether a key may be fully masked, or padding."""
+        return self.packed or self.left or self.right or self.listed
+
+    @property
     def hides_last_queries(self) -> bool:
         """Whether keys may have to be hidden from a sequence's last queries, or from rows behind them.
 

@@ -13,6 +13,11 @@ from flash_attn_cute.kernels.arguments import BackwardArguments, BiasGradientArg
 from flash_attn_cute.kernels.features import PassName
 from flash_attn_cute.kernels.schedule import Schedule
 from flash_attn_cute.kernels.sm90 import config as sm90
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import (
+    bias_gradient_schedule as bias_gradient_schedule_sm90,
+)
+from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
+from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
 from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule as forward_schedule_sm90
 from flash_attn_cute.kernels.sm100 import config as sm100
 from flash_attn_cute.kernels.sm100.backward.backward_schedule import backward_schedule as backward_schedule_sm100
@@ -34,12 +39,17 @@ class Pass(NamedTuple):
     configure: Callable[..., Any]
     kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``
-    schedule: Callable[[Any], Schedule] | None = None  # from a configuration to its main kernel's, if it is described
+    schedule: Callable[[Any], Schedule]  # from a configuration to its main kernel's
 
     def make_kernel(self, config: Any) -> Any:
         """Object that ``cute.compile`` takes, for one configuration. Imports cutlass."""
         module, name = self.kernel.split(":")
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
+
+
+def backward_schedule_sm90(config: sm90.BackwardConfig) -> Schedule:
+    """The schedule of Hopper's backward kernel that serves a configuration."""
+    return cta_schedule(config) if isinstance(config, sm90.BackwardCtaConfig) else cluster_schedule(config)
 
 
 class Architecture(NamedTuple):
@@ -73,9 +83,17 @@ ARCHITECTURES = {
                 "forward": Pass(
                     sm90.forward_config, "sm90.forward:ForwardSm90", ForwardArguments, forward_schedule_sm90
                 ),
-                "backward": Pass(sm90.backward_config, "sm90.backward.launch:BackwardPassSm90", BackwardArguments),
+                "backward": Pass(
+                    sm90.backward_config,
+                    "sm90.backward.launch:BackwardPassSm90",
+                    BackwardArguments,
+                    backward_schedule_sm90,
+                ),
                 "bias_gradient": Pass(
-                    sm90.bias_gradient_config, "sm90.backward.bias_gradient:BiasGradientSm90", BiasGradientArguments
+                    sm90.bias_gradient_config,
+                    "sm90.backward.bias_gradient:BiasGradientSm90",
+                    BiasGradientArguments,
+                    bias_gradient_schedule_sm90,
                 ),
             },
         ),

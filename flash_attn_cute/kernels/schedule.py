@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 KEY_TILE_FIELDS = 16  # Int32 that describe a tile of keys: ``common.key_tiles.KeyTile``
 PIECE_FIELDS = 12  # Int32 that describe a piece: ``common.bias_pieces.Piece``
-PIECE_STAGES = 2  # of 32 pieces each, that a producer may have published
+PIECE_BATCH = 32  # pieces that are published together
+PIECE_STAGES = 2  # batches that a producer may have published
+PIECE_OPERANDS = ("sQ", "sK", "sdO", "sV")  # buffers of a piece's operands
 QUERY_TILE_FIELDS = 12  # Int32 that describe a tile of queries: ``common.query_tiles.QueryTile``
 
 BARRIER_BYTES = 8  # of an mbarrier
@@ -65,7 +67,7 @@ def per_thread(role: Role) -> Arrivals:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages that a producer fills and consumers release, each with a full and an empty mbarrier."""
+    """Stages that a producer fills and consumers release, each with a full and, by default, an empty mbarrier."""
 
     name: str
     stages: int  # 0: the configuration does without
@@ -73,6 +75,7 @@ class Pipeline:
     full: tuple[Arrivals, ...]  # of producers, when a stage is filled
     empty: tuple[Arrivals, ...]  # of consumers, when they have read it; none: another pipeline shows that
     num_bytes: int = 0  # that TMA brings to a stage
+    has_empty: bool = True  # False: stages are filled once, or what else shows that they are free needs no barrier here
 
     @property
     def full_count(self) -> int:
@@ -92,7 +95,7 @@ class Pipeline:
     @property
     def arrive_counts(self) -> tuple[int, ...]:
         """Arrive counts of all barriers, in the order of their addresses: those of full stages, then of empty ones."""
-        return (self.full_count,) * self.stages + (self.empty_count,) * self.stages
+        return (self.full_count,) * self.stages + (self.empty_count,) * (self.stages * self.has_empty)
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Schedule:
         """Addresses of mbarriers, from the beginning of shared memory, by names such as ``k.full``."""
         found, end = {}, 0
         for pipeline in self.pipelines:
-            for side in ("full", "empty"):
+            for side in ("full", "empty")[: 1 + pipeline.has_empty]:
                 found[f"{pipeline.name}.{side}"] = range(end, end + BARRIER_BYTES * pipeline.stages, BARRIER_BYTES)
                 end += BARRIER_BYTES * pipeline.stages
         return found

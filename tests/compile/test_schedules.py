@@ -27,9 +27,7 @@ def _num_bytes(thread: Thread, arrival: tree.Instruction) -> set[int]:
 @pytest.mark.parametrize("config", tiered(DESCRIBED, "sm90-forward-causal", values=True))
 def test_the_code_is_as_described(config: Any) -> None:
     """The PTX of the main kernel, thread by thread, against the description."""
-    make = registry.pass_of(config).schedule
-    assert make is not None
-    schedule = make(config)
+    schedule = registry.pass_of(config).schedule(config)
     name = schedule.kernel.partition(":")[2]
     (function,) = (f for f in tree.parse(code_for(config).ptx).functions if f"{name}_obj" in f.name)
     assert function.num_threads == schedule.threads

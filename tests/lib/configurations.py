@@ -60,13 +60,25 @@ def bias_gradient(d: int, d_v: int | None = None, **options: Any) -> BiasGradien
     return bias_gradient_config(options.pop("dtype", "bfloat16"), d, d_v or d, Features(bias=True, **options), **given)
 
 
-# Configurations whose main kernel has a schedule (``kernels.schedule``), one for each way in which it differs.
+# Configurations, one for each way in which the schedule of a main kernel (``kernels.schedule``) differs.
 DESCRIBED: dict[str, Any] = {
     "sm90-forward": sm90.forward_config("bfloat16", 64, 64, Features()),
     "sm90-forward-causal": sm90.forward_config("bfloat16", 128, 128, Features(right=True)),
     "sm90-forward-bias": sm90.forward_config("bfloat16", 64, 64, Features(bias=True)),
     "sm90-forward-bias-block-mask": sm90.forward_config("bfloat16", 256, 256, Features(bias=True, block_mask=True)),
     "sm90-forward-group": sm90.forward_config("bfloat16", 192, 128, Features(packed=True), group=8),
+    "sm90-backward": sm90.backward_config("bfloat16", 96, 96, Features()),
+    "sm90-backward-one-k": sm90.backward_config("bfloat16", 128, 128, Features(packed=True, bias=True, grouped=True)),
+    "sm90-backward-transposed": sm90.backward_config("bfloat16", 128, 128, Features(), keys=LONG),
+    "sm90-backward-fixed-point": sm90.backward_config(
+        "float16", 64, 64, Features(block_mask=True, deterministic=True, bias=True)
+    ),
+    "sm90-backward-cluster": sm90.backward_config("bfloat16", 192, 128, Features(right=True)),
+    "sm90-backward-cluster-ordered": sm90.backward_config("bfloat16", 256, 256, Features(**BACKWARD_EVERYTHING)),
+    "sm90-bias-gradient": sm90.bias_gradient_config("bfloat16", 64, 64, Features(bias=True)),
+    "sm90-bias-gradient-strided": sm90.bias_gradient_config(
+        "float16", 256, 256, Features(bias=True, strided_bias=True)
+    ),
     "sm100-forward": chosen(128),
     "sm100-forward-one-part": chosen(256, target=B300, **EVERYTHING),
     "sm100-forward-O-in-Q": chosen(192, 128, right=True),

@@ -25,8 +25,6 @@ from flash_attn_cute.kernels.common.tma import RowTiles
 from flash_attn_cute.kernels.common.workspace import carved, packed_block
 from flash_attn_cute.kernels.schedule import PIECE_FIELDS, PIECE_STAGES
 
-PIECE_NUMBERS = PIECE_FIELDS * 32 * PIECE_STAGES  # Int32 in shared memory that describe all of them
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -84,7 +82,7 @@ class Pieces:
 
     @staticmethod
     def at(ring: Ring, memory: Any, packed: bool) -> "Pieces":
-        """On the device: pieces guarded by a ring of ``PIECE_STAGES``, in memory of ``PIECE_NUMBERS`` Int32."""
+        """On the device: pieces guarded by a ring of ``PIECE_STAGES``, in memory of as many Int32."""
         layout = cute.make_layout((PIECE_FIELDS, 32, PIECE_STAGES), stride=(32, 1, 32 * PIECE_FIELDS))
         return Pieces(ring, memory.get_tensor(layout), packed)
 

@@ -39,10 +39,14 @@ class Ring:
 
     @cute.jit
     def init(self, full: cutlass.Constexpr, empty: cutlass.Constexpr) -> None:
-        """Initialises the barriers, by one thread, before any role starts: arrive counts of full and of empty."""
+        """Initialises the barriers, by one thread, before any role starts.
+
+        Arrive counts of full and of empty stages are given; None: without empty ones.
+        """
         for i in cutlass.range_constexpr(self.stages):
             cute.arch.mbarrier_init(self.barriers + i, full)
-            cute.arch.mbarrier_init(self.barriers + self.stages + i, empty)
+            if const_expr(empty is not None):
+                cute.arch.mbarrier_init(self.barriers + self.stages + i, empty)
 
     def stage(self, step: Int32) -> Int32:
         """Stage of a step."""

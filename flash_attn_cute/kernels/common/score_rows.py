@@ -20,6 +20,7 @@ from flash_attn_cute.kernels.common.blocks import Window
 from flash_attn_cute.kernels.common.lengths import SeqRows
 from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 
 VECTOR = 16  # bytes
 _THREADS_A_ROW = 8
@@ -69,6 +70,20 @@ class SharedBias:
     threads: cutlass.Constexpr  # that load
     paired: cutlass.Constexpr  # whether two elements from an even column on lie in an aligned word
     uniform: cutlass.Constexpr  # whether it is the same for all queries: one row is copied, and read for all
+
+    @staticmethod
+    def of(config: Any, a: Any, memory: SharedMemory, storage: Any) -> "SharedBias":
+        """Tiles of a CTA, on the device: the pipeline ``bias`` and the buffer ``sBias`` of its schedule."""
+        return SharedBias(
+            tensors=ScoreTensors.of(config.features, a),
+            ring=memory.ring(storage, "bias"),
+            place=storage.sBias.data_ptr(),
+            tile_rows=config.bias_rows,
+            pitch=config.bias_pitch,
+            threads=memory.schedule.pipeline("bias").full_count,
+            paired=config.features.paired_bias,
+            uniform=config.features.uniform_bias,
+        )
 
     @cute.jit
     def load(self, step: Int32, rows: RowsOfScores, first_column: Int32, num_columns: Int32, thread: Int32) -> None:

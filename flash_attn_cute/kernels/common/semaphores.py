@@ -24,9 +24,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flash_attn_cute.kernels.common.assembly import sleep
-from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
+from flash_attn_cute.kernels.common.ring import Ring
 
-_STAGES = 4  # turns that have come and are not signalled yet
 _NAP = 256  # nanoseconds
 NOT_ZEROED = -(1 << 30)  # initial value if additions are unordered and the main kernel zeroes the block
 
@@ -114,52 +113,32 @@ def signal_as_warpgroup(semaphore: cute.Pointer, barrier: cutlass.Constexpr) -> 
 
 @dataclass(frozen=True)
 class OrderedAdds:
-    """Semaphore waits and signals by two warps of their own, so that the warps that add do neither.
+    """Semaphore waits and signals by two warps of their own, so that the warps that add do neither."""
 
-    A ring of four stages, by step (counted from 0):
-        full   waiting warp -> adding warps: the step's turn has come
-        added  adding warps -> signalling warp: this warp has added
-        empty  signalling warp -> waiting warp: the step has been signalled
-    """
-
-    barriers: cute.Pointer  # of the ring, then one "added" barrier a stage
-    turns: cute.Pointer  # a stage's turn: how many tiles add before this one
-
-    num_barriers = 3 * _STAGES
-    num_stages = _STAGES
-
-    @property
-    def _ring(self) -> Ring:
-        return Ring(self.barriers, _STAGES)
-
-    def _added(self, step: Int32) -> cute.Pointer:
-        return self.barriers + (2 * _STAGES + self._ring.stage(step))
-
-    @cute.jit
-    def init(self, adding_warps: cutlass.Constexpr) -> None:
-        """Initialises the barriers, by one thread, before any role starts."""
-        self._ring.init(full=1, empty=1)
-        for i in cutlass.range_constexpr(_STAGES):
-            cute.arch.mbarrier_init(self.barriers + (2 * _STAGES + i), adding_warps)
+    order: (
+        Ring  # waiting warp -> adding warps: the step's turn has come; signalling warp -> waiting warp: it is signalled
+    )
+    added: Ring  # adding warps -> signalling warp: this warp has added
+    turns: cute.Tensor  # (stage): how many tiles add before this one
 
     @cute.jit
     def wait_semaphore(self, step: Int32, semaphore: cute.Pointer, turn: Int32) -> None:
         """Waiting warp: waits for the step's turn at its semaphore, then lets the adding warps go."""
-        self._ring.wait_empty(step)  # from the signalling warp
+        self.order.wait_empty(step)  # from the signalling warp
         wait(semaphore, turn)
         with cute.arch.elect_one():
-            (self.turns + self._ring.stage(step)).store(turn)
-        self._ring.arrive(step)  # to the adding warps
+            self.turns[self.order.stage(step)] = turn
+        self.order.arrive(step)  # to the adding warps
 
     def wait(self, step: Int32) -> Boolean:
         """Adding warps: wait until the step's turn has come. Returns whether this tile is the first contributor."""
-        self._ring.wait_full(step)  # from the waiting warp
-        return (self.turns + self._ring.stage(step)).load() == 0
+        self.order.wait_full(step)  # from the waiting warp
+        return self.turns[self.order.stage(step)] == 0
 
     @cute.jit
     def arrive(self, step: Int32) -> None:
         """Adding warps, each: this warp has added its part of the step."""
-        arrive_as_warp(self._added(step))  # to the signalling warp
+        self.added.arrive(step)  # to the signalling warp
 
     @cute.jit
     def signal(self, step: Int32, first_semaphore: cute.Pointer, another: Boolean | bool) -> Int32:
@@ -175,9 +154,9 @@ class OrderedAdds:
         Returns:
             The number of steps that were signalled, 1 or 2.
         """
-        cute.arch.mbarrier_wait(self._added(step), self._ring.phase(step))  # from the adding warps
+        self.added.wait_full(step)  # from the adding warps
         steps = Int32(1)
-        if another and cute.arch.mbarrier_test_wait(self._added(step + 1), self._ring.phase(step + 1)):
+        if another and self.added.is_full(step + 1):
             steps = Int32(2)
         steps = cute.arch.shuffle_sync(steps, 0)
         if cute.arch.lane_idx() == 0:
@@ -185,5 +164,5 @@ class OrderedAdds:
             for i in cutlass.range(steps, unroll=1):
                 cute.arch.red(first_semaphore + i, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")
         for i in cutlass.range(steps, unroll=1):
-            self._ring.release(step + i)  # to the waiting warp
+            self.order.release(step + i)  # to the waiting warp
         return steps

@@ -45,7 +45,8 @@ class SharedMemory:
         """Initialises the mbarriers of pipelines, or of all, by one thread, before any role starts."""
         for pipeline in self.schedule.pipelines:
             if not names or pipeline.name in names:
-                self.ring(storage, pipeline.name).init(full=pipeline.full_count, empty=pipeline.empty_count)
+                empty = pipeline.empty_count if pipeline.has_empty else None
+                self.ring(storage, pipeline.name).init(full=pipeline.full_count, empty=empty)
 
     def tensors(self, storage: Any, *names: str) -> dict[str, cute.Tensor | None]:
         """Buffers by name; None for those that the configuration does without."""

@@ -508,6 +508,11 @@ class BiasGradientConfig(Sm90Config):
         return MaskTile(self.tile_m, self.tile_n)
 
     @property
+    def operands(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of a tile of Q, K, dO and V."""
+        return tuple((rows, columns) for columns in (self.tile_d, self.tile_dv) for rows in (self.tile_m, self.tile_n))
+
+    @property
     def stages(self) -> int:
         """Pieces whose operands are in shared memory."""
         return 2 if self._bytes(2) <= _SHARED_MEMORY else 1
@@ -519,7 +524,7 @@ class BiasGradientConfig(Sm90Config):
 
     def _bytes(self, stages: int) -> int:
         """Bytes of Q, K, dO and V, of a bias tile, of its warps' sums over queries, and 4 KB for pieces."""
-        operands = 2 * (self.tile_m + self.tile_n) * (self.tile_d + self.tile_dv)
+        operands = 2 * sum(rows * columns for rows, columns in self.operands)
         return stages * operands + self.bias_rows * self.bias_pitch + 4 * self.tile_m // 16 * self.tile_n + 4096
 
 

@@ -42,7 +42,6 @@ from flash_attn_cute.kernels.common.query_tiles import QueryTile
 from flash_attn_cute.kernels.common.rows import numbers_first, rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
 from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.sm90.config import ForwardConfig
@@ -143,7 +142,7 @@ class ForwardSm90:
         if warp_idx == 0:
             prefetch_descriptors(tma)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tiles, k, v, bias = (memory.ring(storage, name) for name in ("tiles", "k", "v", "bias"))
+        tiles, k, v = (memory.ring(storage, name) for name in ("tiles", "k", "v"))
         tile_full, tile_empty = tiles.barriers, tiles.barriers + tiles.stages
         if warp_idx == 0:
             with cute.arch.elect_one():
@@ -157,16 +156,7 @@ class ForwardSm90:
             tile_empty=tile_empty,
             pipe_K=pipe_K,
             pipe_V=pipe_V,
-            bias=SharedBias(
-                ScoreTensors.of(c.features, arguments),
-                bias,
-                storage.sBias.data_ptr(),
-                c.bias_rows,
-                c.bias_pitch,
-                schedule.pipeline("bias").full_count,
-                c.features.paired_bias,
-                c.features.uniform_bias,
-            ),
+            bias=SharedBias.of(c, arguments, memory, storage),
         )
         if warp_idx < 4:
             set_registers(schedule.role("producer").registers, schedule.threads)

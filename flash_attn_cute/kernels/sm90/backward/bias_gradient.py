@@ -9,32 +9,22 @@ tile's pieces are split between CTAs, which leave float32 sums; a small kernel a
 What limits it is how fast operands come from the L2 cache: 128 KB a piece at d = 128, twice what the tensor cores have
 time for. The bias is the same for all pieces of a tile, and copied once.
 
-Roles:
-    warpgroup 0         warp 0, producer: finds out where pieces are, tiles of scores, a lane for each, and loads by TMA
-                        Q and K, then dO and V, of one after the other. Warps 1 to 3 copy the tile's bias, unless it is
-                        strided.
-    warpgroups 1, 2     mma, 64 queries each.
+``bias_gradient_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. ``python -m flash_attn_cute.kernels describe sm90 bias_gradient --d 128 --features bias`` prints it.
 
-Pipelines (``Ring``; who fills -> who empties):
-    pieces     2 stages, of 32 pieces each, what they are: warp 0 -> one arrival a warp that needs to know.
-    qk, dov    ``stages`` deep: warp 0 and the bytes -> one arrival an mma warp. Of one stage, one pair is loaded while
-               the other is multiplied.
-    bias       once: one arrival a thread of warps 1 to 3 -> the mma warps.
-
-A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces that nobody sees are
-skipped by producer and mma warpgroups alike; what a mask leaves of them, a kernel before this one finds out.
+A piece: S = Q K', P = exp2(S - lse), dP = dO V', and P (dP - delta) is added to the sums. Pieces without visible scores
+are skipped by all roles. A kernel before this one finds out which pieces a mask leaves. With one stage of operands, Q
+and K are loaded while dO and V are multiplied.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
 from flash_attn_cute.kernels.common.bias_pieces import (
-    PIECE_NUMBERS,
-    PIECE_STAGES,
     OperandTiles,
     Owner,
     Piece,
@@ -52,8 +42,10 @@ from flash_attn_cute.kernels.common.ring import Ring
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
-from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
+from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
 from flash_attn_cute.kernels.sm90.config import BiasGradientConfig
 from flash_attn_cute.kernels.sm90.mma import gemm, rows_and_columns, tiled_mma
@@ -61,8 +53,6 @@ from flash_attn_cute.kernels.sm90.scores import add_bias, bias_elements, cap, hi
 from flash_attn_cute.kernels.sm90.shared import swizzled
 
 _WARPGROUPS = 2  # of mma
-_THREADS = 128 * (_WARPGROUPS + 1)
-_LOADING_THREADS = 96  # of warps 1 to 3
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
@@ -72,6 +62,8 @@ class BiasGradientSm90:
     def __init__(self, config: BiasGradientConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = bias_gradient_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
         self.map = PieceMap(config)
         self.tables = PieceTables(config, self.map)
 
@@ -79,30 +71,17 @@ class BiasGradientSm90:
     def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
         """Launches the kernel, and if tiles are split the one that adds up their parts."""
         c, a, dtype, packed = self.config, arguments, self.dtype, self.config.features.packed
-        mQ, mK, mV, mdO = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        tensors = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mdO, a.mV))
         k_major = OperandMajorMode.K
         mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma = OperandTiles(
             *(
-                make_row_tiles(load, x, swizzled(dtype, columns, (rows, columns)), (rows, columns), packed)
-                for x, rows, columns in zip((mQ, mK, mdO, mV), *self._shapes(), strict=True)
+                make_row_tiles(load, x, sX, shape, packed)
+                for x, sX, shape in zip(tensors, self.memory.stage_layouts(*PIECE_OPERANDS), c.operands, strict=True)
             )
         )
-        elements = c.stages * (c.tile_m + c.tile_n) * (c.tile_d + c.tile_dv)
-
-        @cute.struct
-        class Storage:
-            qk_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            dov_barriers: cute.struct.MemRange[Int64, 2 * c.stages]
-            bias_barriers: cute.struct.MemRange[Int64, 2]
-            piece_barriers: cute.struct.MemRange[Int64, 2 * PIECE_STAGES]
-            pieces: cute.struct.MemRange[Int32, PIECE_NUMBERS]
-            sums: cute.struct.MemRange[Float32, 4 * _WARPGROUPS * c.tile_n]
-            operands: cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Uint8, c.bias_rows * c.bias_pitch], 128]
-
-        self.Storage = Storage
+        self.Storage = self.memory.struct()
         numbers = a.numbers
         stats = stats_of(c, a)
         scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
@@ -111,17 +90,12 @@ class BiasGradientSm90:
         partial_sums = partial_sums_of(c, a, ctas, 128 * _WARPGROUPS)
         self.kernel(mma, tma, a, tables, stats, partial_sums, scales).launch(
             grid=[ctas * numbers.splits, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[self.schedule.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
         if const_expr(c.split):
             self.add_up(mma, a, partial_sums).launch(grid=[ctas, 1, 1], block=[128 * _WARPGROUPS, 1, 1], stream=stream)
-
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows and columns of a tile of Q, K, dO and V."""
-        c = self.config
-        return (c.tile_m, c.tile_n) * 2, (c.tile_d, c.tile_d, c.tile_dv, c.tile_dv)
 
     @cute.kernel
     def kernel(
@@ -135,43 +109,28 @@ class BiasGradientSm90:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and barriers, then splits into roles."""
-        c, dtype = self.config, self.dtype
+        c, memory, threads = self.config, self.memory, self.schedule.threads
+        producer, mma_role = map(self.schedule.role, ("producer", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        qk, dov = (Ring(x.data_ptr(), c.stages) for x in (storage.qk_barriers, storage.dov_barriers))
-        bias = SharedBias(
-            ScoreTensors.of(c.features, a),
-            Ring(storage.bias_barriers.data_ptr(), 1),
-            storage.bias.data_ptr(),
-            c.bias_rows,
-            c.bias_pitch,
-            _LOADING_THREADS,
-            c.features.paired_bias,
-            c.features.uniform_bias,
-        )
-        pieces = Pieces.at(Ring(storage.piece_barriers.data_ptr(), PIECE_STAGES), storage.pieces, c.features.packed)
+        qk, dov, published = (memory.ring(storage, name) for name in ("qk", "dov", "pieces"))
+        bias = SharedBias.of(c, a, memory, storage)
+        pieces = Pieces.at(published, storage.pieces, c.features.packed)
         if warp_idx == 0:
             prefetch_descriptors(tma)
             with cute.arch.elect_one():
-                pieces.ring.init(full=1, empty=4 * _WARPGROUPS)
-                for ring in (qk, dov):
-                    ring.init(full=1, empty=4 * _WARPGROUPS)
-                bias.ring.init(full=_LOADING_THREADS, empty=4 * _WARPGROUPS)
+                memory.init(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        operands, place = [], storage.operands.data_ptr()
-        for rows, columns in zip(*self._shapes(), strict=True):
-            layout = swizzled(dtype, columns, (rows, columns, c.stages))
-            operands.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer))
-            place = place + c.stages * rows * columns
-        if warp_idx < 4:
-            set_registers(40, _THREADS)
+        operands = list(memory.tensors(storage, *PIECE_OPERANDS).values())
+        if warp_idx < mma_role.warps.start:
+            set_registers(producer.registers, threads)
             if warp_idx == 0:
                 self.map.load(a, tables, tma, operands, qk, dov, pieces)
             elif const_expr(c.bias_pitch):
                 self.bias_producer(a, bias)
         else:
-            set_registers(232, _THREADS)
+            set_registers(mma_role.registers, threads)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
             self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
 
@@ -208,7 +167,7 @@ class BiasGradientSm90:
             mma.make_fragment_A(whole.partition_A(cute.local_tile(x, (64, columns, c.stages), (w, 0, 0))))
             if i % 2 == 0
             else mma.make_fragment_B(whole.partition_B(x))
-            for i, (x, columns) in enumerate(zip(operands, self._shapes()[1], strict=True))
+            for i, (x, (_, columns)) in enumerate(zip(operands, c.operands, strict=True))
         )
         acc_S = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
         acc_dP, acc_dB = cute.make_rmem_tensor_like(acc_S), cute.make_rmem_tensor_like(acc_S)

@@ -1,35 +1,22 @@
 """Attention backward on Hopper for head dimensions above 128: clusters of two CTAs that exchange dS.
 
-A tile (``tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs go over the
-same blocks of 64 queries in lockstep, from the first that attends to the tile to the last. Rank 0 takes the tile's
-index from a counter, so tiles start in the order of their numbers.
+``cluster_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its
+numbers. ``python -m flash_attn_cute.kernels describe sm90 backward --d 256`` prints it for a configuration.
 
-Roles of a CTA (512 threads; registers a thread: ``BackwardClusterConfig.registers``):
-    warp 0              producer of K, then of Q, lse and delta block by block.
-    warp 1              producer of V, then of dO block by block.
-    warps 2, 3          if deterministic, wait at and signal the semaphores of dQ.
-    warpgroup 1         scores: P' = exp2(S' - lse), and dV. A bias it reads from global memory by itself.
-    warpgroup 2         gradients: dS' = P' (dP' - delta), and dK.
-    warpgroup 3         dQ: of all 64 queries half of the columns (those of its rank), over the keys of both CTAs.
+A tile (``common.key_tiles``) is 128 keys for one query head, and one cluster's only work: 64 keys a CTA. Both CTAs go
+over the same blocks of 64 queries in lockstep, from the first that attends to the tile to the last. Rank 0 takes the
+tile's index from a counter, so tiles start in the order of their numbers.
+
 Rank 0 loads Q for both CTAs by multicast, and rank 1 dO; each its own keys, lse and delta. For dQ a CTA also holds the
 other CTA's K, in its own half of the columns.
 
-Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
-    q      2 stages. Warp 0, once, and the bytes of Q, lse and delta -> the warps of warpgroups 1 and 2 of both CTAs.
-    do     2 stages, of a block or half of its columns. Warp 1, once, and the bytes -> as q.
-    p      1 stage. The warps of warpgroup 1, when their weights are in shared memory -> those of warpgroup 2.
-    ds     2 stages. The warps of warpgroup 2, when their part of dS is in shared memory, and 8 KB from those of the
-           other CTA -> the warps of warpgroups 3 of both CTAs.
-    order  see ``common.semaphores``: warp 2 -> the warps of warpgroup 3 -> warp 3 -> warp 2. For dK and dV of grouped
-           heads, once a tile, warpgroups 1 and 2 wait and count themselves.
-    k, v   One mbarrier each, never emptied: warps 0 and 1 and the bytes -> warps that read keys or values.
-
-A step j of the mma warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
-    1   S' = K Q'       P to registers, and to warpgroup 2      dV += P' dO
-    2   dP' = V dO'     dS to registers                         dK += dS' Q     under it dS to both CTAs
-    3   dQ = dS K       dQ to the workspace
-The tensor cores are one warpgroup's while the others compute, wait or add. Warpgroup 2 is half a step behind 1, and 3
-behind both.
+A step of the mma warpgroups (transposed: rows are keys, columns queries), each with one product in flight:
+    scores      S' = K Q'       P to registers, and to the gradients     dV += P' dO
+    gradients   dP' = V dO'     dS to registers                          dK += dS' Q     under it dS to both CTAs
+    sums        dQ = dS K       dQ to the workspace
+The tensor cores are one warpgroup's while the others compute, wait or add. Gradients are half a step behind scores, and
+sums behind both. dQ is added in the order of semaphores if deterministic. For dK and dV of grouped heads warpgroups
+wait and signal themselves, once a tile.
 
 dO has the shortest life, dP to dV, so where shared memory is short it is the one that has no room for two blocks.
 The weights travel as registers (thread to thread), dS as a tile that the tensor cores read.
@@ -59,19 +46,19 @@ from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tiles import take_tile
 from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
-from flash_attn_cute.kernels.sm90.backward.cluster_shared import STAGES, Shared, layouts_of, storage_of
+from flash_attn_cute.kernels.sm90.backward.cluster_schedule import STAGES, cluster_schedule
+from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
-from flash_attn_cute.kernels.sm90.shared import transposed, write
-
-_THREADS = 512
+from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 # Named barriers, of 128 threads each; 0 is the whole CTA's.
 _BARRIER_DV, _BARRIER_DK = 1, 2
@@ -92,6 +79,8 @@ class BackwardClusterSm90:
     def __init__(self, config: BackwardClusterConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = cluster_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
         self.transfers = Transfers(config)
 
     @cute.jit
@@ -99,8 +88,7 @@ class BackwardClusterSm90:
         """Launches the kernel, one cluster a tile."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
+        self.Storage = self.memory.struct()
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
@@ -112,7 +100,7 @@ class BackwardClusterSm90:
         )
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        sK, sK_peer, sV, sQ, sdO, _ = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        sK, sK_peer, sV, sQ, sdO = self.memory.stage_layouts("sK", "sK_peer", "sV", "sQ", "sdO")
         leaves_wide = c.features.wide  # from registers
         tma = Tiles(
             Q=make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), packed),
@@ -126,7 +114,7 @@ class BackwardClusterSm90:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
             grid=[2 * num_key_tiles(c, a), 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[self.schedule.threads, 1, 1],
             cluster=[2, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -144,16 +132,17 @@ class BackwardClusterSm90:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and barriers, learns the tile, then splits into roles."""
-        c = self.config
+        c, threads = self.config, self.schedule.threads
+        scores, gradients, sums = map(self.schedule.role, ("scores", "gradients", "sums"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         if warp_idx == 0:
             prefetch_descriptors(tma)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = Shared.at(c, self.dtype, storage, rank)
+        shared = Shared.of(self.memory, storage, rank)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                shared.init(c)
+                self.memory.init(storage)
             if rank == 0:
                 tile = take_tile(a.mNextTile, num_key_tiles(c, a))
                 if cute.arch.lane_idx() == 0:
@@ -164,8 +153,8 @@ class BackwardClusterSm90:
         cute.arch.cluster_wait()
         index = cute.arch.make_warp_uniform(cute.arch.map_dsmem_ptr(storage.tile.data_ptr(), 0).load())
 
-        if warp_idx < 4:
-            set_registers(c.registers[0], _THREADS)
+        if warp_idx < scores.warps.start:
+            set_registers(self.schedule.role("q_producer").registers, threads)
             if warp_idx == 0:
                 self.transfers.load_queries(a, ws, index, tma, shared)
             if warp_idx == 1:
@@ -175,14 +164,14 @@ class BackwardClusterSm90:
                     self.transfers.wait_semaphores(a, ws, index, shared)
                 elif warp_idx == 3:
                     self.transfers.signal_semaphores(a, ws, index, shared)
-        elif warp_idx < 8:
-            set_registers(c.registers[1], _THREADS)
+        elif warp_idx < scores.warps.stop:
+            set_registers(scores.registers, threads)
             self.score(a, ws, index, mmas, tma.dV, mdV, shared, scales)
-        elif warp_idx < 12:
-            set_registers(c.registers[2], _THREADS)
+        elif warp_idx < gradients.warps.stop:
+            set_registers(gradients.registers, threads)
             self.compute_dS(a, ws, index, mmas, tma.dK, mdK, shared)
         else:
-            set_registers(c.registers[3], _THREADS)
+            set_registers(sums.registers, threads)
             self.sum_queries(a, ws, index, mmas.dQ, shared)
         # Shared memory and barriers live until the other CTA writes to them and arrives at them no more.
         cute.arch.cluster_arrive()
@@ -230,7 +219,7 @@ class BackwardClusterSm90:
             acc.fill(0.0)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
+            shared.k.wait_full(Int32(0))  # from warp 0
             self._read_keys(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 stage, words, m_block = shared.q.stage(step), None, blocks.m_block(c, ws, step)
@@ -343,7 +332,7 @@ class BackwardClusterSm90:
         acc_dK.fill(0.0)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            cute.arch.mbarrier_wait(shared.v_full, 0)  # from warp 1
+            shared.v.wait_full(Int32(0))  # from warp 1
             for sV, operand in zip(sV_parts, tPrV, strict=True):
                 self._read_keys(mma_dP, sV, operand, thread)
             for step in cutlass.range(num_steps, unroll=1):
@@ -417,7 +406,7 @@ class BackwardClusterSm90:
         acc_dQ = cute.make_rmem_tensor(mma_dQ.get_slice(thread).partition_shape_C((64, c.columns_dQ)), Float32)
         num_steps = tile.blocks.num
         if num_steps > 0:
-            cute.arch.mbarrier_wait(shared.k_full, 0)  # from warp 0
+            shared.k.wait_full(Int32(0))  # from warp 0
         for step in cutlass.range(num_steps, unroll=1):
             m_block = blocks.m_block(c, ws, step)
             shared.ds.wait_full(step)  # from warpgroups 2 of both CTAs

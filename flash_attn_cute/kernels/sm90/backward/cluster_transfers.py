@@ -1,4 +1,4 @@
-"""Warpgroup 0 of the backward kernel above d = 128: loads, and turns to add to dQ (see ``cluster``)."""
+"""Warpgroup 0 of the backward kernel above d = 128: loads, and turns to add to dQ (see ``cluster_schedule``)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class _Loads:
     """Loads of one of the producers."""
 
     keys: tuple  # of K or V: tiles, where they go, which CTA's keys, which tile of columns
-    keys_full: cute.Pointer  # where their bytes arrive
+    keys_ring: Ring  # where their bytes arrive
     rows: RowTiles  # of Q, with which come lse and delta, or of dO
     parts: cutlass.Constexpr  # side by side, that make up all columns
     sX: cute.Tensor  # where they go
@@ -57,13 +57,13 @@ class Transfers:
         """Warp 0: keys once, and Q, lse and delta block by block."""
         rank = shared.rank
         keys = ((tma.K, shared.sK, rank, 0), (tma.K_peer, shared.sK_peer, 1 - rank, rank))
-        self._load(a, ws, index, _Loads(keys, shared.k_full, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q), shared)
+        self._load(a, ws, index, _Loads(keys, shared.k, tma.Q, 1, shared.sQ, shared.q, _RANK_OF_Q), shared)
 
     @cute.jit
     def load_dO(self, a: BackwardArguments, ws: Workspace, index: Int32, tma: Tiles, shared: Shared) -> None:
         """Warp 1: values once, and dO block by block."""
         values, parts = ((tma.V, shared.sV, shared.rank, 0),), self.config.parts_dO
-        loads = _Loads(values, shared.v_full, tma.dO, parts, shared.sdO, shared.do, _RANK_OF_DO)
+        loads = _Loads(values, shared.v, tma.dO, parts, shared.sdO, shared.do, _RANK_OF_DO)
         self._load(a, ws, index, loads, shared)
 
     @cute.jit
@@ -72,17 +72,16 @@ class Transfers:
         blocks = blocks_of_tile(c, a, ws, index)
         tile = blocks.tile
         if tile.blocks.num > 0:
-            num_bytes_keys = sum(2 * 64 * t.tile_columns for t, *_ in loads.keys)
+            once = Int32(0)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(loads.keys_full, num_bytes_keys)
+                loads.keys_ring.announce(once)
             for t, sX, rank, column_tile in loads.keys:
                 first = tile.first_key + 64 * rank
                 last = cutlass.max(cutlass.min(first + 64, tile.k.length), first)
                 g = t.at(tile.k.start + first, tile.k.start + last, tile.head_k, tile.batch, column_tile)
-                t.load(g, sX, loads.keys_full)
+                t.load(g, sX, loads.keys_ring.full(once))
         parts = loads.parts
         with_stats = ring is shared.q
-        num_bytes = 2 * 64 * rows.tile_columns + (2 * 4 * 64 if with_stats else 0)
         numbers = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for step in cutlass.range(tile.blocks.num, unroll=1):
             m_block = blocks.m_block(c, ws, step)
@@ -91,7 +90,7 @@ class Transfers:
                 full, stage = ring.full(fill), ring.stage(fill)
                 ring.wait_empty(fill)  # from warpgroups 1 and 2 of both CTAs: this stage is released
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                    ring.announce(fill)
                     if const_expr(with_stats):
                         for i in cutlass.range_constexpr(2):
                             cute.copy(

@@ -1,53 +1,33 @@
 """Attention backward on Hopper, up to d = 128: a tile of keys is the work of a CTA.
 
-Roles (a CTA takes one tile of keys after the other, ``tiles``. Its mainloop goes over the queries that attend to the
-tile, from the first to the last or, under a right bound, for some heads from the last to the first):
-    warpgroup 0         warp 0, producer: chooses tiles, and loads by TMA: K, Q, dO and two numbers a query, V, block by
-                        block.
-                        Warps 1 and 2 carry out what warpgroups 1 and 2 leave for them in shared memory. dK and dV are
-                        stored. dQ is added to the workspace. Ordered additions follow semaphores; the first contributor
-                        stores instead of adding. Unordered ones are added to zeros: those of warp 3, for which these
-                        warps wait at the beginning of a tile, or under masks those of the preprocessing kernel. In
-                        fixed point (``common.fixed_point``) all are added to these zeros: integers as they come,
-                        float32 numbers of heads with outliers in turns.
-                        Warp 3 copies a bias, or zeroes the sums of dQ while the first tiles run. Then it writes zeros
-                        to dK and dV of padding and fully masked keys.
-    warpgroups 1, 2     mma, 64 keys each; when no tile is left, they round dQ (``common.dq_rounding``).
-Registers a thread: ``BackwardCtaConfig.registers``.
+``cta_schedule`` is the table of roles, pipelines, shared memory and steps, from which this module takes its numbers.
+``python -m flash_attn_cute.kernels describe sm90 backward --d 128`` prints it for a configuration.
 
-Pipelines (``Ring``: stages in turn, a full and an empty mbarrier each; who fills -> who empties):
-    tiles  2 stages, what a tile is: warp 0 -> one arrival a warp that needs to know, when it is done with the tile:
-           warps 1, 2 and the mma warps. Fully masked tiles are not published.
-    k      2 stages: warp 0 and the bytes -> one arrival an mma warp, after the tile's last dQ.
-    v      1 stage: the same, after the tile's last dP.
-    bias   1 stage at d = 128, where there is but one of K, too: each tile then computes its own last dQ. Else 2 stages.
-           An arrival of each thread of warp 3 -> one arrival an mma warp, when its elements are in registers.
-    q, do  2 stages: warp 0 and the bytes -> one arrival an mma warp. With Q comes lse, with dO comes delta =
-           rowsum(dO * O), both zero or infinite such that a query behind its sequence has no weight. In fixed point
-           dQ's units come with Q, which is released later than dO.
-    steps  4 stages, a step's block of dQ and its turn: warp 0 -> warps 1 and 2. They have no empty barrier: Q of four
-           steps later waits for the mma warps, which wait until this dQ has left shared memory.
-    ds     mbarriers, two: one arrival an mma warp, when its part of dS is in shared memory -> the same warps.
-    out    1 stage an mma warpgroup: its warps -> warp 1 or 2, when what they put there has been read.
-
-A step of an mma warpgroup (transposed: rows are keys, columns are queries), its products in their order:
+A CTA takes one tile of keys after the other (``common.key_tiles``). Its mainloop goes over the queries that attend to
+the tile, from the first to the last or, under a right bound, for some heads from the last to the first. A block is a
+*step*, and steps are counted over all tiles of the CTA. Products are transposed: rows are keys, columns are queries.
     S' = K Q'
     dP' = V dO'        in flight while P' = exp2(S' - lse) is computed, in registers
-    dV += P' dO        behind it, in flight while dS' = P' (dP' - delta) is computed, into registers and, for both
-                       warpgroups, into shared memory
-    dQ = dS K          of the step before: dS has had half a step to change hands; of dQ each warpgroup has a part.
+    dV += P' dO        in flight while dS' = P' (dP' - delta) is computed, into registers and, for both warpgroups,
+                       into shared memory
+    dQ = dS K          of the step before: dS has had half a step to change hands; each warpgroup has a part of dQ.
                        Where a block has 80 queries, it is dQ' = K' dS', because products have 64 rows
-    dK += dS' Q        in flight while dQ is written to shared memory. Warp 1 or 2 gets a signal when the next scores
-                       are in flight (at once, if steps are not short)
-A bias comes through shared memory: warp 3 copies that of every step. A strided one, or one in float32 at d = 128, for
-which there is no room, threads read from global memory behind the start of S', into the registers that dP' would have,
-which so starts behind P'. Where every score has a bias of its own, dS' is its gradient, and is stored from registers.
+    dK += dS' Q        in flight while dQ is written to shared memory
+So the first step of a tile computes the last dQ of the tile before. Where there is room for one K only, a tile ends
+with its own last dQ instead.
+
+dQ is added to the workspace by TMA. Ordered additions follow semaphores; the first contributor stores instead of
+adding. Unordered ones are added to zeros: those of warp 3, for which storing warps wait at the beginning of a tile, or
+under masks those of the preprocessing kernel. In fixed point (``common.fixed_point``) all are added to these zeros:
+integers as they come, float32 numbers of heads with outliers in turns. When no tile is left, mma warps round dQ
+(``common.dq_rounding``). lse and delta of a query behind its sequence are such that it has no weight.
+
+A bias comes through shared memory. A strided one, or one in float32 at d = 128, for which there is no room, threads
+read from global memory behind the start of S', into the registers that dP' would have, which so starts behind P'. Where
+every score has a bias of its own, dS' is its gradient, and is stored from registers.
 
 Under a mask the mainloop goes over a list of blocks of queries, of all the tile's heads (``common.key_lists``). With Q
-of a block, warp 0 publishes its index and the place of the bits that mask its scores (``common.block_lists``).
-
-The tensor cores are one warpgroup's while the other computes. Tiles follow each other without a break: the first step
-of one computes the last dQ of the one before.
+of a block, the producer publishes its index and the place of the bits that mask its scores (``common.block_lists``).
 
 Masks are those of the forward kernel with queries and keys exchanged. Which rows of the workspace belong to a query,
 and how they are ordered, is ``workspace``'s business.
@@ -69,23 +49,16 @@ from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
 from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
-from flash_attn_cute.kernels.common.key_tiles import NUM_FIELDS, KeyTile, num_key_tiles, zero_fully_masked_keys
-from flash_attn_cute.kernels.common.ring import Ring, arrive_as_warp
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
-from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
+from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
+from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
-from flash_attn_cute.kernels.sm90.backward.cta_shared import (
-    STEP_STAGES,
-    TILE_STAGES,
-    Shared,
-    layouts_of,
-    num_step_fields,
-    piece_number,
-    storage_of,
-)
+from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
+from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, piece_number
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
 from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats, put, take
@@ -100,7 +73,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     read_transposed,
     store_transposed,
 )
-from flash_attn_cute.kernels.sm90.shared import transposed, write
+from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
 
 _ROUNDED_AT_ONCE = 4  # times eight columns of two rows of dQ that a thread reads before it writes
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -122,8 +95,9 @@ class BackwardCtaSm90:
     def __init__(self, config: BackwardCtaConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.schedule = cta_schedule(config)
+        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
         self.warpgroups = config.num_mma_warpgroups
-        self.threads = 128 * (self.warpgroups + 1)
         self.transfers = Transfers(config)
 
     @cute.jit
@@ -131,8 +105,7 @@ class BackwardCtaSm90:
         """Launches the kernel, one persistent CTA an SM."""
         c, dtype, packed = self.config, self.dtype, self.config.features.packed
         mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        layouts = layouts_of(c, dtype)
-        self.Storage = storage_of(c, dtype, layouts)
+        self.Storage = self.memory.struct()
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
@@ -144,7 +117,7 @@ class BackwardCtaSm90:
             dQ=tiled_mma(dtype, mn_major, k_major if c.transposes_dQ else mn_major, c.columns_dQ, shared),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK, sV, sQ, sdO, _, sOut = (cute.select(layout, mode=[0, 1]) for layout in layouts)
+        sK, sV, sQ, sdO, sOut = self.memory.stage_layouts("sK", "sV", "sQ", "sdO", "sOut")
         leaves_wide = c.features.wide  # from registers
         tma = BackwardTiles(
             Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
@@ -157,7 +130,7 @@ class BackwardCtaSm90:
         scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
         ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
         self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[ctas, 1, 1], block=[self.schedule.threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -172,81 +145,34 @@ class BackwardCtaSm90:
         scales: ScoreScales,
     ) -> None:
         """Sets up shared memory and pipelines, then splits into roles."""
-        c = self.config
+        c, schedule = self.config, self.schedule
+        producer, mma = map(schedule.role, ("producer", "mma"))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             prefetch_descriptors(tma)
-        layouts = layouts_of(c, self.dtype)
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        tiles = Ring(storage.tile_barriers.data_ptr(), TILE_STAGES)
-        steps = Ring(storage.step_barriers.data_ptr(), STEP_STAGES)
-        k, v = Ring(storage.k_barriers.data_ptr(), c.k_stages), Ring(storage.v_barriers.data_ptr(), 1)
-        q, do = (Ring(x.data_ptr(), c.stages) for x in (storage.q_barriers, storage.do_barriers))
-        out = [Ring(storage.out_barriers.data_ptr() + 2 * w, 1) for w in range(self.warpgroups)]
-        ds_barriers = storage.ds_barriers.data_ptr()
-        bias = SharedBias(
-            ScoreTensors.of(c.features, a),
-            Ring(storage.bias_barriers.data_ptr(), c.bias_stages),
-            storage.bias.data_ptr(),
-            c.bias_rows,
-            c.bias_pitch,
-            32,
-            paired=False,
-            uniform=c.features.uniform_bias,
-        )
-        mma_warps = 4 * self.warpgroups
+        shared = Shared.of(c, a, self.memory, storage)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                tiles.init(full=1, empty=mma_warps + self.warpgroups + (1 if c.bias_pitch else 0))
-                if const_expr(c.bias_pitch):
-                    bias.ring.init(full=32, empty=mma_warps)
-                for ring in (k, v, q, do):
-                    ring.init(full=1, empty=mma_warps)
-                for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(ds_barriers + i, mma_warps)
-                for ring in out:
-                    ring.init(full=mma_warps // self.warpgroups, empty=1)
-                steps.init(full=1, empty=1)
+                self.memory.init(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-
-        shared = Shared(
-            **{
-                name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-                for name, layout in layouts._asdict().items()
-            },
-            stats=storage.stats.get_tensor(cute.make_layout((c.tile_m, c.numbers_a_query, c.stages))),
-            tile_fields=storage.tile_fields.get_tensor(cute.make_layout((NUM_FIELDS, TILE_STAGES))),
-            step_fields=storage.step_fields.get_tensor(cute.make_layout((num_step_fields(c), STEP_STAGES))),
-            tiles=tiles,
-            steps=steps,
-            k=k,
-            v=v,
-            ds_barriers=ds_barriers,
-            out_barriers=storage.out_barriers.data_ptr(),
-            sums=cute.recast_ptr(storage.sOut.data_ptr(), dtype=Float32),
-            q=q,
-            do=do,
-            bias=bias,
-        )
         if warp_idx < 4:
-            set_registers(c.registers[0], self.threads)
+            set_registers(producer.registers, schedule.threads)
             if warp_idx == 0:
                 self.transfers.producer(a, ws, tma, shared)
             elif warp_idx <= self.warpgroups:
                 self.transfers.carry_out(a, ws, tma, shared, warp_idx - 1)
-            f = c.features
             if warp_idx == 3:
                 if const_expr(c.bias_pitch):
                     self.transfers.load_bias(a, shared)
                 if const_expr(c.zeroes_sums):
                     self.transfers.zero_sums(a, ws)
-                # Every dense key is seen if there is neither window nor mask.
-                if const_expr(f.packed or f.left or f.right or f.listed):
+                if const_expr(c.features.may_mask_keys):
                     index, _, _ = cute.arch.block_idx()
                     zero_fully_masked_keys(c, a, ws, mdK, mdV, index, cute.arch.grid_dim()[0])
         else:
-            set_registers(c.registers[1], self.threads)
+            set_registers(mma.registers, schedule.threads)
             self.mma(a, ws, mmas, shared, scales)
             rounded = partial(
                 round_block,
@@ -341,7 +267,7 @@ class BackwardCtaSm90:
         shared = work.shared
         if step > 0:
             # From all mma warps: the last step's dS is there.
-            cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
+            shared.ds.wait_full(step - 1)
         self._start_dQ(work, step - 1, tile_idx)
         warpgroup.wait_group(0)
         if step > 0:
@@ -481,7 +407,7 @@ class BackwardCtaSm90:
             tensors, cS = work.scores.tensors, work.scores.cS
             store_transposed(work.rdS, work.arguments.mdBias, tensors, self._place(work, tile_idx, nth, m_block), cS)
         # From all mma warps: the last step's dS is there, and the one that was here before is read no more.
-        cute.arch.mbarrier_wait(shared.ds_barriers + (step - 1 & 1), step - 1 >> 1 & 1)
+        shared.ds.wait_full(step - 1)
         sdS = shared.sdS[None, None, work.warpgroup, step & 1]
         transposes = self.config.transposes_dQ
         write(work.rdS, work.mmas.S, transposed(sdS) if const_expr(transposes) else sdS, work.thread, transposes)
@@ -496,7 +422,7 @@ class BackwardCtaSm90:
                 shared.k.release(last_tile_idx)  # to warp 0
         cute.arch.fence_proxy("async.shared", space="cta")  # not earlier, as above
         # To all mma warps: this warp's part of dS is there, and it reads the other buffer no more.
-        arrive_as_warp(shared.ds_barriers + (step & 1))
+        shared.ds.arrive(step)
         if not is_first if const_expr(self.config.k_stages == 1) else step > 0:
             self._put_out_dQ(work, piece_number(step, tile_idx))
         self._read_units(work, stage)

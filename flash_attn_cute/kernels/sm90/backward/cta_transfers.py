@@ -1,4 +1,4 @@
-"""Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``cta``)."""
+"""Warpgroup 0 of the backward kernel up to d = 128: from global memory, and back again (see ``cta_schedule``)."""
 
 from typing import NamedTuple
 
@@ -109,10 +109,9 @@ class Transfers:
     @cute.jit
     def _load_keys(self, tile: KeyTile, t: RowTiles, sX: cute.Tensor, ring: Ring, tile_idx: Int32) -> None:
         """A tile's keys or values: K or V, 64 rows an mma warpgroup."""
-        c = self.config
         ring.wait_empty(tile_idx)  # from the mma warps: this stage is released
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tile_idx), 2 * c.tile_n * c.tile_d)
+            ring.announce(tile_idx)
         for w in cutlass.range_constexpr(self.warpgroups):
             start = tile.first_key + 64 * w
             stop = cutlass.max(cutlass.min(start + 64, tile.k.length), start)
@@ -143,9 +142,8 @@ class Transfers:
             with cute.arch.elect_one():
                 if const_expr(i == 0):
                     shared.publish_step(step, info)
-                with_units = const_expr(i == 0 and c.fixed_point)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_m * (2 * c.tile_d + (8 if with_units else 4)))
-                if const_expr(with_units):
+                ring.announce(step)
+                if const_expr(i == 0 and c.fixed_point):  # units of dQ
                     cute.copy(numbers, ws.mStats[2, head, block, None], shared.stats[None, 2, stage], mbar_ptr=full)
                 cute.copy(
                     numbers,
