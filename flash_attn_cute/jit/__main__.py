@@ -80,14 +80,15 @@ def configurations(chosen: argparse.Namespace) -> list[Any]:
             if name == "bias_gradient" and not features.bias:
                 continue
             configure = architecture.passes[name].configure
+            windows = (1, None) if features.left and features.right else (None,)
             options: list[dict[str, Any]] = [{}]
             if name == "forward":
-                lengths = itertools.product(chosen.groups, (0, _MANY_ROWS))
-                options = [{"group": group, "queries": queries} for group, queries in lengths]
+                lengths = itertools.product(chosen.groups, (0, _MANY_ROWS), windows)
+                options = [{"group": group, "queries": queries, "window": w} for group, queries, w in lengths]
             elif name == "backward":
                 contentions = (False, True) if features.block_mask else (False,)
-                lengths = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), contentions)
-                options = [{"keys": keys, "low_contention": low} for keys, low in lengths]
+                cases = itertools.product((_FEW_ROWS, 0, _MANY_ROWS), windows, contentions)
+                options = [{"keys": keys, "window": w, "low_contention": low} for keys, w, low in cases]
             found += [configure(dtype, d, d_v, features, **each) for each in options]
     return list(dict.fromkeys(found))
 

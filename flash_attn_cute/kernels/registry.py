@@ -31,11 +31,12 @@ class Pass(NamedTuple):
     """The kernels of one pass on one architecture."""
 
     # From dtype's name, d, d_v and ``Features`` (forward also group= and queries=, backward keys=, how many a sequence
-    # has, of a bias's gradient split=, and target= where an architecture has several) to a configuration: a frozen
-    # dataclass with the attributes dtype, tile_d, features and target (what it is compiled for), whose class has its
-    # ``architecture`` and ``pass_name``. Backends read more: tile_m, tile_n and ctas_a_tile; reorders_bits; persistent,
-    # group and parts() (forward; the latter under a mask); sums_heads, reverses_last and workspace_size() (backward),
-    # whose features say whether its kernel writes a bias's gradient; mask_tile (forward, and of that gradient).
+    # has; both window=, how many keys a query attends to between two bounds; of a bias's gradient split=; and target=
+    # where an architecture has several) to a configuration: a frozen dataclass with the attributes dtype, tile_d,
+    # features and target (what it is compiled for), whose class has its ``architecture`` and ``pass_name``. Backends
+    # read more: tile_m, tile_n and ctas_a_tile; reorders_bits; persistent, group and parts() (forward; the latter under
+    # a mask); sums_heads, reverses_last and workspace_size() (backward), whose features say whether its kernel writes a
+    # bias's gradient; mask_tile (forward, and of that gradient).
     configure: Callable[..., Any]
     kernel: str  # "module:name" of what makes, of a configuration, what is compiled and called with the arguments
     arguments: type  # a class of ``kernels.arguments``

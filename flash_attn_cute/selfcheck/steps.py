@@ -36,6 +36,7 @@ MASKS, BIASES, TOGETHER = "masks", "biases", "together"
 _HEADS = ((64, 64), (128, 128), (96, 96), (192, 128), (192, 192), (256, 256))
 # Rows of a sequence: fewer than pairs of CTAs are used for; and as many as they are, with a right bound, too.
 _FEW, _MANY, _MANY_CAUSAL = 200, 1100, 2100
+_WIDE = 900  # keys to the left of a query, within a window that pairs of CTAs are used for
 _REPEATED = "repeated"
 _SIXTEEN_BITS = torch.bfloat16
 _LARGE = 2**31  # bytes of dQ's sums
@@ -88,7 +89,8 @@ def family_of_sample(architecture: Architecture, pass_name: str, sample: Sample)
     """The family that a sample's pass is computed by."""
     lengths = sample.lengths_q if pass_name == "forward" else sample.lengths_k or sample.lengths_q
     rows = sum(lengths) // len(lengths) if sample.packed else max(lengths)
-    return _family(architecture, pass_name, sample.d, sample.d_v, _features(sample), rows)
+    window = None if sample.left is None or sample.right is None else sample.left + sample.right + 1
+    return _family(architecture, pass_name, sample.d, sample.d_v, _features(sample), rows, window)
 
 
 def _features(sample: Sample) -> Features:
@@ -106,8 +108,16 @@ def _features(sample: Sample) -> Features:
     )
 
 
-def _family(architecture: Architecture, pass_name: str, d: int, d_v: int, features: Features, rows: int) -> str:
-    options = {"queries": rows} if pass_name == "forward" else {"keys": rows}
+def _family(
+    architecture: Architecture,
+    pass_name: str,
+    d: int,
+    d_v: int,
+    features: Features,
+    rows: int,
+    window: int | None = None,
+) -> str:
+    options = {"queries" if pass_name == "forward" else "keys": rows, "window": window}
     return family(architecture.passes[pass_name].configure("bfloat16", d, d_v, features, **options))  # type: ignore[index]
 
 
@@ -165,7 +175,7 @@ def _steps_of_family(architecture: Architecture, kernels: Kernels, number: int) 
         Sample(d - 8, d_v - 8, (130,) * 2, (210,) * 2, heads=4, heads_k=1, left=50, right=20, dtype=torch.float16),
         Sample(d, d_v, (177,), (50,), softcap=15.0, sink=True, scale=-0.2, left=90, sliced=True),
         Sample(d, d_v, (_MANY, _MANY + 61), packed=True, padded=True, heads=4, dlse=True),
-        Sample(d, d_v, (_MANY_CAUSAL,), right=0, softcap=15.0, sink=True, scale=-0.2),
+        Sample(d, d_v, (_MANY_CAUSAL,), left=_WIDE, right=0, softcap=15.0, sink=True, scale=-0.2),
         Sample(d - 8, d_v - 8, (_MANY,), (_MANY + 90,), sliced=True, dtype=torch.float16),
     ]
     fitting = [x for x in candidates if family_of_sample(architecture, kernels.pass_name, x) == kernels.family]

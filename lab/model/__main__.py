@@ -156,7 +156,7 @@ def _gains(rates: Iterable[tuple[float, float]]) -> str:
 
 
 def _changes() -> Iterator[str]:
-    yield from _table("change", "full / causal", "by power", "clocks a step", "by power")
+    yield from _table("change", "full / causal, or a window", "by power", "clocks a step", "by power")
     for name, change in CHANGES.items():
         gains, steps = [], []
         for machine in (B200, B200_BY_POWER):

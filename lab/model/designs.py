@@ -182,6 +182,12 @@ CHANGES: dict[str, Change] = {
     "backward (192, 128): 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR),
     "backward d = 192: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR),
     "backward d = 256: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR),
+    "backward, a window of 1024 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=1024),
+    "backward (192, 128), a window of 1024 keys: 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR, window=1024),
+    "backward d = 192, a window of 1024 keys: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR, window=1024),
+    "backward d = 256, a window of 1024 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=1024),
+    "backward d = 256, a window of 256 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=256),
+    "forward (192, 128), a window of 1024 keys: 2-CTA": Change(_192, _192_PAIR, window=1024),
     "backward: compute warpgroups do not meet (in the plan)": Change(
         replace(_BACKWARD_PAIR, meets=True), _BACKWARD_PAIR
     ),
@@ -193,13 +199,7 @@ CHANGES: dict[str, Change] = {
 
 # And those that have not. They fit into shared memory (a test counts).
 OPEN: dict[str, Change] = {
-    "backward d = 256, a window of 1024 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=1024),
-    "backward d = 256, a window of 256 keys: 2-CTA": Change(_BACKWARD_256, _BACKWARD_256_PAIR, window=256),
-    "backward d = 192, a window of 1024 keys: 2-CTA": Change(_BACKWARD_TWO_192, _BACKWARD_TWO_192_PAIR, window=1024),
-    "backward (192, 128), a window of 1024 keys: 2-CTA": Change(_BACKWARD_192, _BACKWARD_192_PAIR, window=1024),
-    "backward d = 128, a window of 1024 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=1024),
     "backward d = 128, a window of 256 keys: 2-CTA": Change(_BACKWARD, _BACKWARD_PAIR, window=256),
-    "forward (192, 128), a window of 1024 keys: 2-CTA": Change(_192, _192_PAIR, window=1024),
     "forward d = 192: 2-CTA": Change(_WIDE_192, _WIDE_192_PAIR),
     "backward d = 96: tiles of 96 columns": Change(_BACKWARD_PAIR, _BACKWARD_96_PAIR, columns=96),
     "backward d = 64: 2-CTA": Change(_BACKWARD_64, _BACKWARD_64_PAIR),

@@ -61,7 +61,9 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "grouped-causal": ([130], [270], {"packed": False, "nheads": 4, "nheads_k": 1, "causal": True}),
     "packed-float16": ([129, 0, 20], [257, 17, 100], {"nheads": 1, "causal": True, "dtype": torch.float16}),
     "everything": ([140, 1], [290, 0], {**EVERYTHING, "head_dim_v": 72, "nheads": 2, "nheads_k": 1}),
+    "left": ([150], [290], {"packed": False, "nheads": 1, "window_size": (20, None)}),
     "d192-dv128": ([150], [300], {"packed": False, "head_dim": 192, "nheads": 1}),
+    "d192-dv128-window": ([130], [270], {"packed": False, "head_dim": 192, "nheads": 1, "window_size": (70, 0)}),
     "d192-dv128-causal": ([70], [270], {"packed": False, "head_dim": 192, "nheads": 4, "nheads_k": 1, "causal": True}),
     "d192-dv128-packed": (
         [65, 0, 20],
@@ -75,6 +77,8 @@ PAIRS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     ),
     "d192": ([65], [300], {"packed": False, "head_dim": 192, "head_dim_v": 192, "nheads": 1}),
     "d256": ([100], [270], {"packed": False, **D256, "nheads": 1}),
+    "d256-window": ([130], [270], {"packed": False, **D256, "nheads": 1, "window_size": (70, 0)}),
+    "d256-left": ([70], [270], {"packed": False, **D256, "nheads": 1, "window_size": (20, None)}),
     "d256-grouped-causal": ([65], [270], {"packed": False, **D256, "nheads": 3, "nheads_k": 1, "causal": True}),
     "d256-packed": ([65, 0, 20], [257, 17, 100], {**D256, "nheads": 1, "causal": True, "dtype": torch.float16}),
     "d232-dv200-everything": (

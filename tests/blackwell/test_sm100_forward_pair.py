@@ -23,6 +23,11 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "d256-everything": ([140, 20], [300, 0], {"nheads": 1, **EVERYTHING}),
     "d216-dv128": ([200], [65], {"packed": False, "nheads": 1, "head_dim": 216, "head_dim_v": 128}),
     "d192-dv128": ([600], [140], {"packed": False, "nheads": 1, "head_dim": 192, "head_dim_v": 128}),
+    "d192-dv128-window": (
+        [300],
+        [400],
+        {"packed": False, "nheads": 1, "head_dim": 192, "head_dim_v": 128, "window_size": (200, 0)},
+    ),
     "d192-dv128-everything": (
         [400, 1, 30],
         [300, 129, 0],

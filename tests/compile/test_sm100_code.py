@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flash_attn_cute import explain, flash_attn_func
-from flash_attn_cute.backends.cute.plan import Shapes, plan_forward
+from flash_attn_cute.backends.cute.plan import Shapes, plan_backward, plan_forward
 from flash_attn_cute.calls.dispatch import BACKENDS, supposing
 from flash_attn_cute.jit import __main__ as command
 from flash_attn_cute.kernels.registry import ARCHITECTURES, pass_of
@@ -450,6 +450,17 @@ def test_pairs_are_planned_for_long_sequences() -> None:
     assert explained.cluster == 2
 
 
+def test_pairs_are_planned_for_wide_windows() -> None:
+    """By how many keys a query attends to between the bounds; a window of one bound is wide."""
+    shapes = Shapes((2, 4096, 4, 128), (2, 4096, 4, 128), 0, 4096)
+    for left, right, ctas in ((300, 0, 1), (383, 383, 1), (384, 383, 2), (767, 0, 2), (None, 0, 2), (0, None, 2)):
+        spec = spec_of(window_left=left, window_right=right)
+        planned = plan_backward(ARCHITECTURES["sm100"], spec, shapes, 148)
+        assert planned.config.ctas_a_tile == ctas, (left, right)
+        forward = plan_forward(ARCHITECTURES["sm100"], spec._replace(head_dim=192), shapes, 148)
+        assert forward.config.ctas_a_tile == ctas, (left, right)
+
+
 @pytest.mark.parametrize("d", range(8, max(HEAD_DIMS) + 8, 8))
 def test_bias_gradient_sizes(d: int) -> None:
     """Within shared memory, tensor memory and registers; rings of a power of 2; blocks of the backward pass."""
@@ -511,11 +522,11 @@ def test_warming_refuses_passes_that_there_are_none_of(monkeypatch: pytest.Monke
 
 def test_warming_is_for_all_lengths() -> None:
     """Where long sequences get other kernels."""
-    for name, d in (("backward", 128), ("forward", 256)):
-        arguments = ["warm", "--architecture", "sm100", "--masks", "causal", "--passes", name, "--layouts", "dense"]
-        arguments += ["--dtypes", "float16", "--head-dims", "64", str(d)]
+    for name, d, mask in (("backward", "128", "causal"), ("forward", "256", "causal"), ("backward", "256", "window")):
+        arguments = ["warm", "--architecture", "sm100", "--masks", mask, "--passes", name, "--layouts", "dense"]
+        arguments += ["--dtypes", "float16", "--head-dims", "64", d]
         found = command.configurations(command.parser().parse_args(arguments))
-        assert sorted(c.ctas_a_tile for c in found if c.tile_d == d and c.target == B200) == [1, 2]
+        assert sorted(c.ctas_a_tile for c in found if c.tile_d == int(d) and c.target == B200) == [1, 2]
         assert {c.ctas_a_tile for c in found if c.tile_d < 128} == {1}
 
 

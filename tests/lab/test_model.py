@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,8 @@ def test_pairs_are_chosen_where_they_pay(d: int, d_v: int, name: str, keys: int,
     lost = (keys + 2 * 128) / (keys + 128)
     chosen = backward_config("bfloat16", d, d_v, Features(right=causal), keys=keys)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
-    assert backward_config("bfloat16", d, d_v, Features(right=causal, left=True), keys=keys).ctas_a_tile == 1
+    mirrored = backward_config("bfloat16", d, d_v, Features(left=True), keys=keys)
+    assert not causal or mirrored.ctas_a_tile == chosen.ctas_a_tile, "a left bound alone is a right one, mirrored"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -326,8 +328,36 @@ def test_pairs_are_chosen_forward_where_they_pay(d: int, d_v: int, name: str, qu
     chosen = forward_config("bfloat16", d, d_v, features, queries=queries)
     lost = (queries + 2 * of_one.tile_m) / (queries + of_one.tile_m)
     assert (chosen.ctas_a_tile == 2) == (pair / alone > lost)
-    windowed = forward_config("bfloat16", d, d_v, Features(right=causal, left=True), queries=queries)
-    assert windowed.ctas_a_tile == (chosen.ctas_a_tile if d == 256 else 1)
+
+
+@pytest.mark.parametrize("window", [64, 128, 256, 512, 640, 768, 1024, 2048])
+@pytest.mark.parametrize(
+    ("name", "d", "d_v"),
+    [
+        ("backward {}-CTA", 128, 128),
+        ("backward (192, 128) {}-CTA", 192, 128),
+        ("backward d = 192 {}-CTA", 192, 192),
+        ("backward d = 256 {}-CTA", 256, 256),
+        ("forward (192, 128)", 192, 128),
+    ],
+)
+def test_pairs_are_chosen_under_windows_where_they_pay(name: str, d: int, d_v: int, window: int) -> None:
+    """Where they gain more, in both readings, than a sequence of 8k loses by them that is longer by one row."""
+    names = [name.format(n) for n in (1, 2)] if "{}" in name else [name, f"{name} 2-CTA"]
+    features, rows = Features(left=True, right=True), 8192
+    if name.startswith("backward"):
+        config: Any = partial(backward_config, "bfloat16", d, d_v, features, keys=rows)
+        of_one = config(window=0).tile_n
+    else:
+        config = partial(forward_config, "bfloat16", d, d_v, features, queries=rows)
+        of_one = config(window=0).tile_m
+    cases = [Case(DESIGNS[name], causal=True, window=window) for name in names]
+    gains = []
+    for machine in (B200, B200_BY_POWER):
+        alone, pair = (case.tflops(case.predict(machine), machine) for case in cases)
+        gains.append(pair / alone)
+    lost = (rows + 2 * of_one) / (rows + of_one)
+    assert (config(window=window).ctas_a_tile == 2) == (min(gains) > lost), gains
 
 
 def test_turns_that_are_waited_for_cost_more() -> None:

@@ -61,7 +61,7 @@ def _causal(draw: random.Random) -> Options:
 
 
 def _window(draw: random.Random) -> Options:
-    return {"window_size": (draw.choice([None, 0, 50, 300]), draw.choice([None, 0, 20, 200]))}
+    return {"window_size": (draw.choice([None, 0, 50, 300, 900]), draw.choice([None, 0, 20, 200]))}
 
 
 def _tensor(name: str, draw: random.Random, *, packed: bool | None = None) -> Options:
@@ -101,12 +101,13 @@ def other_kernels_from(options: Options) -> list[int]:
     left, right = options.get("window_size", (None, None))
     tensors = {name: name in options for name in ("mask", "block_mask", "bias")}
     features = Features(left=left is not None, right=right is not None or options.get("causal", False), **tensors)
+    window = None if left is None or right is None else left + right + 1
     d: int = options["head_dim"]
     d_v: int = options.get("head_dim_v", d)
 
     def kernels(length: int) -> tuple[Any, Any]:
-        forward = forward_config("bfloat16", d, d_v, features, queries=length)
-        return forward, backward_config("bfloat16", d, d_v, features, keys=length)
+        forward = forward_config("bfloat16", d, d_v, features, queries=length, window=window)
+        return forward, backward_config("bfloat16", d, d_v, features, keys=length, window=window)
 
     return [length for length in (256, 512, 1024, 2048) if kernels(length) != kernels(length - 1)]
 

@@ -144,6 +144,7 @@ def plan_forward(architecture: Architecture, spec: AttentionSpec, shapes: Shapes
         features_of(spec, shapes),
         group=group,
         queries=shapes.rows_a_sequence(shapes.q),
+        window=_keys_of_window(spec),
     )
     heads = spec.nheads // config.group
     bytes_a_head = 2 * shapes.k[-3] * (spec.head_dim + spec.head_dim_v)
@@ -167,6 +168,7 @@ def plan_backward(architecture: Architecture, spec: AttentionSpec, shapes: Shape
         spec.head_dim_v,
         features_of(spec, shapes),
         keys=shapes.rows_a_sequence(shapes.k),
+        window=_keys_of_window(spec),
         low_contention=spec.low_contention,
     )
     num_m_blocks, num_n_blocks = (
@@ -308,6 +310,13 @@ def _sharing(
 
 def _has_window(spec: AttentionSpec) -> bool:
     return spec.window_left is not None or spec.window_right is not None
+
+
+def _keys_of_window(spec: AttentionSpec) -> int | None:
+    """Number of keys that a query attends to, if a window bounds both sides."""
+    if spec.window_left is None or spec.window_right is None:
+        return None
+    return spec.window_left + spec.window_right + 1
 
 
 def _numbers(spec: AttentionSpec, shapes: Shapes, sharing: tuple[int, int, int]) -> dict[str, float | None]:

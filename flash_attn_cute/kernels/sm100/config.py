@@ -152,26 +152,33 @@ class _ForwardTile(NamedTuple):
     o_in_q: bool = False
     ctas_a_tile: int = 1
     queries: int = 0  # of a sequence, at least
+    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
     case: Case = Case()
 
-    def fits(self, columns: int, columns_v: int, features: Features, queries: int) -> bool:
+    def fits(self, columns: int, columns_v: int, features: Features, queries: int, window: int | None) -> bool:
         """Whether it serves a call. Of v's columns each CTA has 64, or a multiple of it."""
         fits_v = self.tile_dv >= columns_v and columns_v % (64 * self.ctas_a_tile) == 0
-        return self.tile_d == columns and fits_v and self.queries <= queries and self.case.fits(features)
+        is_long = self.queries <= queries and _is_wide(window, self.window)
+        return self.tile_d == columns and fits_v and is_long and self.case.fits(features)
+
+
+def _is_wide(window: int | None, least: int) -> bool:
+    """Whether a query attends to so many keys. A window of None does not bound both sides."""
+    return window is None or window >= least
 
 
 # The first row that fits is chosen. Tensor memory has to hold two blocks of scores and O of all parts; shared memory Q
 # of all parts, K and V. With 64 keys a block products of scores wait for shared memory, but where it has no room for
 # two blocks of 128 they would have to wait for global memory, block by block. A pair of CTAs, which share a block, have
 # the room. They pay from so many queries on, by the model of the pipelines: of shorter sequences too much of the last
-# tile may be empty, and under a right bound a tile's first queries see too little of its blocks.
-# Windows with a left bound may be narrow, and a pair of two parts goes over many more blocks than each part attends to.
+# tile may be empty, and under a right bound a tile's first queries see too little of its blocks. Of a window with both
+# bounds that is so of all tiles: where it is narrow, a pair of two parts goes over many more blocks than a part needs.
 _TENSORS = "mask block_mask bias"  # that pairs do not read
 _FORWARD_TILES = (
     _ForwardTile(64, 64, 2, 128, 4, 4),
     _ForwardTile(128, 128, 2, 128, 2, 2),
     _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=512, case=Case(without=f"left right {_TENSORS}")),
-    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, case=Case("right", without=f"left {_TENSORS}")),
+    _ForwardTile(192, 128, 2, 128, 2, 2, ctas_a_tile=2, queries=2048, window=768, case=Case(without=_TENSORS)),
     _ForwardTile(192, 128, 2, 128, 2, 1, o_in_q=True),
     _ForwardTile(192, 192, 1, 64, 2, 4),
     _ForwardTile(256, 256, 1, 128, 2, 2, ctas_a_tile=2, queries=256, case=Case(without=f"right {_TENSORS}")),
@@ -188,18 +195,27 @@ def forward_config(
     *,
     group: int = 1,
     queries: int = 0,
+    window: int | None = None,
     target: str = TARGETS[10, 0],
 ) -> ForwardConfig:
-    """The configuration that serves a call whose sequences have so many queries, on average.
+    """The configuration that serves a call.
 
-    ``group`` is for few queries, whose heads other architectures have in one tile; here they never share one.
+    Args:
+        dtype: one of ``DTYPES``.
+        head_dim: of q and k.
+        head_dim_v: of v.
+        features: of the call.
+        group: for few queries, whose heads other architectures have in one tile; here they never share one.
+        queries: of a sequence, on average; 0 if that is not known.
+        window: keys that a query attends to, if a window bounds both sides.
+        target: one of ``TARGETS``.
     """
     del group
     # Every thread reads its row of a bias, by words, wherever it is.
     features = replace(features.of_pass("forward"), uniform_bias=False, paired_bias=False)
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
-    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries))
+    tile = next(t for t in _FORWARD_TILES if t.fits(columns, columns_v, features, queries, window))
     return ForwardConfig(
         target=target,
         dtype=dtype,
@@ -457,27 +473,33 @@ class _BackwardTile(NamedTuple):
     do_stages: int
     ctas_a_tile: int = 1
     keys: int = 0  # of a sequence, at least
+    window: int = 0  # keys that a query attends to, at least, if a window bounds both sides
     case: Case = Case()
+
+    def fits(self, columns: int, columns_v: int, features: Features, keys: int, window: int | None) -> bool:
+        """Whether it serves a call."""
+        is_long = self.keys <= keys and _is_wide(window, self.window)
+        return self.tile_d == columns and self.tile_dv >= columns_v and is_long and self.case.fits(features)
 
 
 # The first row that fits is chosen. Tensor memory has to hold a block of scores, their gradients, dK and, but for two
 # passes, dV; shared memory K, V, and a block of Q, dO and dS. Pairs of CTAs pay from so many keys
 # on, by the model of the pipelines: of shorter sequences too much of the last tile of 256 keys may be empty, and under
-# a right bound a tile's first steps see too little of it. Windows with a left bound may be narrow, and have none. Lists
-# are those of 128 keys, so that under a mask there are no pairs.
+# one bound a tile's first or last steps see too little of it, as under a narrow window all of them do. Lists are those
+# of 128 keys, so that under a mask there are no pairs.
 _BACKWARD_TILES = (
     _BackwardTile(64, 64, 128, 1, 2, 2, 2),
     _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case(without="left right bias listed")),
-    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, case=Case("right", without="left bias listed")),
+    _BackwardTile(128, 128, 128, 1, 1, 1, 1, ctas_a_tile=2, keys=2048, window=768, case=Case(without="bias listed")),
     _BackwardTile(128, 128, 128, 1, 1, 2, 1),
     _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=512, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, case=Case("right", without="left bias listed")),
+    _BackwardTile(192, 128, 64, 1, 1, 1, 1, ctas_a_tile=2, keys=1024, window=640, case=Case(without="bias listed")),
     _BackwardTile(192, 128, 64, 1, 1, 2, 2),
     _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
-    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
+    _BackwardTile(192, 192, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, window=128, case=Case(without="bias listed")),
     _BackwardTile(192, 192, 64, 2, 1, 2, 2),
     _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=256, case=Case(without="left right bias listed")),
-    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, case=Case("right", without="left bias listed")),
+    _BackwardTile(256, 256, 64, 2, 1, 2, 1, ctas_a_tile=2, keys=512, window=64, case=Case(without="bias listed")),
     _BackwardTile(256, 256, 64, 2, 1, 1, 1),
 )
 
@@ -489,19 +511,27 @@ def backward_config(
     features: Features,
     *,
     keys: int = 0,
+    window: int | None = None,
     low_contention: bool = False,
     target: str = TARGETS[10, 0],
 ) -> BackwardConfig:
-    """The configuration that serves a call whose sequences have so many keys, on average.
+    """The configuration that serves a call.
 
-    ``low_contention``, of its block mask, is for other architectures.
+    Args:
+        dtype: one of ``DTYPES``.
+        head_dim: of q and k.
+        head_dim_v: of v.
+        features: of the call.
+        keys: of a sequence, on average; 0 if that is not known.
+        window: keys that a query attends to, if a window bounds both sides.
+        low_contention: of the call's block mask, for other architectures.
+        target: one of ``TARGETS``.
     """
     del low_contention
     columns_v = _tile_columns(head_dim_v)
     columns = max(_tile_columns(head_dim), columns_v)
-    fitting = (t for t in _BACKWARD_TILES if t.tile_d == columns and t.tile_dv >= columns_v)
-    tile = next(t for t in fitting if t.keys <= keys and t.case.fits(features))._asdict()
-    del tile["keys"], tile["case"]
+    tile = next(t for t in _BACKWARD_TILES if t.fits(columns, columns_v, features, keys, window))._asdict()
+    del tile["keys"], tile["window"], tile["case"]
     # Every thread reads its column of a bias element by element, wherever these are. Behind a softcap that one is for
     # all would be known too early, and spill.
     is_uniform = features.uniform_bias and not features.softcap

@@ -184,13 +184,20 @@ _FORWARD_TILES = (
 
 
 def forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, group: int = 1, queries: int = 0
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    features: Features,
+    *,
+    group: int = 1,
+    queries: int = 0,
+    window: int | None = None,
 ) -> ForwardConfig:
     """The configuration that serves a call: its kernel's tiles, and what is compiled into it.
 
-    ``queries``, how many a sequence has, is for other architectures.
+    ``queries``, how many a sequence has, and ``window``, how many keys a query attends to, are for other architectures.
     """
-    del queries
+    del queries, window
     tile_dv = _tile_columns(head_dim_v)
     tile_d = max(_tile_columns(head_dim), tile_dv)
     tile = next(t for t in _FORWARD_TILES if t.tile_d == tile_d and t.case.fits(features))
@@ -443,7 +450,14 @@ _CLUSTER_TILES = (
 
 
 def backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, features: Features, *, keys: int = 0, low_contention: bool = False
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    features: Features,
+    *,
+    keys: int = 0,
+    window: int | None = None,
+    low_contention: bool = False,
 ) -> BackwardConfig:
     """The configuration that serves a call: its kernels' tiles, and what is compiled into them.
 
@@ -453,9 +467,11 @@ def backward_config(
         head_dim_v: of v.
         features: of the call.
         keys: of a sequence, on average; 0 if that is not known.
+        window: keys that a query attends to, for other architectures.
         low_contention: of the call's block mask (``AttentionSpec``). Up to d = 128 its additions to dQ have an order,
             asked for or not; clusters are faster without.
     """
+    del window
     tile_d = _tile_columns(max(head_dim, head_dim_v))
     features = replace(_read_alike(features.of_pass("backward")), paired_bias=False)
     if tile_d > 128:
