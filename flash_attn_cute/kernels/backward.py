@@ -18,6 +18,7 @@ class BackwardSizes:
     ctas_a_tile: ClassVar[int]
     fixed_point: bool = False  # dQ is summed in integers (``common.fixed_point``)
     sums_heads: ClassVar[bool] = True  # whether a tile may be for several heads of a group
+    persistent: ClassVar[bool] = True  # whether a CTA, or a cluster, takes one tile after the other
 
     features: Features
     tile_d: int

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
 from flash_attn_cute.kernels.common.ring import LedRing, Ring
+from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles
 from flash_attn_cute.kernels.schedule import BARRIER_BYTES, Buffer, Schedule
 
 _DTYPES = {"int32": Int32, "float32": Float32, "uint8": Uint8}
@@ -56,6 +57,12 @@ class SharedMemory:
         """Layouts of one stage of swizzled buffers: their first two modes, which TMA moves."""
         buffers = [self.schedule.buffer(name) for name in names]
         return [self.swizzled(self.dtype, buffer.swizzle, buffer.shape[:2]) for buffer in buffers]
+
+    def row_tiles(self, operation: Any, name: str, mX: cute.Tensor, ragged: bool) -> RowTiles:
+        """TMA tiles of mX (s, d, heads, batch), each the first two modes of a swizzled buffer; on the host."""
+        buffer = self.schedule.buffer(name)
+        shape = buffer.shape[:2]
+        return make_row_tiles(operation, mX, self.swizzled(self.dtype, buffer.swizzle, shape), shape, ragged)
 
     def _tensor(self, storage: Any, buffer: Buffer) -> cute.Tensor | None:
         if 0 in buffer.shape:

@@ -398,6 +398,7 @@ class BackwardClusterConfig(BackwardConfig):
 
     ctas_a_tile: ClassVar[int] = 2
     sums_heads: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
     reverses_last: ClassVar[bool] = False
 
     tile_dv: int  # columns of v

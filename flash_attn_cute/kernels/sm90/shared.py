@@ -39,6 +39,14 @@ def write(
     cute.copy(tiled_copy, to_shared.retile(rounded), to_shared.partition_D(sX))
 
 
+@cute.jit
+def read_a(mma: cute.TiledMma, sX: cute.Tensor, rX: cute.Tensor, thread: Int32) -> None:
+    """Reads a product's A operand from its tile in shared memory into registers."""
+    tiled_copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sX.element_type), mma)
+    from_shared = tiled_copy.get_slice(thread)
+    cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(rX))
+
+
 def tma_pipeline(described: Pipeline, barriers: cute.Pointer) -> pipeline.PipelineTmaAsync:
     """The pipeline of a description, from a warp that loads by TMA to warps that each release a stage once."""
     return pipeline.PipelineTmaAsync.create(

@@ -19,31 +19,19 @@ and K are loaded while dO and V are multiplied.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_cute.kernels.arguments import BiasGradientArguments
 from flash_attn_cute.kernels.common.assembly import set_registers
-from flash_attn_cute.kernels.common.bias_pieces import (
-    OperandTiles,
-    Owner,
-    Piece,
-    PieceMap,
-    Pieces,
-    PieceTables,
-    Tables,
-    partial_sums_of,
-    stats_of,
-)
+from flash_attn_cute.kernels.common.bias_gradient_kernel import BiasGradientKernel
+from flash_attn_cute.kernels.common.bias_pieces import OperandTiles, Owner, Piece, Pieces, Tables
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.blocks import Edges, Window
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.ring import Ring
-from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales, hidden, probability
 from flash_attn_cute.kernels.common.score_rows import Place, SharedBias
-from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import prefetch_descriptors
 from flash_attn_cute.kernels.schedule import PIECE_OPERANDS
 from flash_attn_cute.kernels.sm90.backward.bias_gradient_schedule import bias_gradient_schedule
 from flash_attn_cute.kernels.sm90.backward.workspace import permuted
@@ -56,46 +44,16 @@ _WARPGROUPS = 2  # of mma
 _BARRIER_SUMS = 1  # named, of the mma warpgroups; 0 is the whole CTA's
 
 
-class BiasGradientSm90:
+class BiasGradientSm90(BiasGradientKernel):
     """The kernel of one configuration."""
 
     def __init__(self, config: BiasGradientConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = bias_gradient_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
-        self.map = PieceMap(config)
-        self.tables = PieceTables(config, self.map)
+        super().__init__(config, bias_gradient_schedule(config), swizzled)
 
-    @cute.jit
-    def __call__(self, arguments: BiasGradientArguments, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, and if tiles are split the one that adds up their parts."""
-        c, a, dtype, packed = self.config, arguments, self.dtype, self.config.features.packed
-        tensors = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mdO, a.mV))
+    def mma(self) -> cute.TiledMma:
+        """See ``BiasGradientKernel``."""
         k_major = OperandMajorMode.K
-        mma = tiled_mma(dtype, k_major, k_major, c.tile_n, warpgroup.OperandSource.SMEM)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma = OperandTiles(
-            *(
-                make_row_tiles(load, x, sX, shape, packed)
-                for x, sX, shape in zip(tensors, self.memory.stage_layouts(*PIECE_OPERANDS), c.operands, strict=True)
-            )
-        )
-        self.Storage = self.memory.struct()
-        numbers = a.numbers
-        stats = stats_of(c, a)
-        scales = ScoreScales.of(c.features, numbers.softmax_scale, numbers.softcap)
-        tables = self.tables(a, stream)
-        ctas = self.map.num_owners(a)
-        partial_sums = partial_sums_of(c, a, ctas, 128 * _WARPGROUPS)
-        self.kernel(mma, tma, a, tables, stats, partial_sums, scales).launch(
-            grid=[ctas * numbers.splits, 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-        if const_expr(c.split):
-            self.add_up(mma, a, partial_sums).launch(grid=[ctas, 1, 1], block=[128 * _WARPGROUPS, 1, 1], stream=stream)
+        return tiled_mma(self.dtype, k_major, k_major, self.config.tile_n, warpgroup.OperandSource.SMEM)
 
     @cute.kernel
     def kernel(
@@ -132,7 +90,7 @@ class BiasGradientSm90:
         else:
             set_registers(mma_role.registers, threads)
             sums = storage.sums.get_tensor(cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
-            self.mma(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
+            self.compute(a, tables, mma, mStats, partial_sums, scales, operands, qk, dov, pieces, bias, sums)
 
     @cute.jit
     def bias_producer(self, a: BiasGradientArguments, shared: SharedBias) -> None:
@@ -143,7 +101,7 @@ class BiasGradientSm90:
         shared.load(Int32(0), rows, owner.n_block * self.config.tile_n, num_columns, cute.arch.thread_idx()[0] - 32)
 
     @cute.jit
-    def mma(
+    def compute(
         self,
         a: BiasGradientArguments,
         tables: Tables | None,
@@ -216,31 +174,18 @@ class BiasGradientSm90:
                 step += 1
             pieces.release(i)
         if const_expr(c.split):
-            index, _, _ = cute.arch.block_idx()
-            part = partial_sums[Int64(index), None, cute.arch.thread_idx()[0] - 128, None]
-            numbers = cute.make_tensor(acc_dB.iterator, cute.make_layout((c.tile_n // 8, 4), stride=(4, 1)))
-            for i in cutlass.range_constexpr(c.tile_n // 8):
-                cute.autovec_copy(numbers[i, None], part[i, None])
+            self.leave_sums(acc_dB, partial_sums, cute.arch.thread_idx()[0] - 128)
         else:
             self._write(a, owner, acc_dB, coordinates, cute.arch.thread_idx()[0] - 128, sums)
 
     @cute.kernel
-    def add_up(self, mma: cute.TiledMma, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
+    def add_up(self, a: BiasGradientArguments, partial_sums: cute.Tensor) -> None:
         """Sums of CTAs that share a tile, in their order, and writes it."""
         c, thread = self.config, cute.arch.thread_idx()[0]
-        own = mma.get_slice(thread % 128)
+        own = self.mma().get_slice(thread % 128)
         acc_dB = cute.make_rmem_tensor(own.partition_shape_C((64, c.tile_n)), Float32)
         coordinates = rows_and_columns(own.partition_C(cute.make_identity_tensor((64, c.tile_n))))
-        acc_dB.fill(0.0)
-        numbers = cute.make_tensor(acc_dB.iterator, cute.make_layout((c.tile_n // 8, 4), stride=(4, 1)))
-        four = cute.make_rmem_tensor(4, Float32)
-        index, _, _ = cute.arch.block_idx()
-        for split in cutlass.range(a.numbers.splits, unroll=1):
-            part = partial_sums[Int64(split * cute.arch.grid_dim()[0] + index), None, thread, None]
-            for i in cutlass.range_constexpr(c.tile_n // 8):
-                cute.autovec_copy(part[i, None], four)
-                for j in cutlass.range_constexpr(4):
-                    numbers[i, j] = numbers[i, j] + four[j]
+        self.gather_sums(a, acc_dB, partial_sums, thread)
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((c.tile_n, 4 * _WARPGROUPS)))
         self._write(a, self.map.owner(a), acc_dB, coordinates, thread, sums)
 
@@ -281,7 +226,7 @@ class BiasGradientSm90:
         thread: Int32,
         sums: cute.Tensor,
     ) -> None:
-        """The tile, summed over its queries or keys if the bias was broadcast over them; by the threads of ``mma``."""
+        """The tile, summed over its queries or keys if the bias was broadcast over them, by all mma threads."""
         c, n, mdBias = self.config, a.numbers, a.mdBias
         total = rows_and_columns(acc_dB)
         num_rows, num_columns = cute.size(total, mode=[0]), cute.size(total, mode=[1])
@@ -309,7 +254,7 @@ class BiasGradientSm90:
                     column_sum += cute.arch.shuffle_sync_bfly(column_sum, 1 << j)
                 if lane < 4:
                     sums[coordinates[0, 0][1] + (i // 2 * 8 + i % 2), warp] = column_sum
-            cute.arch.barrier(barrier_id=_BARRIER_SUMS, number_of_threads=128 * _WARPGROUPS)
+            cute.arch.barrier(barrier_id=_BARRIER_SUMS, number_of_threads=self.threads)
             column = thread
             if column < c.tile_n and first_key + column < mdBias.shape[3]:
                 column_sum = sums[column, 0]

@@ -33,32 +33,31 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import copy_to_cta, opaque, set_registers
+from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.block_lists import bits_of
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.key_lists import entry_of
 from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles
 from flash_attn_cute.kernels.common.rows import rows_first, zero_rows
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.storage import SharedMemory
 from flash_attn_cute.kernels.common.tiles import take_tile
-from flash_attn_cute.kernels.common.tma import RowTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import RowTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cluster_blocks import blocks_of_tile
 from flash_attn_cute.kernels.sm90.backward.cluster_schedule import STAGES, cluster_schedule
 from flash_attn_cute.kernels.sm90.backward.cluster_shared import Shared
 from flash_attn_cute.kernels.sm90.backward.cluster_transfers import Tiles, Transfers
-from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats
+from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import Scores, compute_dS, compute_P, load_row_interval, read_transposed
-from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.shared import read_a, swizzled, transposed, write
 
 # Named barriers, of 128 threads each; 0 is the whole CTA's.
 _BARRIER_DV, _BARRIER_DK = 1, 2
@@ -73,51 +72,38 @@ class _Mmas(NamedTuple):
     dQ: cute.TiledMma
 
 
-class BackwardClusterSm90:
-    """The backward kernel of one configuration."""
+class BackwardClusterSm90(BackwardKernel):
+    """The backward kernel of one configuration: a cluster a tile."""
 
     def __init__(self, config: BackwardClusterConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = cluster_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        super().__init__(config, cluster_schedule(config), swizzled)
         self.transfers = Transfers(config)
 
-    @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, one cluster a tile."""
-        c, dtype, packed = self.config, self.dtype, self.config.features.packed
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        self.Storage = self.memory.struct()
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    def mmas(self) -> _Mmas:
+        """See ``BackwardKernel``."""
+        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-        mmas = _Mmas(
-            S=tiled_mma(dtype, k_major, k_major, 64, registers if const_expr(c.keys_in_registers) else shared),
+        return _Mmas(
+            S=tiled_mma(dtype, k_major, k_major, 64, registers if c.keys_in_registers else shared),
             dV=tiled_mma(dtype, k_major, mn_major, c.columns_dO, registers),
             dK=tiled_mma(dtype, k_major, mn_major, c.columns_dK, registers),
             dQ=tiled_mma(dtype, mn_major, mn_major, c.columns_dQ, shared),
         )
+
+    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> Tiles:
+        """See ``BackwardKernel``."""
+        f, row_tiles = self.config.features, self.memory.row_tiles
         to_both, load = cpasync.CopyBulkTensorTileG2SMulticastOp(), cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-        sK, sK_peer, sV, sQ, sdO = self.memory.stage_layouts("sK", "sK_peer", "sV", "sQ", "sdO")
-        leaves_wide = c.features.wide  # from registers
-        tma = Tiles(
-            Q=make_row_tiles(to_both, mQ, sQ, (64, c.tile_d), packed),
-            dO=make_row_tiles(to_both, mdO, sdO, (64, c.columns_dO), packed),
-            K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
-            K_peer=make_row_tiles(load, mK, sK_peer, (64, c.columns_dQ), packed),
-            V=make_row_tiles(load, mV, sV, (64, c.tile_dv), packed),
-            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sQ, (64, c.tile_d), packed),
-            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sdO, (64, c.columns_dO), packed),
-        )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[2 * num_key_tiles(c, a), 1, 1],
-            block=[self.schedule.threads, 1, 1],
-            cluster=[2, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
+        mQ, mK, mV, mdO = (rows_first(x, f.packed) for x in (a.mQ, a.mK, a.mV, a.mdO))
+        return Tiles(
+            Q=row_tiles(to_both, "sQ", mQ, f.packed),
+            dO=row_tiles(to_both, "sdO", mdO, f.packed),
+            K=row_tiles(load, "sK", mK, f.packed),
+            K_peer=row_tiles(load, "sK_peer", mK, f.packed),
+            V=row_tiles(load, "sV", mV, f.packed),
+            dK=None if f.wide else row_tiles(store, "sQ", mdK, f.packed),
+            dV=None if f.wide else row_tiles(store, "sdO", mdV, f.packed),
         )
 
     @cute.kernel
@@ -220,7 +206,8 @@ class BackwardClusterSm90:
         num_steps = tile.blocks.num
         if num_steps > 0:
             shared.k.wait_full(Int32(0))  # from warp 0
-            self._read_keys(mma_S, shared.sK, tSrK, thread)
+            if const_expr(c.keys_in_registers):
+                read_a(mma_S, shared.sK, tSrK, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 stage, words, m_block = shared.q.stage(step), None, blocks.m_block(c, ws, step)
                 if const_expr(c.features.listed):
@@ -245,7 +232,7 @@ class BackwardClusterSm90:
                     scores,
                     hides,
                     lambda m_block=m_block: tile.place(c, 0, self._first_key(tile), m_block),
-                    lambda i, lse=lse: self._four(lse, quad, i),
+                    lambda i, lse=lse: load_four(lse, quad, i),
                     elements,
                     words,
                     seen,
@@ -279,14 +266,6 @@ class BackwardClusterSm90:
             return cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_A(sX.shape), self.dtype)
         return mma.make_fragment_A(mma.get_slice(0).partition_A(sX))
 
-    @cute.jit
-    def _read_keys(self, mma: cute.TiledMma, sX: cute.Tensor, operand: cute.Tensor, thread: Int32) -> None:
-        """Fills the operand, if it is registers."""
-        if const_expr(self.config.keys_in_registers):
-            tiled_copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
-            from_shared = tiled_copy.get_slice(thread)
-            cute.copy(tiled_copy, from_shared.partition_S(sX), from_shared.retile(operand))
-
     def _read_elements(self, scores: Scores, place: Place) -> tuple[Any, ...]:
         """Elements of a bias: loaded now, because it takes long, or part by part when registers are free."""
         parts = self.config.parts_of_bias
@@ -297,12 +276,6 @@ class BackwardClusterSm90:
     def _first_key(self, tile: KeyTile) -> Int32:
         """This CTA's; its rank is read again, which is seldom, rather than kept in a register."""
         return tile.first_key + 64 * cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-
-    def _four(self, numbers: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
-        """Lse or delta of this thread's four queries in the i-th group of sixteen."""
-        four = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(four_stats(numbers, quad, i), four)
-        return four
 
     @cute.jit
     def compute_dS(
@@ -333,8 +306,9 @@ class BackwardClusterSm90:
         num_steps = tile.blocks.num
         if num_steps > 0:
             shared.v.wait_full(Int32(0))  # from warp 1
-            for sV, operand in zip(sV_parts, tPrV, strict=True):
-                self._read_keys(mma_dP, sV, operand, thread)
+            if const_expr(c.keys_in_registers):
+                for sV, operand in zip(sV_parts, tPrV, strict=True):
+                    read_a(mma_dP, sV, operand, thread)
             for step in cutlass.range(num_steps, unroll=1):
                 for part, operand in enumerate(tPrV):
                     fill = step * parts + part
@@ -350,7 +324,7 @@ class BackwardClusterSm90:
                 compute_dS(
                     acc_dP,
                     lambda i, P=P: self._eight(P, i),
-                    lambda i, delta=delta: self._four(delta, quad, i),
+                    lambda i, delta=delta: load_four(delta, quad, i),
                     rdS,
                 )
                 shared.p.release(step)  # to warpgroup 1

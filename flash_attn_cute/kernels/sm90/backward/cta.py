@@ -40,28 +40,27 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flash_attn_cute.kernels.arguments import BackwardArguments
 from flash_attn_cute.kernels.common import semaphores
 from flash_attn_cute.kernels.common.assembly import opaque, set_registers
+from flash_attn_cute.kernels.common.backward_kernel import BackwardKernel
 from flash_attn_cute.kernels.common.block_lists import bits_of
 from flash_attn_cute.kernels.common.dq_rounding import round_blocks
-from flash_attn_cute.kernels.common.dtypes import DTYPES
 from flash_attn_cute.kernels.common.fixed_point import FLOAT32, to_fixed_point
-from flash_attn_cute.kernels.common.key_tiles import KeyTile, num_key_tiles, zero_fully_masked_keys
+from flash_attn_cute.kernels.common.key_tiles import KeyTile, zero_fully_masked_keys
 from flash_attn_cute.kernels.common.rows import rows_first
 from flash_attn_cute.kernels.common.score import ScoreScales
 from flash_attn_cute.kernels.common.score_rows import Place
 from flash_attn_cute.kernels.common.score_tensors import ScoreTensors
-from flash_attn_cute.kernels.common.storage import SharedMemory
-from flash_attn_cute.kernels.common.tma import BackwardTiles, make_row_tiles, prefetch_descriptors
+from flash_attn_cute.kernels.common.tma import BackwardTiles, prefetch_descriptors
 from flash_attn_cute.kernels.common.workspace import Workspace
 from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
 from flash_attn_cute.kernels.sm90.backward.cta_shared import Shared, piece_number
 from flash_attn_cute.kernels.sm90.backward.cta_transfers import Transfers
 from flash_attn_cute.kernels.sm90.backward.rounding import round_block
-from flash_attn_cute.kernels.sm90.backward.workspace import add, four_stats, put, take
+from flash_attn_cute.kernels.sm90.backward.workspace import add, load_four, put, take
 from flash_attn_cute.kernels.sm90.config import BackwardCtaConfig
 from flash_attn_cute.kernels.sm90.mma import as_operand_a, convert, gemm, store_rows, tiled_mma
 from flash_attn_cute.kernels.sm90.scores import (
@@ -73,7 +72,7 @@ from flash_attn_cute.kernels.sm90.scores import (
     read_transposed,
     store_transposed,
 )
-from flash_attn_cute.kernels.sm90.shared import swizzled, transposed, write
+from flash_attn_cute.kernels.sm90.shared import read_a, swizzled, transposed, write
 
 _ROUNDED_AT_ONCE = 4  # times eight columns of two rows of dQ that a thread reads before it writes
 _BARRIER_GROUPED = 1  # a named barrier for each warpgroup; 0 is the whole CTA's
@@ -89,48 +88,35 @@ class _Mmas(NamedTuple):
     dQ: cute.TiledMma
 
 
-class BackwardCtaSm90:
-    """The backward kernel of one configuration."""
+class BackwardCtaSm90(BackwardKernel):
+    """The backward kernel of one configuration: a persistent CTA an SM."""
 
     def __init__(self, config: BackwardCtaConfig):
-        self.config = config
-        self.dtype = DTYPES[config.dtype]
-        self.schedule = cta_schedule(config)
-        self.memory = SharedMemory(self.schedule, self.dtype, swizzled)
+        super().__init__(config, cta_schedule(config), swizzled)
         self.warpgroups = config.num_mma_warpgroups
         self.transfers = Transfers(config)
 
-    @cute.jit
-    def __call__(self, a: BackwardArguments, ws: Workspace, stream) -> None:  # type: ignore[no-untyped-def]
-        """Launches the kernel, one persistent CTA an SM."""
-        c, dtype, packed = self.config, self.dtype, self.config.features.packed
-        mQ, mK, mV, mdO, mdK, mdV = (rows_first(x, packed) for x in (a.mQ, a.mK, a.mV, a.mdO, a.mdK, a.mdV))
-        self.Storage = self.memory.struct()
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    def mmas(self) -> _Mmas:
+        """See ``BackwardKernel``."""
+        c, dtype, k_major, mn_major = self.config, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-
-        mmas = _Mmas(
+        return _Mmas(
             S=tiled_mma(dtype, k_major, k_major, c.tile_m, shared),
             S_registers=tiled_mma(dtype, k_major, k_major, c.tile_m, registers),
             dV=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
             dK=tiled_mma(dtype, k_major, mn_major, c.tile_d, registers),
             dQ=tiled_mma(dtype, mn_major, k_major if c.transposes_dQ else mn_major, c.columns_dQ, shared),
         )
+
+    def tma(self, a: BackwardArguments, mdK: cute.Tensor, mdV: cute.Tensor) -> BackwardTiles:
+        """See ``BackwardKernel``."""
+        f, row_tiles = self.config.features, self.memory.row_tiles
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sK, sV, sQ, sdO, sOut = self.memory.stage_layouts("sK", "sV", "sQ", "sdO", "sOut")
-        leaves_wide = c.features.wide  # from registers
-        tma = BackwardTiles(
-            Q=make_row_tiles(load, mQ, sQ, (c.tile_m, c.tile_d), packed),
-            dO=make_row_tiles(load, mdO, sdO, (c.tile_m, c.tile_d), packed),
-            K=make_row_tiles(load, mK, sK, (64, c.tile_d), packed),
-            V=make_row_tiles(load, mV, sV, (64, c.tile_d), packed),
-            dK=None if const_expr(leaves_wide) else make_row_tiles(store, mdK, sOut, (64, c.tile_d), packed),
-            dV=None if const_expr(leaves_wide) else make_row_tiles(store, mdV, sOut, (64, c.tile_d), packed),
-        )
-        scales = ScoreScales.of(c.features, a.numbers.softmax_scale, a.numbers.softcap)
-        ctas = cutlass.min(num_key_tiles(c, a), a.numbers.num_sms)
-        self.kernel(mmas, tma, mdK, mdV, a, ws, scales).launch(
-            grid=[ctas, 1, 1], block=[self.schedule.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        tensors = {"Q": a.mQ, "dO": a.mdO, "K": a.mK, "V": a.mV}
+        return BackwardTiles(
+            **{name: row_tiles(load, f"s{name}", rows_first(x, f.packed), f.packed) for name, x in tensors.items()},
+            dK=None if f.wide else row_tiles(store, "sOut", mdK, f.packed),
+            dV=None if f.wide else row_tiles(store, "sOut", mdV, f.packed),
         )
 
     @cute.kernel
@@ -432,12 +418,9 @@ class BackwardCtaSm90:
     @cute.jit
     def _read_K(self, work: "_Work", tile_idx: Int32) -> None:
         """The first columns of K, for all steps of a tile."""
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        tiled_copy = cute.make_tiled_copy_A(atom, work.mmas.S_registers)
-        from_shared = tiled_copy.get_slice(work.thread)
         sK = work.shared.sK[None, None, work.warpgroup, work.shared.k.stage(tile_idx)]
         sK = cute.local_tile(sK, (64, self.config.columns_K), (0, 0))
-        cute.copy(tiled_copy, from_shared.partition_S(sK), from_shared.retile(work.rK))
+        read_a(work.mmas.S_registers, sK, work.rK, work.thread)
 
     @cute.jit
     def _start_S(self, work: "_Work", tile_idx: Int32, stage: Int32) -> None:
@@ -560,18 +543,13 @@ class BackwardCtaSm90:
     def _read_stats(self, work: "_Work", which: int, stage: Int32) -> None:
         """This thread's lse (0) or delta (1) into registers, ahead of time: the tensor cores are before us in line."""
         for i in range(cute.size(work.rStats, mode=[1])):
-            self._read_four(work, which, stage, i, work.rStats[None, i])
+            work.rStats[None, i].store(load_four(work.shared.stats[None, which, stage], work.quad, i).load())
 
     def _stats(self, work: "_Work", which: int, stage: Int32, i: int) -> cute.Tensor:
         """Lse or delta of this thread's four queries in the i-th group of sixteen."""
         if i < cute.size(work.rStats, mode=[1]):
             return work.rStats[None, i]
-        four = cute.make_rmem_tensor(4, Float32)
-        self._read_four(work, which, stage, i, four)
-        return four
-
-    def _read_four(self, work: "_Work", which: int, stage: Int32, i: int, four: cute.Tensor) -> None:
-        cute.autovec_copy(four_stats(work.shared.stats[None, which, stage], work.quad, i), four)
+        return load_four(work.shared.stats[None, which, stage], work.quad, i)
 
 
 @dataclass(frozen=True)

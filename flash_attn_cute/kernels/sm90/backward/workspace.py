@@ -20,9 +20,11 @@ def permuted(row: Int32) -> Int32:
     return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
-def four_stats(stats: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
-    """Statistics of a thread's four queries in the i-th group of sixteen; ``quad`` is its lane modulo 4."""
-    return cute.local_tile(stats, (4,), (4 * i + quad,))
+def load_four(stats: cute.Tensor, quad: Int32, i: int) -> cute.Tensor:
+    """Loads lse or delta of a thread's four queries in the i-th group of sixteen; ``quad`` is its lane modulo 4."""
+    four = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(cute.local_tile(stats, (4,), (4 * i + quad,)), four)
+    return four
 
 
 @cute.jit
