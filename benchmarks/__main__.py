@@ -6,6 +6,7 @@
     python -m benchmarks bias        # masks and biases, forward and backward; so does bias-lengths
     python -m benchmarks sparse      # block masks, forward and backward; so does sparse-lengths, up to 128k
     python -m benchmarks sparse-tables  # what making a block mask costs
+    python -m benchmarks context-parallel --ranks 4  # options: benchmarks/over_ranks.py
     python -m benchmarks backward --cases '8k|documents'
     python -m benchmarks packed --device cpu --dtype bfloat16 --out build/benchmarks
 
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness, plot, report
+from benchmarks import harness, over_ranks, plot, report
 from benchmarks.suites import attention, bias, packed, sparse
 
 SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
@@ -40,9 +41,15 @@ SUITES: dict[str, Callable[[torch.device, torch.dtype], harness.Suite[Any]]] = {
     "sparse-tables": sparse.tables,
 }
 
+# Not a suite of one process; it has options of its own.
+_OVER_RANKS = "context-parallel"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == [_OVER_RANKS]:
+        return over_ranks.main(given[1:])
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--commit", help="where there is no git: what `git describe --always --abbrev=40 --dirty` prints"
     )
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(given)
     device = torch.device(chosen.device)
     dtype_name = chosen.dtype or ("bfloat16" if chosen.device == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, dtype_name)

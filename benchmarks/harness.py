@@ -359,12 +359,16 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Seconds that one run takes the current GPU."""
+def cuda_seconds(
+    run: Callable[[], object], *, before: Callable[[], object] = lambda: None, ballast_rounds: int = 1
+) -> float:
+    """Seconds that one run takes the current GPU, which has first done what ``before`` launches."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Empties the L2 cache, and keeps the device busy until the host has launched the run: launching takes longer than
     # short kernels, and is not what is compared here.
-    _ballast().zero_()
+    for _ in range(ballast_rounds):
+        _ballast().zero_()
+    before()
     start.record()
     _results = run()
     stop.record()

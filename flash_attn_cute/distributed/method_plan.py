@@ -55,7 +55,7 @@ def _new_plan(request: PlanRequest, place: Place, device: torch.device) -> Plan:
         shape = shape._replace(nheads=shape.nheads // size, nheads_k=max(1, shape.nheads_k // size))
     layout = Layout.of(queries, keys, lengths_q, lengths_k, request.window)
     if method not in KEY_METHODS:
-        method = _best(layout, shape, by_heads=False)
+        method = _best(layout, shape, ranks_a_row=size)
     shares_heads = trade is not None and trade.ranks_a_head > 1
     return Plan(KEY_METHODS[method](layout, place.rank // size, device, shares_heads=shares_heads), trade)
 
@@ -101,11 +101,15 @@ def _of_both(queries: Sharding, keys: Sharding, change: Callable[[Sharding], T])
     return changed, changed if keys is queries else change(keys)
 
 
-def _best(layout: Layout, shape: Shape, *, by_heads: bool = True) -> str:
-    """The method that "auto" chooses; with one rank, one that sends nothing."""
+def _best(layout: Layout, shape: Shape, *, ranks_a_row: int | None = None) -> str:
+    """The method that "auto" chooses; with one rank, one that sends nothing.
+
+    ``ranks_a_row``: neighbours that have each row of the layout, as they trade rows for heads; None: this is to be
+    chosen, too.
+    """
     if layout.num_ranks == 1:
         return "ring"
-    found = cost_model.estimates(layout, shape)
-    if not by_heads:
+    found = cost_model.estimates(layout, shape, max(1, cost_model.HOST // (ranks_a_row or 1)))
+    if ranks_a_row is not None:
         found.pop("all_to_all", None)
     return cost_model.best(found)

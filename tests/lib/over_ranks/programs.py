@@ -1,10 +1,11 @@
 """Programs around a call: checkpoints, modules, compilers, operators; the example and the benchmark."""
 
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import harness, work
+from benchmarks import over_ranks, work
 from benchmarks.suites import context_parallel as suite
 from examples import context_parallel as example_program
 from flash_attn_cute import flash_attn_func
@@ -28,6 +29,7 @@ from flash_attn_cute.distributed import (
     context_parallel_attn_varlen_func,
     gather,
 )
+from flash_attn_cute.distributed.checked_call import Shape
 from flash_attn_cute.distributed.process_groups import names_of
 from flash_attn_cute.spec import Options
 from tests.lib.over_ranks.cases import DOCUMENTS, PACKED, WAYS, Leaves, balanced
@@ -179,16 +181,17 @@ def example() -> None:
 
 def benchmark() -> None:
     """The benchmark, which compares what contenders compute before it times them, on small inputs."""
-    with pytest.MonkeyPatch.context() as patch:
+    sizes = suite.Sizes((20,), 1, 48, 8, Shape(2, 2, 8, 8, 4))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setitem(work._GEMM_SIZE, "cpu", 64)
         patch.setitem(work._COPY_BYTES, "cpu", 1 << 16)
-        device = torch.device("cpu")
-        measured = suite.suite(device, torch.float32, 64, (2, 2, 8))
-        for case in measured.cases():
-            clock = suite.together(harness.clock_of(device), device)
-            found = harness.measure(replace(measured, rounds=3), case, clock)
-            assert set(found.times) >= {suite.ONE, *suite.METHODS}
-            everyone: list[Any] = [None] * dist.get_world_size()
+        ranks = dist.get_world_size()
+        chosen = over_ranks.Chosen(ranks, sizes, 3, 0.1, "pack 0|full|window", Path(folder), None, on_gpu=False)
+        reports = over_ranks.measure(chosen, torch.device("cpu"))
+        assert [found.name.rpartition(", ")[2] for found in reports] == list(suite.PASSES) * 3
+        for found in reports:
+            assert set(found.times) >= {suite.ONE, suite.SHARE, *suite.METHODS}
+            everyone: list[Any] = [None] * ranks
             dist.all_gather_object(everyone, found.times)
             assert all(times == found.times for times in everyone)
 
