@@ -1,13 +1,16 @@
 """The Hopper kernels as processes: roles, rings and their order as in ``flash_attn_cute.kernels.sm90``.
 
-A warpgroup's arrivals are one. Instructions a thread were counted in the compiled code (blocks without a mask): 3.5 an
-element and 110 beside them in a forward step, 6.3 and 340 in a backward one up to d = 128.
+Rings are those of the kernels' schedules. Instructions a thread were counted in the compiled code (blocks without a
+mask): 3.5 an element and 110 beside them in a forward step, 6.3 and 340 in a backward one up to d = 128.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
+from flash_attn_cute.kernels.sm90.backward.cluster_schedule import cluster_schedule
+from flash_attn_cute.kernels.sm90.backward.cta_schedule import cta_schedule
 from flash_attn_cute.kernels.sm90.config import BackwardClusterConfig, BackwardCtaConfig, ForwardConfig
+from flash_attn_cute.kernels.sm90.forward_schedule import forward_schedule
 from lab.model.machine import H200, Machine
 from lab.model.simulation import Needs
 from lab.model.sm import MASK, Sm, TileWork
@@ -26,12 +29,10 @@ class Forward:
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_m, config.tile_n, config.persistent, 1
         self.num_passes = 1
-        c, sm = config, self.sm
-        self.warpgroups = c.num_mma_warpgroups
-        self.tiles = sm.ring("tiles", c.tile_stages, empty=self.warpgroups)
-        self.k = sm.ring("K", c.stages, empty=self.warpgroups)
-        self.v = sm.ring("V", c.stages, empty=self.warpgroups)
-        self.turns = [sm.simulation.barrier(1, f"turn of warpgroup {w}") for w in range(self.warpgroups)]
+        self.warpgroups = config.num_mma_warpgroups
+        rings = self.sm.rings(forward_schedule(config))
+        self.tiles, self.k, self.v = (rings[name] for name in ("tiles", "k", "v"))
+        self.turns = [self.sm.simulation.barrier(1, f"turn of warpgroup {w}") for w in range(self.warpgroups)]
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
@@ -44,14 +45,14 @@ class Forward:
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0, which loads."""
-        c, step = self.config, 0
+        step = 0
         for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)
-            self.sm.load("Q", 2 * c.tile_m * c.tile_d, self.tiles, tile)
+            self.sm.fill("Q", self.tiles, tile)
             for _ in range(num):
-                for what, ring, columns in (("K", self.k, c.tile_d), ("V", self.v, c.tile_dv)):
+                for what, ring in (("K", self.k), ("V", self.v)):
                     yield ring.wait_empty(step)
-                    self.sm.load(what, 2 * c.tile_n * columns, ring, step)
+                    self.sm.fill(what, ring, step)
                 step += 1
 
     def mma(self, w: int, work: Sequence[TileWork]) -> Needs:
@@ -115,15 +116,12 @@ class BackwardCta:
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, True, 1
         self.num_passes = 1
-        c, sm = config, self.sm
-        self.warpgroups = c.num_mma_warpgroups
-        self.tiles = sm.ring("tiles", 2, empty=2 * self.warpgroups)
-        self.k = sm.ring("K", c.k_stages, empty=self.warpgroups)
-        self.v = sm.ring("V", 1, empty=self.warpgroups)
-        self.q = sm.ring("Q", c.stages, empty=self.warpgroups)
-        self.do = sm.ring("dO", c.stages, empty=self.warpgroups)
-        self.out = [sm.ring(f"out {w}", 1) for w in range(self.warpgroups)]
-        self.ds = [sm.simulation.barrier(self.warpgroups, f"dS {i}") for i in range(2)]
+        self.warpgroups = config.num_mma_warpgroups
+        rings = self.sm.rings(cta_schedule(config))
+        self.tiles, self.k, self.v, self.q, self.do, self.ds = (
+            rings[name] for name in ("tiles", "k", "v", "q", "do", "ds")
+        )
+        self.out = [rings[f"out_{w}"] for w in range(1, 1 + self.warpgroups)]
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """Tiles, one after the other."""
@@ -137,19 +135,19 @@ class BackwardCta:
 
     def producer(self, work: Sequence[TileWork]) -> Needs:
         """Warp 0, which loads."""
-        c, step = self.config, 0
+        step = 0
         for tile, (num, _) in enumerate(work):
             yield self.tiles.wait_empty(tile)
             self.tiles.arrive(tile)
             yield self.k.wait_empty(tile)
-            self.sm.load("K", 2 * c.tile_n * c.tile_d, self.k, tile)
+            self.sm.fill("K", self.k, tile)
             for i in range(num):
                 for what, ring in (("Q", self.q), ("dO", self.do)):
                     yield ring.wait_empty(step)
-                    self.sm.load(what, c.tile_m * (2 * c.tile_d + 4), ring, step)
+                    self.sm.fill(what, ring, step)
                 if i == 0:
                     yield self.v.wait_empty(tile)
-                    self.sm.load("V", 2 * c.tile_n * c.tile_d, self.v, tile)
+                    self.sm.fill("V", self.v, tile)
                 step += 1
 
     def mma(self, w: int, work: Sequence[TileWork]) -> Needs:
@@ -187,7 +185,7 @@ class BackwardCta:
                     self.v.release(tile)
                 yield from sm.compute(me, "dS", 2.7 * elements + 80, shared=64 * c.tile_m)
                 if step > 0:
-                    yield self.ds[(step - 1) % 2].phase((step - 1) // 2 + 1)
+                    yield self.ds.wait_full(step - 1)
                 yield from sm.compute(me, "write dS", 0.5 * elements + 60, shared=2.0 * 64 * c.tile_m)
                 yield dv
                 self.do.release(step)
@@ -198,7 +196,7 @@ class BackwardCta:
                     yield dq
                     if i == 0 and tile > 0:
                         self.k.release(tile - 1)
-                self.ds[step % 2].arrive()
+                self.ds.arrive(step)
                 if step > 0:
                     yield out.wait_empty(piece)
                     yield from self.put_out(me)
@@ -219,7 +217,7 @@ class BackwardCta:
                 out.arrive(piece)
                 piece += 1
             self.tiles.release(tile)
-        yield self.ds[(step - 1) % 2].phase((step - 1) // 2 + 1)
+        yield self.ds.wait_full(step - 1)
         yield products.issue(me, "dQ", *queries)
         yield out.wait_empty(piece)
         yield from self.put_out(me)
@@ -257,10 +255,8 @@ class BackwardCluster:
         self.sm = Sm(machine)
         self.rows, self.columns, self.persistent, self.ctas = config.tile_n, config.tile_m, False, 2
         self.num_passes = 1
-        sm = self.sm
-        self.q, self.do = sm.ring("Q", 2, empty=2), sm.ring("dO", 2, empty=2)
-        self.p, self.ds = sm.ring("P", 1), sm.ring("dS", 2, full=2)
-        self.keys = sm.ring("K and V", 1)
+        rings = self.sm.rings(cluster_schedule(config))
+        self.k, self.v, self.q, self.do, self.p, self.ds = (rings[name] for name in ("k", "v", "q", "do", "p", "ds"))
 
     def run(self, work: Sequence[TileWork]) -> Sm:
         """A tile: a CTA has only one."""
@@ -279,13 +275,14 @@ class BackwardCluster:
     def producer(self, work: TileWork) -> Needs:
         """Warps 0 and 1; each block comes once for both CTAs, so that each reads half of it."""
         c, fill = self.config, 0
-        self.sm.load("K and V", 2 * 64 * (c.tile_d + c.columns_dQ + c.tile_dv), self.keys, 0)
+        self.sm.fill("K", self.k, 0)
+        self.sm.fill("V", self.v, 0)
         for step in range(work.blocks):
             yield self.q.wait_empty(step)
-            self.sm.load("Q", 2 * 64 * c.tile_d, self.q, step)
+            self.sm.fill("Q", self.q, step)
             for _ in range(c.parts_dO):
                 yield self.do.wait_empty(fill)
-                self.sm.load("dO", 2 * 64 * c.columns_dO, self.do, fill)
+                self.sm.fill("dO", self.do, fill)
                 fill += 1
 
     def compute(self, me: str, what: str, instructions: float, exp2: float = 0.0, *, shared: float) -> Needs:
@@ -299,7 +296,7 @@ class BackwardCluster:
         c, m, sm, me = self.config, self.sm.machine, self.sm, "score"
         products = sm.products
         in_registers = 1.0 if c.keys_in_registers else 0.0
-        yield self.keys.wait_full(0)
+        yield self.k.wait_full(0)
         for step in range(work.blocks):
             yield self.q.wait_full(step)
             yield products.issue(
@@ -326,7 +323,7 @@ class BackwardCluster:
         products = sm.products
         in_registers = 1.0 if c.keys_in_registers else 0.0
         size_dP = m.product(64, 64, c.columns_dO), operands(m, 64, 64, c.columns_dO, a_in_registers=in_registers)
-        yield self.keys.wait_full(0)
+        yield self.v.wait_full(0)
         for step in range(work.blocks):
             ends = []
             for part in range(c.parts_dO):

@@ -97,7 +97,10 @@ class Barrier:
 class Ring:
     """Stages of memory in turn, as the kernels' ``Ring``: a full and an empty barrier each; steps count on."""
 
-    def __init__(self, simulation: Simulation, name: str, stages: int, *, full: int = 1, empty: int = 1) -> None:
+    def __init__(
+        self, simulation: Simulation, name: str, stages: int, *, full: int = 1, empty: int = 1, num_bytes: int = 0
+    ) -> None:
+        self.num_bytes = num_bytes  # that TMA brings to a stage
         self._full = [Barrier(simulation, full, f"{name} full") for _ in range(stages)]
         self._empty = [Barrier(simulation, empty, f"{name} empty") for _ in range(stages)]
         self._stages = stages

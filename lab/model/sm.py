@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from flash_attn_cute.kernels.schedule import Arrivals, Schedule
 from lab.model.machine import Machine
 from lab.model.simulation import Needs, Products, Ring, Simulation, Unit
 
@@ -57,6 +58,29 @@ class Sm:
         """Stages of shared or tensor memory."""
         return Ring(self.simulation, name, stages, full=full, empty=empty)
 
+    def rings(self, schedule: Schedule) -> dict[str, Ring]:
+        """Rings of a kernel's pipelines, by name, at whose barriers processes of the kernel's own CTA arrive.
+
+        A warpgroup is one process, and so is each warp of a role of fewer. An arrival that TMA's bytes come with is
+        theirs. Bytes that come beside arrivals of several warps are one more.
+        """
+
+        def count(all_of: tuple[Arrivals, ...]) -> int:
+            warps = [min(arrivals.count, len(schedule.role(arrivals.role).warps)) for arrivals in all_of]
+            return sum(number // 4 if number % 4 == 0 else number for number in warps)
+
+        return {
+            p.name: Ring(
+                self.simulation,
+                p.name,
+                p.stages,
+                full=count(p.full) + (p.num_bytes > 0 and p.full_count > 1),
+                empty=count(p.empty) or 1,
+                num_bytes=p.num_bytes,
+            )
+            for p in schedule.pipelines
+        }
+
     def compute(
         self,
         who: str,
@@ -93,6 +117,10 @@ class Sm:
     def load(self, what: str, size: float, ring: Ring, step: int) -> None:
         """TMA begins to load so many bytes, and arrives when they are there."""
         self.simulation.start(f"load {what}", self._load(what, size, ring, step))
+
+    def fill(self, what: str, ring: Ring, step: int) -> None:
+        """``load`` of the bytes of a stage."""
+        self.load(what, ring.num_bytes, ring, step)
 
     def _load(self, what: str, size: float, ring: Ring, step: int) -> Needs:
         yield self.machine.load
