@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks import harness, ranks_model, report
-from benchmarks.harness import CaseReport, Spread
+from benchmarks.harness import CaseReport
 from benchmarks.suites import context_parallel
 from benchmarks.suites.context_parallel import ONE, SHARE, Row, Sizes
 from benchmarks.work import Passes
@@ -279,8 +279,8 @@ def table(row: Row, found: CaseReport, num_ranks: int, sizes: Sizes) -> str:
     elsewhere = [_predicted_rates(row, ranks, sizes, passes) for ranks in PREDICTED]
     headers = "", "ms", "p10..p90", "TFLOP/s a GPU", "of gemm", "ratio", "to", "model ms", "off", "MB"
     rows: list[tuple[str, ...]] = [(*headers, *(f"model at {ranks}" for ranks in PREDICTED))]
-    for name, times in found.times.items():
-        time, peak, against = Spread.of(times), found.peak_bytes[name], found.against.get(name)
+    for name, time in found.times.items():
+        peak, against = found.peak_bytes[name], found.against.get(name)
         rate, base = _rate(found, name, num_ranks), name.removesuffix(", deterministic")
         model = here[base][which] if base in here else None
         rows.append(
@@ -290,7 +290,7 @@ def table(row: Row, found: CaseReport, num_ranks: int, sizes: Sizes) -> str:
                 f"{time.p10 * 1e3:.3f}..{time.p90 * 1e3:.3f}",
                 f"{rate / _TERA:.3g}",
                 f"{rate / found.flop_rate.median:.0%}",
-                "" if against is None else f"{found.ratio(name, against).median:.3f}",
+                "" if against is None else f"{found.ratios[name, against].median:.3f}",
                 against or "",
                 "" if model is None else f"{model * 1e3:.3f}",
                 "" if model is None else f"{model / time.median - 1:+.0%}",
@@ -316,7 +316,7 @@ def _predicted_rates(row: Row, num_ranks: int, sizes: Sizes, passes: Passes) -> 
 def _rate(found: CaseReport, name: str, num_ranks: int) -> float:
     """FLOP/s of one GPU."""
     # With --alone, too, a contender but the reference does one rank's part.
-    return found.work.flop / Spread.of(found.times[name]).median / (1 if name == ONE else num_ranks)
+    return found.work.flop / found.times[name].median / (1 if name == ONE else num_ranks)
 
 
 def mean_lines(reports: Sequence[CaseReport], num_ranks: int) -> list[str]:

@@ -263,7 +263,7 @@ def test_the_benchmark_of_ranks(alone: bool, tmp_path: Path, capfd: pytest.Captu
     if not alone:
         assert found["environment"]["devices"] == ["cpu"]
         passes[1] = passes[1] | {f"{method}, deterministic" for method in METHODS if method != "auto"}
-    assert [set(case["times"]) for case in found["cases"]] == passes
+    assert [set(case["measured"]) for case in found["cases"]] == passes
     printed = capfd.readouterr().out
     assert cli.main(["context-parallel", "--record", str(path)]) == 0
     (again, *_), (before, *_) = capfd.readouterr().out.splitlines(), printed.splitlines()[0 if alone else 1 :]
@@ -279,14 +279,15 @@ def test_rates_are_those_of_one_gpu() -> None:
         detail="",
         work=Work(8e12, 0.0),
         against={},
-        times={suite.ONE: [2.0, 2.0], "ring": [0.5, 0.5]},
+        times={suite.ONE: Spread(2.0, 2.0, 2.0), "ring": Spread(0.5, 0.5, 0.5)},
+        ratios={},
         peak_bytes={suite.ONE: None, "ring": None},
         unavailable={},
         flop_rate=Spread(1e13, 1e13, 1e13),
         byte_rate=Spread(1.0, 1.0, 1.0),
         panel="documents, forward",
     )
-    backward = replace(case, name="a, backward", panel="documents, backward", times={"ring": [1.0, 1.0]})
+    backward = replace(case, name="a, backward", panel="documents, backward", times={"ring": Spread(1.0, 1.0, 1.0)})
     lines = over_ranks.mean_lines([case, backward], 4)
     # Of 3.5 units of work one takes 1 / 4 s and 2.5 take 2.5 / 2 s.
     assert lines[1:] == [
