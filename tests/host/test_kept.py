@@ -196,7 +196,7 @@ def pickled(thing: Thing, device: str) -> None:
     size = len(pickle.dumps(made))
     _carried(thing, device, lambda made: pickle.loads(pickle.dumps(made)))
     results(thing, made, device)
-    assert len(pickle.dumps(made)) == size
+    assert len(pickle.dumps(made)) == pytest.approx(size, abs=_PICKLED)
 
 
 def _carried(thing: Thing, device: str, carry: Callable[[Any], Any]) -> None:
@@ -452,6 +452,7 @@ def _capture(
 BOTH, GPU, CPU = ("cpu", "cuda"), ("cuda",), ("cpu",)
 ALL = {thing.name for thing in THINGS}
 OWNED = ALL - {"context_parallel"}
+_PICKLED = 64  # bytes by which pickles of equal things differ, as what they share is counted otherwise
 PICKLED = OWNED - {"function"}  # whose function is of a function
 # In which devices a situation can be, and which things it can be about.
 SITUATIONS: dict[Callable[[Thing, str], None], tuple[tuple[str, ...], set[str]]] = {
@@ -538,7 +539,8 @@ def test_failures_leave_nothing() -> None:
 
 def test_copies_of_parts_are_not_of_the_whole() -> None:
     part = BlockMask.from_dense(torch.ones(9 * ROWS, ROWS, dtype=torch.bool)[:ROWS])
-    assert len(pickle.dumps(part)) == len(pickle.dumps(BlockMask.from_dense(torch.rand(ROWS, ROWS) < 0.5)))
+    whole = len(pickle.dumps(BlockMask.from_dense(torch.rand(ROWS, ROWS) < 0.5)))
+    assert len(pickle.dumps(part)) == pytest.approx(whole, abs=_PICKLED)
 
 
 def test_masks_go_with_their_last_reference() -> None:
